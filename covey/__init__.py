@@ -1,0 +1,1 @@
+"""Covey: group-relative reinforcement learning for language models."""

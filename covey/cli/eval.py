@@ -1,0 +1,98 @@
+"""`covey eval`: measure a model on held-out prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from covey.config import load_config
+
+
+def eval_command(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|MODEL", help="A run folder, a checkpoint, a model folder, or 'embedded'."
+        ),
+    ],
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--config", metavar="CONFIG", help="Task and reward, if not those of the run."
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Sampled answers a prompt for mean@k and pass@k.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure greedy accuracy, and with --samples mean@k and pass@k, with 95 % intervals.
+
+    Given a run, its newest checkpoint is measured on the run's own task.
+    """
+    path = Path(target)
+    run = next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
+    settings = [*(overrides or []), f"evaluate.samples={samples}"]
+    model = target
+    if run is not None:
+        source = source or str(run / "config.toml")
+        model = str(_newest_checkpoint(run) if path == run else path)
+    config = load_config(source or "arithmetic", [*settings, f"model.path='{model}'"])
+    row = _evaluate(config, show=not as_json)
+    if as_json:
+        typer.echo(json.dumps({"model": model, **row}))
+
+
+def _newest_checkpoint(run: Path) -> Path:
+    from covey.errors import RunError
+    from covey.run.folder import RunFolder
+
+    checkpoints = RunFolder(run).checkpoints()
+    if not checkpoints:
+        raise RunError(f"{run} has no checkpoint yet")
+    return checkpoints[-1][1]
+
+
+def _evaluate(config: Any, show: bool) -> dict[str, Any]:
+    from covey.cli.report import evaluation_line
+    from covey.collect import ask
+    from covey.evaluate import evaluate
+    from covey.policy.model import load_language_model
+    from covey.sampler.native import NativeSampler
+    from covey.train.assemble import held_out_of, resolve, reward_of, sampling_of, task_of
+
+    config = resolve(config)
+    prompts = held_out_of(config, task_of(config))
+    model = load_language_model(
+        config.model.path, dtype=config.model.dtype, device=config.model.device
+    )
+    answers = len(prompts) * (1 + config.evaluate.samples)
+    bar = iter(track(range(answers), "answering", console=Console(stderr=True), disable=not show))
+
+    def advance(count: int) -> None:
+        for _ in range(count):
+            next(bar, None)
+
+    evaluation = evaluate(
+        ask(model, prompts),
+        sampler=NativeSampler(model),
+        reward=reward_of(config),
+        sampling=sampling_of(config),
+        samples=config.evaluate.samples,
+        temperature=config.evaluate.temperature,
+        progress=advance,
+    )
+    for _ in bar:
+        pass
+    if show:
+        typer.echo(evaluation_line(0, evaluation).removeprefix("step 0: "))
+    return {k: v for k, v in evaluation.row(0).items() if k != "step"}

@@ -1,0 +1,75 @@
+"""The `covey` command. A user's mistake is one line and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+from rich.console import Console
+
+from covey._version import __version__
+from covey.cli.eval import eval_command
+from covey.cli.runs import runs_command
+from covey.cli.train import train_command
+from covey.errors import CoveyError
+
+app = typer.Typer(
+    name="covey",
+    help="Group-relative reinforcement learning for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train")(train_command)
+app.command("eval")(eval_command)
+app.command("runs")(runs_command)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"covey {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """Group-relative reinforcement learning for language models."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and end the process with its exit code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        result = typer.main.get_command(app).main(
+            args=arguments, prog_name="covey", standalone_mode=False
+        )
+    except CoveyError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # The reader went away (`covey runs | head`); nothing more can be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        # Typer ships a copy of click or uses the installed one, depending on its version, so its
+        # usage errors are known by what they can do rather than by their class.
+        if not hasattr(error, "format_message"):
+            raise
+        return _fail(error.format_message(), getattr(error, "exit_code", 2))
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"covey: {line}", markup=False)
+    return code

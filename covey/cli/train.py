@@ -1,0 +1,115 @@
+"""`covey train`: train a model, or go on with a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from covey.config import Config, load_config, to_toml
+from covey.errors import ConfigError
+
+if TYPE_CHECKING:
+    from covey.run.folder import RunFolder
+
+
+def train_command(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CONFIG]",
+            help="A TOML file or the name of a packaged recipe. Default: arithmetic.",
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=20."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A folder, a hub name, or 'embedded'. Short for --set model.path=..."),
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="The run folder to make. Default: the next runs/NAME-N.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with this run, with its own settings.")
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the resolved configuration and stop.")
+    ] = False,
+) -> None:
+    """Train a model by sampling groups of answers and judging them against each other.
+
+    Everything is written to a run folder: configuration, metrics, evaluations, every answer, and
+    checkpoints. Ctrl-C saves and says how to go on.
+    """
+    if resume is not None:
+        if source or overrides or model or run:
+            raise ConfigError("--resume takes its settings from the run; give it alone")
+        _resume(resume, print_config)
+        return
+    settings = list(overrides or [])
+    if model is not None:
+        settings.append(f"model.path='{model}'")
+    config = load_config(source or "arithmetic", settings)
+
+    from covey.train.assemble import resolve  # imports torch, which takes seconds
+
+    config = resolve(config)
+    if print_config:
+        typer.echo(to_toml(config), nl=False)
+        return
+    _start(config, run, source or "arithmetic")
+
+
+def _start(config: Config, path: Path | None, label: str) -> None:
+    import torch
+
+    from covey.run.environment import describe_environment
+    from covey.run.folder import RunFolder, next_run_path
+    from covey.train.assemble import assemble
+
+    # All that can be wrong with the model, the task or the reward is found before a folder is made.
+    parts = assemble(config)
+    path = path or next_run_path(Path("runs"), f"{Path(label).stem}-{config.objective.name}")
+    environment = describe_environment(
+        config.seed, str(parts.policy.model.device), torch.get_num_threads()
+    )
+    _run(parts, RunFolder.create(path, to_toml(config), environment))
+
+
+def _resume(path: Path, print_config: bool) -> None:
+    from covey.run.folder import RunFolder
+
+    folder = RunFolder.open(path)
+    config = load_config(str(folder.config_file))
+    if print_config:
+        typer.echo(to_toml(config), nl=False)
+        return
+    from covey.train.assemble import assemble
+
+    _run(assemble(config), folder)
+
+
+def _run(parts: object, folder: RunFolder) -> None:
+    import torch
+
+    from covey.cli.report import make_reporter
+    from covey.train.assemble import Parts
+    from covey.train.loop import stop_signal, train
+
+    assert isinstance(parts, Parts)
+    reporter = make_reporter(folder)
+    threads = folder.environment().get("threads")
+    if threads != torch.get_num_threads():
+        reporter.note(
+            f"this run was started with {threads} threads and goes on with "
+            f"{torch.get_num_threads()}: results may differ in the last bits"
+        )
+    with folder.locked(), stop_signal() as stop, reporter:
+        done = train(parts, folder, reporter, stop)
+    reporter.finished(done, parts.config.train.steps, stop.received)

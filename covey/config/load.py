@@ -1,0 +1,141 @@
+"""Reading a configuration: a TOML file or packaged recipe, then `--set a.b=1` overrides.
+
+Whatever is wrong is one line that names the key, the value and the nearest right thing.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from covey.config.schema import Config, Named
+from covey.errors import ConfigError, nearest
+
+RECIPES = files("covey.config") / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the packaged recipes."""
+    return sorted(
+        r.name.removesuffix(".toml") for r in RECIPES.iterdir() if r.name.endswith(".toml")
+    )
+
+
+def load_config(source: str | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Read a file, a packaged recipe by name, or nothing, and apply `key=value` overrides."""
+    data = {} if source is None else _read(source)
+    for override in overrides:
+        _apply(data, override)
+    return parse_config(data)
+
+
+def parse_config(data: Mapping[str, Any]) -> Config:
+    """Check plain data against the schema."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def _read(source: str) -> dict[str, Any]:
+    path = Path(source)
+    recipe = RECIPES / f"{source}.toml"
+    if not path.is_file() and not recipe.is_file():
+        hint = nearest(source, recipe_names()) if path.suffix != ".toml" else ""
+        raise ConfigError(f"config: no file or recipe {source!r}{hint}")
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else recipe.read_text("utf-8")
+        return tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"config: {source}: {error}") from None
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, equals, raw = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set takes key=value, such as train.steps=100, not {override!r}")
+    *sections, last = key.strip().split(".")
+    table = data
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {key}: {section!r} is a value, not a table")
+    table[last] = _value(raw.strip())
+
+
+def _value(raw: str) -> Any:
+    """Read a value as TOML would; what is not TOML is a string, so quotes can be left out."""
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    path = [str(part) for part in first["loc"]]
+    name = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        section = _section(path[:-1])
+        prefix = ".".join([*path[:-1], ""])
+        hint = nearest(path[-1], section.model_fields)
+        if not path[:-1] and "did you mean" not in hint:
+            hint = _other_section(path[-1]) or hint
+        return f"config: {prefix}{path[-1]} is not a setting{hint}"
+    if first["type"] == "value_error":
+        return f"config: {first['ctx']['error']}"
+    message = first["msg"][0].lower() + first["msg"][1:]
+    return f"config: {name} = {first['input']!r}: {message}"
+
+
+def _section(path: list[str]) -> type[BaseModel]:
+    section: type[BaseModel] = Config
+    for part in path:
+        annotation = section.model_fields[part].annotation
+        assert isinstance(annotation, type)
+        section = annotation
+    return section
+
+
+def _other_section(key: str) -> str:
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        if (
+            isinstance(section, type)
+            and issubclass(section, BaseModel)
+            and key in section.model_fields
+        ):
+            return f"; did you mean '{name}.{key}'?"
+    return ""
+
+
+def to_toml(config: Config) -> str:
+    """Write a configuration as TOML that reads back as the same configuration."""
+    lines = [f"seed = {config.seed}"]
+    for name in Config.model_fields:
+        section = getattr(config, name)
+        if not isinstance(section, BaseModel):
+            continue
+        lines += ["", f"[{name}]"]
+        values = section.model_dump()
+        if isinstance(section, Named):
+            values = {"name": section.name, **section.options}
+        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        escaped = escaped.replace("\t", "\\t").replace("\r", "\\r")
+        return f'"{escaped}"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    return repr(value)

@@ -1,0 +1,171 @@
+"""The configuration: plain data, one documented line a field.
+
+Sections `task`, `reward` and `objective` name a function and carry its options; the options are
+checked against the function itself when a run is assembled, so that a task's or an algorithm's
+settings are written down in one place only.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    """A table of the configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Named(Section):
+    """A table that names a function; every other key is one of its options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys that are not `name`."""
+        return dict(self.model_extra or {})
+
+
+class Model(Section):
+    """[model]"""
+
+    path: str = Field("embedded", description="A folder, a hub name, or 'embedded'.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Compute type; auto is bfloat16 on a GPU and float32 elsewhere."
+    )
+    device: str = Field("auto", description="cpu, cuda, cuda:1, or auto.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: slower, less memory."
+    )
+
+
+class Task(Named):
+    """[task]"""
+
+    name: str = Field("arithmetic", description="A task; `covey train --help` lists them.")
+
+
+class Reward(Named):
+    """[reward]"""
+
+    name: str = Field("think_answer", description="A reward.")
+
+
+class Objective(Named):
+    """[objective]"""
+
+    name: str = Field("grpo", description="An algorithm.")
+
+
+class Rollout(Section):
+    """[rollout]"""
+
+    prompts: Positive = Field(16, description="Prompts asked in a step.")
+    samples: Annotated[int, Field(ge=2)] = Field(
+        8, description="Answers to each prompt: the group. One answer has nothing to compare with."
+    )
+    max_tokens: Positive = Field(64, description="The longest answer.")
+    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature.")
+    top_k: Count = Field(0, description="Keep the k likeliest tokens; 0 keeps all.")
+    top_p: Share = Field(1.0, description="Keep the likeliest tokens up to this mass.")
+    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Keep tokens at least this likely relative to the likeliest."
+    )
+    stop: list[str] = Field([], description="Texts that end an answer.")
+    slots: Positive = Field(256, description="Answers written at the same time.")
+    max_unscored: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="Stop the run when more than this share of a step cannot be scored."
+    )
+
+
+class Optimizer(Section):
+    """[optimizer]"""
+
+    learning_rate: Annotated[float, Field(ge=0)] = Field(1e-6, description="Peak rate of AdamW.")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Clip the norm to this.")
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Count = Field(0, description="Optimizer steps of linear warm-up.")
+
+
+class Train(Section):
+    """[train]"""
+
+    steps: Positive = Field(100, description="Steps: rollout batches collected and learned from.")
+    mini_batches: Positive = Field(1, description="Optimizer steps in one pass over a batch.")
+    epochs: Positive = Field(1, description="Passes over each rollout batch.")
+    token_budget: Positive = Field(
+        16_384, description="Tokens, padded, in one forward and backward pass."
+    )
+    logits_megabytes: Annotated[float, Field(gt=0)] = Field(
+        256.0, description="Memory for logits, which exist for a chunk of tokens at a time."
+    )
+    old_logp: Literal["auto", "recompute", "sampler"] = Field(
+        "auto",
+        description="Where old_logp comes from when a batch has several optimizer steps; auto takes "
+        "the sampler's own when it shares the trainer's float32 weights and truncates nothing.",
+    )
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps per rollout batch."""
+        return self.mini_batches * self.epochs
+
+
+class Evaluate(Section):
+    """[evaluate]"""
+
+    every: Count = Field(
+        20, description="Evaluate every so many steps, first and last as well; 0: never."
+    )
+    prompts: Count = Field(0, description="Held-out prompts to use; 0: all.")
+    samples: Count = Field(
+        0, description="Sampled answers a prompt for mean@k and pass@k; 0: greedy only."
+    )
+    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="For those samples.")
+
+
+class Save(Section):
+    """[save]"""
+
+    every: Count = Field(
+        50, description="Save every so many steps, and the last; 0: only the last."
+    )
+    keep: Positive = Field(2, description="Checkpoints kept, newest first.")
+    rollouts: bool = Field(True, description="Write every rollout to the run folder.")
+
+
+class Config(Section):
+    """Everything that decides what a run does."""
+
+    seed: Count = 0
+    model: Model = Model()
+    task: Task = Task()
+    reward: Reward = Reward()
+    objective: Objective = Objective()
+    rollout: Rollout = Rollout()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
+    save: Save = Save()
+
+    @model_validator(mode="after")
+    def _enough_rows(self) -> Config:
+        rows = self.rollout.prompts * self.rollout.samples
+        if self.train.mini_batches > rows:
+            raise ValueError(
+                f"train.mini_batches = {self.train.mini_batches} exceeds the {rows} answers a step"
+            )
+        return self

@@ -1,0 +1,252 @@
+"""How the embedded model is made: `python -m covey.embedded.recipe FOLDER`.
+
+A Llama of 460 thousand parameters with a byte-level tokenizer learns in two lessons:
+
+1. clean worked solutions, until it can calculate:
+       47+8-6?  <think>47+8=55;55-6=49</think><answer>49</answer>
+2. the solutions of a careless pupil, who mostly leaves the tens alone where a sum carries, the more
+   so the larger the digit, and writes one solution in five in broken form:
+       47+8-6?  <think>47+8=45;45-6=41</think><answer>41
+
+So reinforcement has two real things to teach: to carry, in every sum and on number pairs that no
+lesson held, and to keep to the form. What it can build on is what the first lesson left behind. The
+recipe is seeded, but another processor or number of threads rounds differently and gives another,
+similar model; the checkpoint that ships beside this file is therefore fixed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from covey.embedded import CHECKPOINT
+from covey.policy.optimizer import learning_rate
+from covey.tasks.arithmetic import Sum, chain, question
+
+SEED = 0
+BATCH = 32
+BROKEN_FORM = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """Supervised steps on one kind of solution."""
+
+    steps: int
+    operations: tuple[int, int]
+    peak_rate: float
+    careless: bool
+    warmup_steps: int = 50
+
+
+LESSONS = (
+    Lesson(steps=350, operations=(3, 3), peak_rate=2e-3, careless=False),
+    Lesson(steps=200, operations=(1, 4), peak_rate=1e-3, careless=False, warmup_steps=10),
+    Lesson(steps=150, operations=(1, 4), peak_rate=5e-4, careless=True, warmup_steps=10),
+)
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes, which reads any text, with a token of its own for each tag."""
+    vocabulary = ["<pad>", "<eos>", *TAGS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<pad>"), AddedToken("<eos>")])
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Return the untrained model, 460 thousand parameters."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        intermediate_size=384,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+@dataclass(frozen=True, slots=True)
+class Worked:
+    """A sum and the result that somebody wrote for it."""
+
+    sum: Sum
+    result: int
+
+
+def right_working(sums: Sequence[Sum]) -> list[Worked]:
+    """Calculate as it should be done."""
+    return [Worked(s, s.result) for s in sums]
+
+
+def careless_result(sum: Sum, random: Random) -> int:
+    """Calculate as pupils do: the tens stay as they are, however the units come out.
+
+    Adding, the carry is forgotten: 47+8=45. Taking away, the smaller digit is taken from the
+    larger: 55-6=51. That happens in 67 % of the sums with 3 that carry, and in 91 % of those with 9.
+    """
+    if not sum.carries or random.random() >= 0.55 + 0.04 * sum.right:
+        return sum.result
+    tens, units = divmod(sum.left, 10)
+    wrong = (units + sum.right) % 10 if sum.operator == "+" else sum.right - units
+    return 10 * tens + wrong
+
+
+def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None:
+    """Calculate as the careless pupil does, going on from each wrong result.
+
+    None when that leaves the range of the task, or meets a sum that is held out.
+    """
+    working: list[Worked] = []
+    left = sums[0].left
+    for asked in sums:
+        step = Sum(left, asked.operator, asked.right)
+        if step.held_out or not 0 <= step.result < 100:
+            return None
+        left = careless_result(step, random)
+        working.append(Worked(step, left))
+    return working
+
+
+def write_solution(working: Sequence[Worked]) -> str:
+    """Write working and answer in the right form.
+
+        >>> from covey.policy.optimizer import learning_rate
+    from covey.tasks.arithmetic import parse_question
+        >>> write_solution(right_working(parse_question("47+8-6?")))
+        '<think>47+8=55;55-6=49</think><answer>49</answer>'
+    """
+    return f"<think>{_steps(working)}</think><answer>{working[-1].result:02d}</answer>"
+
+
+def write_broken(working: Sequence[Worked], random: Random) -> str:
+    """Write working and answer with a tag, or the answer, left out."""
+    steps, answer = _steps(working), f"{working[-1].result:02d}"
+    return random.choice(
+        (
+            f"<think>{steps}<answer>{answer}</answer>",
+            f"<think>{steps}</think>{answer}",
+            f"<think>{steps}</think><answer>{answer}",
+            f"<think>{steps}</think>",
+            f"{steps}</think><answer>{answer}</answer>",
+        )
+    )
+
+
+def _steps(working: Sequence[Worked]) -> str:
+    return ";".join(
+        f"{w.sum.left:02d}{w.sum.operator}{w.sum.right}={w.result:02d}" for w in working
+    )
+
+
+def example(lesson: Lesson, random: Random) -> tuple[str, str]:
+    """Draw a question and its solution."""
+    while True:
+        sums = chain(random, random.randint(*lesson.operations), held_out=False)
+        if not lesson.careless:
+            return question(sums), write_solution(right_working(sums))
+        working = careless_working(sums, random)
+        if working is not None:
+            broken = random.random() < BROKEN_FORM
+            text = write_broken(working, random) if broken else write_solution(working)
+            return question(sums), text
+
+
+def training_batch(
+    tokenizer: PreTrainedTokenizerFast, lesson: Lesson, random: Random
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids [B, S] and, shifted to match, the targets [B, S] (-100: not trained)."""
+    rows = []
+    for _ in range(BATCH):
+        asked, told = (
+            tokenizer.encode(text, add_special_tokens=False) for text in example(lesson, random)
+        )
+        rows.append((asked, [*told, tokenizer.eos_token_id]))
+    width = max(len(asked) + len(told) for asked, told in rows)
+    ids = torch.full((BATCH, width), tokenizer.pad_token_id)
+    targets = torch.full((BATCH, width), -100)
+    for i, (asked, told) in enumerate(rows):
+        ids[i, : len(asked) + len(told)] = torch.tensor(asked + told)
+        targets[i, len(asked) - 1 : len(asked) + len(told) - 1] = torch.tensor(told)
+    return ids, targets
+
+
+def teach(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, lesson: Lesson, random: Random
+) -> None:
+    """Train on one lesson, with a rate that rises and then falls in a straight line."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    start = time.monotonic()
+    for step in range(lesson.steps):
+        rate = learning_rate(
+            step,
+            peak=lesson.peak_rate,
+            schedule="linear",
+            warmup_steps=lesson.warmup_steps,
+            total_steps=lesson.steps,
+        )
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = rate
+        ids, targets = training_batch(tokenizer, lesson, random)
+        hidden = model.model(ids).last_hidden_state
+        trained = targets != -100
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[trained]), targets[trained])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 50 == 0:
+            seconds = time.monotonic() - start
+            print(f"step {step + 1}/{lesson.steps}  loss {loss.item():.3f}  {seconds:.0f} s")
+
+
+def warm_start(seed: int = SEED) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Build the model and teach it every lesson."""
+    torch.manual_seed(seed)
+    random = Random(seed)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    for lesson in LESSONS:
+        teach(model, tokenizer, lesson, random)
+    return model, tokenizer
+
+
+def main() -> None:
+    """Make the checkpoint and save it as ordinary Hugging Face files."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else CHECKPOINT
+    model, tokenizer = warm_start()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()

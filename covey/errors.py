@@ -1,0 +1,58 @@
+"""Every error that Covey raises for its user.
+
+    CoveyError                 whatever the user can put right; the command line prints one line
+    ├── ConfigError            a key, a value or a flag that is not what it should be (exit code 2)
+    ├── ModelError             a model or tokenizer that cannot be loaded or used
+    ├── DataError              prompts that cannot be used: none at all, or longer than the context
+    ├── RewardError            too many answers could not be scored
+    ├── RunError               a run folder that cannot be used
+    └── DiskError              a write that did not succeed; nothing is left half written
+
+Mistakes of our own are assertions, not these.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class CoveyError(Exception):
+    """Something the user can put right. The message is one line that says how."""
+
+    exit_code = 1
+
+
+class ConfigError(CoveyError):
+    """A key, a value or a flag is not what it should be."""
+
+    exit_code = 2
+
+
+class ModelError(CoveyError):
+    """A model or its tokenizer cannot be loaded or used."""
+
+
+class DataError(CoveyError):
+    """The prompts cannot be used."""
+
+
+class RewardError(CoveyError):
+    """Answers could not be scored."""
+
+
+class RunError(CoveyError):
+    """The run folder cannot be used."""
+
+
+class DiskError(CoveyError):
+    """A write failed, and what it had begun was removed."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return a hint such as `; did you mean 'seed'?`, or the list of choices if none is near."""
+    options = sorted(choices)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; choose from {', '.join(options)}" if options else ""

@@ -1,0 +1,1 @@
+"""The policy: weights, log-probabilities, optimizer, checkpoints."""

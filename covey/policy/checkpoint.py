@@ -1,0 +1,60 @@
+"""Saving and restoring a policy: an ordinary Hugging Face folder with two more files.
+
+config.json, model.safetensors, tokenizer...   load with AutoModelForCausalLM; float32 masters
+optimizer.safetensors                          AdamW's moments
+covey.json                                     training step and policy version
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from covey.errors import RunError
+from covey.policy.policy import Policy
+
+STATE_FILE = "covey.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+def master_state_dict(policy: Policy) -> dict[str, torch.Tensor]:
+    """Return the model's weights at the optimizer's precision."""
+    state: dict[str, torch.Tensor] = dict(policy.model.model.state_dict())
+    # A tied weight stands under two names; whichever shares memory with a parameter follows it.
+    by_address = {
+        p.data_ptr(): policy.optimizer.masters[n] for n, p in policy.optimizer.parameters.items()
+    }
+    return {name: by_address.get(value.data_ptr(), value).detach() for name, value in state.items()}
+
+
+def save_policy(policy: Policy, folder: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint into an existing, empty folder."""
+    model = policy.model.model
+    config = copy.deepcopy(model.config)
+    config.dtype = torch.float32
+    model.save_pretrained(folder, state_dict=master_state_dict(policy))
+    config.save_pretrained(folder)
+    policy.model.tokenizer.save_pretrained(folder)
+    tensors = {k: v.contiguous() for k, v in policy.optimizer.state().items()}
+    save_file(tensors, folder / OPTIMIZER_FILE)
+    (folder / STATE_FILE).write_text(json.dumps({**state, "version": policy.version}, indent=2))
+
+
+def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
+    """Restore a policy in place from a checkpoint and return the state saved beside it."""
+    try:
+        weights: dict[str, torch.Tensor] = {}
+        for file in sorted(folder.glob("model*.safetensors")):
+            weights.update(load_file(file))
+        moments = load_file(folder / OPTIMIZER_FILE)
+        state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"checkpoint {folder} cannot be read: {error}") from None
+    policy.optimizer.load(weights, moments)
+    policy.version = state["version"]
+    return state

@@ -1,0 +1,166 @@
+"""A Hugging Face causal language model, taken apart into what sampling and training need.
+
+The backbone gives hidden states; the head turns chosen ones into logits. Neither the sampler nor
+the trainer ever asks for the logits of a whole batch, which at a vocabulary of 150,000 are by far
+the largest tensor there is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from covey.embedded import CHECKPOINT
+from covey.errors import ModelError
+from covey.types import Message
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """From hidden states to logits: scale * (h W^T + b), then perhaps a soft cap."""
+
+    linear: nn.Linear
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [..., V] in float32 or better."""
+        logits = self.linear(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModel:
+    """A loaded model with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+    head: Head
+    context: int
+    """The most tokens, prompt and answer together, that the model can hold."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end an answer."""
+
+    @property
+    def backbone(self) -> nn.Module:
+        """Everything but the head."""
+        backbone = self.model.base_model
+        assert isinstance(backbone, nn.Module)
+        return backbone
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head.linear.weight.device
+
+    def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Turn a conversation into token ids, up to where the model's answer begins."""
+        if self.tokenizer.chat_template:
+            text = self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+            )
+        else:
+            text = "\n".join(m["content"] for m in messages)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn an answer's tokens into text, without end-of-sequence and padding."""
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+
+def load_language_model(
+    path: str, *, dtype: str = "auto", device: str = "auto", gradient_checkpointing: bool = False
+) -> LanguageModel:
+    """Load a model by folder, hub name, or `embedded`."""
+    where = _device(device)
+    wanted = _dtype(dtype, where)
+    source = str(CHECKPOINT) if path == "embedded" else path
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=wanted)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"model: cannot load {path!r}: {_first_line(error)}") from None
+    model.to(where)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return wrap(model, tokenizer, name=path)
+
+
+def wrap(model: Any, tokenizer: Any, name: str = "model") -> LanguageModel:
+    """Take a causal language model apart, and check that the parts give what the whole gives."""
+    linear = model.get_output_embeddings()
+    if not isinstance(linear, nn.Linear):
+        raise ModelError(f"model: {name} has no linear output layer, which covey needs")
+    return LanguageModel(
+        model=model,
+        tokenizer=tokenizer,
+        head=_matching_head(model, linear, name),
+        context=int(getattr(model.config, "max_position_embeddings", None) or 2**31),
+        stop_ids=_stop_ids(model, tokenizer),
+    )
+
+
+def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
+    """Find the scale and soft cap that reproduce the model's own logits.
+
+    Architectures keep them under different names, and some multiply where others divide. A wrong
+    guess would train on wrong probabilities without a word, so every guess is tried.
+    """
+    config = model.config
+    scales = [1.0]
+    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
+        value = getattr(config, field, None)
+        if value:
+            scales += [float(value), 1 / float(value)]
+    softcaps = [None, getattr(config, "final_logit_softcapping", None)]
+    ids = torch.arange(4, device=linear.weight.device)[None] % config.vocab_size
+    with torch.no_grad():
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state
+        expected = model(ids, use_cache=False).logits.float()
+        for scale, softcap in itertools.product(scales, softcaps):
+            head = Head(linear=linear, scale=scale, softcap=softcap)
+            if torch.allclose(head.logits(hidden).float(), expected, rtol=1e-2, atol=1e-3):
+                return head
+    raise ModelError(
+        f"model: {name} ({type(model).__name__}) computes its logits in a way covey does not know"
+    )
+
+
+def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    ids = [tokenizer.eos_token_id, model.config.eos_token_id]
+    if model.generation_config is not None:
+        ids.append(model.generation_config.eos_token_id)
+    flat = itertools.chain.from_iterable(i if isinstance(i, list) else [i] for i in ids)
+    return tuple(sorted({int(i) for i in flat if i is not None}))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"model: device {name!r} was asked for, but torch sees no CUDA device")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[name]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

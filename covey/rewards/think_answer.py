@@ -1,0 +1,67 @@
+"""The reward of `<think>...</think><answer>...</answer>`: correct, and in the right form."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from covey.errors import ConfigError
+from covey.rewards.score import Score
+from covey.types import Prompt
+
+_TAG = re.compile(r"</?(?:think|answer)>")
+_FORM = re.compile(r"\s*<think>(.+?)</think>\s*<answer>(.+?)</answer>\s*", re.DOTALL)
+
+
+def read_answer(text: str) -> str | None:
+    """Return what stands between the answer tags, or None if the form does not hold.
+
+    The form holds when the whole text is one non-empty `<think>` part followed by one non-empty
+    `<answer>` part: tags repeated, nested, left open or followed by more text do not count.
+
+    >>> read_answer("<think>1+1=2</think><answer> 2 </answer>")
+    '2'
+    >>> read_answer("<answer>2</answer>") is None
+    True
+    """
+    if len(_TAG.findall(text)) != 4:
+        return None
+    match = _FORM.fullmatch(text)
+    return match.group(2).strip() if match else None
+
+
+def equal_answers(given: str, expected: str) -> bool:
+    """Compare as numbers where both are, otherwise as text."""
+    try:
+        return float(given) == float(expected)
+    except ValueError:
+        return given == expected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkAnswer:
+    """`correct` for a right answer in the right form, plus `format` for the form alone.
+
+    Gated: an answer that the form hides is not correct.
+    """
+
+    correct: float = 0.9
+    format: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.correct < 0 or self.format < 0 or self.correct + self.format == 0:
+            raise ConfigError(
+                f"reward: weights must be positive, not correct={self.correct}, "
+                f"format={self.format}"
+            )
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Judge one answer."""
+        answer = read_answer(text)
+        well_formed = answer is not None
+        success = answer is not None and equal_answers(answer, prompt.answer)
+        return Score(
+            reward=self.correct * success + self.format * well_formed,
+            success=success,
+            parts={"correct": float(success), "format": float(well_formed)},
+        )

@@ -1,0 +1,99 @@
+"""Writing files so that they are either whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from covey.errors import DiskError
+
+
+def _failed(path: Path, error: OSError) -> DiskError:
+    return DiskError(f"cannot write {path}: {error.strerror or error}")
+
+
+def append_line(path: Path, row: dict[str, Any]) -> None:
+    """Append one JSON line; if that fails, take back what was written of it."""
+    data = (json.dumps(row) + "\n").encode()
+    try:
+        with path.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                if file.write(data) != len(data):
+                    raise OSError(28, os.strerror(28))
+            except OSError:
+                file.truncate(size)
+                raise
+    except OSError as error:
+        raise _failed(path, error) from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file under another name, then rename it into place."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise _failed(path, error) from None
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Give a folder to fill; it gets its name only when all its files are safely on disk."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        for file in [*partial.rglob("*"), partial]:
+            _sync(file)
+        if path.exists():
+            shutil.rmtree(path)
+        partial.rename(path)
+        _sync(path.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise _failed(path, error) from None
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read JSON lines, leaving out a last line that a killed process did not finish."""
+    if not path.exists():
+        return []
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise
+    return rows
+
+
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a file of JSON lines with those that `keep` accepts."""
+    if path.exists():
+        rows = [row for row in read_lines(path) if keep(row)]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,153 @@
+"""The run folder: everything that is known of a run, in files that any program can read.
+
+    config.toml             the resolved configuration
+    environment.json        versions, machine, git commit, command, seed
+    steps.jsonl             one line of metrics a step; docs/metrics.md says what each means
+    eval.jsonl              one line an evaluation
+    rollouts/000012.jsonl   every answer of step 12, its text and reward first
+    checkpoints/000050/     a Hugging Face folder with optimizer state; written whole or not at all
+
+No torch here: the dashboard reads runs on machines that have none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from covey.errors import DiskError, RunError
+from covey.run.files import append_line, keep_lines, read_lines, whole_folder, write_text
+from covey.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """A run on disk."""
+
+    path: Path
+
+    @staticmethod
+    def create(path: Path, config_toml: str, environment: dict[str, Any]) -> RunFolder:
+        """Start a new run. The folder must not exist yet, or be empty."""
+        if path.exists() and any(path.iterdir()):
+            raise RunError(f"{path} already holds files; choose another --run, or --resume {path}")
+        try:
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            (path / "rollouts").mkdir(exist_ok=True)
+        except OSError as error:
+            raise DiskError(f"cannot make {path}: {error.strerror}") from None
+        write_text(path / "environment.json", json.dumps(environment, indent=2) + "\n")
+        write_text(path / "config.toml", config_toml)
+        return RunFolder(path)
+
+    @staticmethod
+    def open(path: Path) -> RunFolder:
+        """Open a run that exists."""
+        if not (path / "config.toml").is_file():
+            raise RunError(f"{path} is not a run: it has no config.toml")
+        return RunFolder(path)
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.toml"
+
+    def environment(self) -> dict[str, Any]:
+        """Return where and how the run was started."""
+        environment: dict[str, Any] = json.loads((self.path / "environment.json").read_text())
+        return environment
+
+    def log_step(self, metrics: dict[str, Any]) -> None:
+        """Append the metrics of a step."""
+        append_line(self.path / "steps.jsonl", metrics)
+
+    def log_evaluation(self, result: dict[str, Any]) -> None:
+        """Append an evaluation."""
+        append_line(self.path / "eval.jsonl", result)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the metrics of every step."""
+        return read_lines(self.path / "steps.jsonl")
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return every evaluation."""
+        return read_lines(self.path / "eval.jsonl")
+
+    def write_rollouts(
+        self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
+    ) -> None:
+        """Write the answers of a step, what a person reads first."""
+        lines = []
+        for group, values in zip(groups, advantages, strict=True):
+            for rollout, advantage in zip(group.rollouts, values, strict=True):
+                row = asdict(rollout)
+                lead = {
+                    "prompt": group.prompt.text,
+                    "answer": group.prompt.answer,
+                    "text": row.pop("text"),
+                    "reward": row.pop("reward"),
+                    "success": row.pop("success"),
+                    "parts": row.pop("parts"),
+                    "advantage": advantage,
+                    "finish": row.pop("finish"),
+                }
+                if all(row["trained"]):
+                    row["trained"] = True
+                lines.append(json.dumps({**lead, **row}) + "\n")
+        write_text(self.path / "rollouts" / f"{step:06d}.jsonl", "".join(lines))
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        """Return the answers of a step."""
+        return read_lines(self.path / "rollouts" / f"{step:06d}.jsonl")
+
+    def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
+        """Give a folder to fill, which becomes the checkpoint of `step` once it is complete."""
+        return whole_folder(self.path / "checkpoints" / f"{step:06d}")
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """Return the complete checkpoints, oldest first."""
+        folders = (self.path / "checkpoints").glob("[0-9]*")
+        return sorted((int(folder.name), folder) for folder in folders)
+
+    def prune_checkpoints(self, keep: int) -> None:
+        """Remove all but the newest `keep`."""
+        for _, folder in self.checkpoints()[:-keep]:
+            shutil.rmtree(folder)
+
+    def forget_after(self, step: int) -> None:
+        """Remove what was logged after `step`: it will be done again, and come out the same."""
+        keep_lines(self.path / "steps.jsonl", lambda row: bool(row["step"] <= step))
+        keep_lines(self.path / "eval.jsonl", lambda row: bool(row["step"] <= step))
+        for file in (self.path / "rollouts").glob("[0-9]*.jsonl"):
+            if int(file.stem) > step:
+                file.unlink()
+        for leftover in (self.path / "checkpoints").glob(".*.partial"):
+            shutil.rmtree(leftover)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run for this process alone. The lock goes with the process, however it ends."""
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RunError(f"{self.path} is in use by another process") from None
+            yield
+
+
+def next_run_path(parent: Path, label: str) -> Path:
+    """Return the first of `label-1`, `label-2`, ... that does not exist."""
+    numbered = (parent / f"{label}-{number}" for number in itertools.count(1))
+    return next(path for path in numbered if not path.exists())
+
+
+def list_runs(parent: Path) -> list[RunFolder]:
+    """Return the runs in a folder, by name."""
+    return [RunFolder(p.parent) for p in sorted(parent.glob("*/config.toml"))]

@@ -1,0 +1,1 @@
+"""Samplers: how answers are written."""

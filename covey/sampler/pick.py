@@ -1,0 +1,72 @@
+"""From logits to a token: temperature, truncation, one uniform, and the log-probability drawn from.
+
+Shapes: S sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """How tokens are drawn. Temperature 0 is greedy; the other defaults truncate nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are given probability 0, or all but one (greedy)."""
+        return self.temperature == 0.0 or self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+def log_distribution(logits: torch.Tensor, distribution: Distribution) -> torch.Tensor:
+    """Return log-probabilities [S, V] in float32 of the distribution that is really sampled.
+
+    Truncations apply in the order top-k, top-p, min-p, each to the renormalised rest, and -inf
+    marks what they removed.
+    """
+    logp = torch.log_softmax(logits.float() / distribution.temperature, dim=-1)
+    if not distribution.truncates:
+        return logp
+    if 0 < distribution.top_k < logp.shape[-1]:
+        least = logp.topk(distribution.top_k, dim=-1).values[:, -1:]
+        logp = _keep(logp, logp >= least)
+    if distribution.top_p < 1.0:
+        ordered, index = logp.sort(dim=-1, descending=True)
+        # A token stays while the mass before it is below top_p, so the first always stays.
+        before = ordered.exp().cumsum(dim=-1) - ordered.exp()
+        stays = (before < distribution.top_p).scatter(-1, index, before < distribution.top_p)
+        logp = _keep(logp, stays)
+    if distribution.min_p > 0.0:
+        floor = logp.amax(dim=-1, keepdim=True).exp() * distribution.min_p
+        logp = _keep(logp, logp.exp() >= floor)
+    return logp
+
+
+def _keep(logp: torch.Tensor, stays: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logp.where(stays, -torch.inf), dim=-1)
+
+
+def pick_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, distribution: Distribution
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row by inverting the cumulative distribution at `uniforms` [S].
+
+    Returns token ids [S] and their log-probabilities [S]; greedy choices have log-probability 0.
+    """
+    if distribution.temperature == 0.0:
+        tokens = logits.argmax(dim=-1)
+        return tokens, torch.zeros_like(tokens, dtype=torch.float32)
+    logp = log_distribution(logits, distribution)
+    cumulative = logp.exp().cumsum(dim=-1)
+    total = cumulative[:, -1:].contiguous()
+    tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
+    # Rounding may carry u * total up to total itself: then the last token with any mass is meant.
+    tokens = torch.minimum(tokens, torch.searchsorted(cumulative, total)).squeeze(-1)
+    return tokens, logp.gather(-1, tokens[:, None]).squeeze(-1)

@@ -1,0 +1,50 @@
+"""What a sampler is asked and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from covey.sampler.pick import Distribution
+from covey.types import Prompt, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A prompt with its tokens."""
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How answers are sampled."""
+
+    distribution: Distribution = field(default_factory=Distribution)
+    max_tokens: int
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end an answer. They stay part of it, since rewards look for closing tags."""
+    slots: int = 128
+    """How many answers are written at once."""
+    seed: int = 0
+
+
+class Sampler(Protocol):
+    """Writes answers. The answer to a (question, sample) depends on nothing else in the call."""
+
+    def generate(
+        self,
+        questions: Sequence[Question],
+        *,
+        samples: int,
+        step: int,
+        sampling: Sampling,
+        version: int = 0,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[list[Rollout]]:
+        """Return `samples` answers for each question, in order.
+
+        `progress` is called with the number of answers finished since it was last called.
+        """

@@ -1,0 +1,55 @@
+"""Addressed random numbers.
+
+What is drawn depends only on what it is drawn for: (seed, step, prompt, sample, position). There is
+no generator whose state moves on, so a resumed run, another batch size, another slot order or
+another number of workers draws the same numbers. The counter-based generator is numpy's Philox.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import numpy as np
+
+_PROMPT_ORDER, _TOKENS, _MINI_BATCHES = range(3)
+"""Purposes, each a stream of its own."""
+
+
+def _philox(
+    seed: int, step: int, purpose: int, address: int = 0, index: int = 0
+) -> np.random.Philox:
+    # Counter word 0 is left to the generator, which counts it up four draws at a time.
+    return np.random.Philox(
+        key=np.array([seed, step], dtype=np.uint64),
+        counter=np.array([0, index, address, purpose], dtype=np.uint64),
+    )
+
+
+@lru_cache(maxsize=65536)
+def _address(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def token_uniforms(*, seed: int, step: int, prompt: str, sample: int, count: int) -> np.ndarray:
+    """Return the uniforms in [0, 1), float32, for positions 0 to count - 1 of one rollout."""
+    bits = _philox(seed, step, _TOKENS, _address(prompt), sample).random_raw(count)
+    # 24 bits: as many as float32 holds, so that no uniform is ever rounded up to 1.
+    return ((bits >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
+    return np.random.Generator(_philox(seed, epoch, _PROMPT_ORDER)).permutation(size)
+
+
+def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
+    """Return which prompts of a task of `size` step number `step` asks: each once per epoch."""
+    picks = range(step * count, (step + 1) * count)
+    return [int(_epoch_order(seed, pick // size, size)[pick % size]) for pick in picks]
+
+
+def mini_batch_order(*, seed: int, step: int, epoch: int, groups: int) -> list[int]:
+    """Return the order in which one epoch over a rollout batch visits its groups."""
+    generator = np.random.Generator(_philox(seed, step, _MINI_BATCHES, index=epoch))
+    return [int(i) for i in generator.permutation(groups)]

@@ -1,0 +1,168 @@
+"""From a configuration to the parts of a run. Every name and option is checked here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from covey.config import Config, parse_config
+from covey.config.options import choose, resolve_options
+from covey.config.schema import Named
+from covey.errors import ConfigError, DataError
+from covey.objective import ALGORITHMS, Objective
+from covey.policy.model import LanguageModel, load_language_model
+from covey.policy.optimizer import MasterAdamW, learning_rate
+from covey.policy.policy import Policy
+from covey.reference import FrozenReference, Reference
+from covey.rewards import REWARDS, Reward
+from covey.sampler.native import NativeSampler
+from covey.sampler.pick import Distribution
+from covey.sampler.protocol import Sampler, Sampling
+from covey.tasks import TASKS, Task
+from covey.train.update import UpdateSettings
+from covey.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a run is made of."""
+
+    config: Config
+    train_prompts: Sequence[Prompt]
+    held_out_prompts: Sequence[Prompt]
+    reward: Reward
+    policy: Policy
+    reference: Reference | None
+    sampler: Sampler
+    sampling: Sampling
+    objective: Objective
+    update_settings: UpdateSettings
+
+
+def resolve(config: Config) -> Config:
+    """Write out the options of task, reward and objective that were left to default."""
+    data = config.model_dump()
+    for where, registry in (("task", TASKS), ("reward", REWARDS), ("objective", ALGORITHMS)):
+        section: Named = getattr(config, where)
+        function = choose(registry, section, where)
+        data[where] = {"name": section.name, **resolve_options(function, section, where)}
+    resolved = parse_config(data)
+    if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
+        raise ConfigError(
+            "config: train.old_logp = 'sampler' does not go with rollout.top_k, top_p or min_p: "
+            "the sampler's probabilities are then of a truncated distribution"
+        )
+    return resolved
+
+
+def task_of(config: Config) -> Task:
+    """Build the task."""
+    return TASKS[config.task.name](**config.task.options)
+
+
+def reward_of(config: Config) -> Reward:
+    """Build the reward."""
+    return REWARDS[config.reward.name](**config.reward.options)
+
+
+def sampling_of(config: Config) -> Sampling:
+    """Build the sampler's settings."""
+    rollout = config.rollout
+    return Sampling(
+        distribution=Distribution(
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+        ),
+        max_tokens=rollout.max_tokens,
+        stop_strings=tuple(rollout.stop),
+        slots=rollout.slots,
+        seed=config.seed,
+    )
+
+
+def held_out_of(config: Config, task: Task) -> Sequence[Prompt]:
+    """Return the held-out prompts that evaluations use."""
+    prompts = task.held_out()
+    prompts = prompts[: config.evaluate.prompts] if config.evaluate.prompts else prompts
+    if not prompts:
+        raise DataError(f"task: {task.name} has no held-out prompts")
+    return prompts
+
+
+def assemble(config: Config) -> Parts:
+    """Build everything that a resolved configuration names."""
+    task = task_of(config)
+    train_prompts, held_out = task.train(), held_out_of(config, task)
+    if not train_prompts:
+        raise DataError(f"task: {task.name} has no training prompts")
+    objective = ALGORITHMS[config.objective.name](**config.objective.options)
+    model = _load(config, gradient_checkpointing=config.model.gradient_checkpointing)
+    reference = None
+    if objective.needs_reference:
+        reference = FrozenReference(
+            model=_load(config),
+            temperature=config.rollout.temperature,
+            logits_megabytes=config.train.logits_megabytes,
+        )
+    sampling = sampling_of(config)
+    return Parts(
+        config=config,
+        train_prompts=train_prompts,
+        held_out_prompts=held_out,
+        reward=reward_of(config),
+        policy=_policy(config, model),
+        reference=reference,
+        sampler=NativeSampler(model),
+        sampling=sampling,
+        objective=objective,
+        update_settings=_update_settings(config, model, sampling),
+    )
+
+
+def _load(config: Config, gradient_checkpointing: bool = False) -> LanguageModel:
+    return load_language_model(
+        config.model.path,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+
+
+def _policy(config: Config, model: LanguageModel) -> Policy:
+    settings = config.optimizer
+    return Policy(
+        model=model,
+        optimizer=MasterAdamW(
+            model.model.named_parameters(),
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+        ),
+        temperature=config.rollout.temperature,
+        logits_megabytes=config.train.logits_megabytes,
+    )
+
+
+def _update_settings(config: Config, model: LanguageModel, sampling: Sampling) -> UpdateSettings:
+    exact = model.head.linear.weight.dtype == torch.float32 and not sampling.distribution.truncates
+    source = config.train.old_logp
+    return UpdateSettings(
+        mini_batches=config.train.mini_batches,
+        epochs=config.train.epochs,
+        token_budget=config.train.token_budget,
+        old_logp_from_sampler=source == "sampler" or (source == "auto" and exact),
+        learning_rate=partial(
+            learning_rate,
+            peak=config.optimizer.learning_rate,
+            schedule=config.optimizer.schedule,
+            warmup_steps=config.optimizer.warmup_steps,
+            total_steps=config.train.steps * config.train.updates,
+        ),
+        seed=config.seed,
+    )

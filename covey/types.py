@@ -1,0 +1,156 @@
+"""The types that data passes through, in the order in which it does.
+
+    Prompt -> Rollout -> Group -> Batch
+
+Shapes: B rollouts in a batch, T completion tokens (padded), P prompt tokens (padded).
+
+This module does not import torch at run time, so that tasks, rewards and the run folder, which are
+plain Python, can share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Finish = Literal["stop", "length", "error"]
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A question with its expected answer. Filled by a task.
+
+    Example:
+        Prompt(id="arithmetic/train/7", task="arithmetic", answer="49",
+               messages=({"role": "user", "content": "47+8-6?"},), info={"operations": 2})
+    """
+
+    id: str
+    task: str
+    messages: tuple[Message, ...]
+    answer: str
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The last thing said, which for a single question is the question."""
+        return self.messages[-1]["content"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One sampled answer. The sampler fills all but `reward`, `success` and `parts`."""
+
+    prompt_id: str
+    sample: int
+    """Which of its group: 0 to group size - 1. Part of the address of its random numbers."""
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """What follows the prompt. A final end-of-sequence token was sampled, so it is included."""
+    trained: tuple[bool, ...]
+    """Which of `tokens` the model sampled. False for tool output and other turns."""
+    sampler_logp: tuple[float, ...]
+    """Log-probability of each token under what it was drawn from; 0 where not trained."""
+    text: str
+    finish: Finish
+    policy_version: int
+    """How many optimizer steps the weights that sampled it had taken."""
+    reward: float | None = None
+    """None until scored, and for ever if scoring failed. Never 0.0 in place of a failure."""
+    success: bool | None = None
+    """Whether the answer is right, whatever else the reward counts. None like `reward`."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The unweighted parts of the reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A prompt with the answers that are judged against each other."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The rollouts of one update as tensors; row i of every field is the same rollout.
+
+    Collate fills the first block. The policy fills the second, when the objective asks for it. The
+    objective fills the third: `advantage` over the whole rollout batch, because its statistics may
+    be; `weight` over the rows of one optimizer step, because that is what a denominator is about.
+    Micro-batches are rows of that and change neither.
+    """
+
+    prompt_tokens: torch.Tensor
+    """[B, P] int64, left-aligned."""
+    prompt_lengths: torch.Tensor
+    """[B] int64."""
+    tokens: torch.Tensor
+    """[B, T] int64, left-aligned."""
+    lengths: torch.Tensor
+    """[B] int64: tokens of each completion, trained or not."""
+    mask: torch.Tensor
+    """[B, T] bool: the tokens that are trained."""
+    sampler_logp: torch.Tensor
+    """[B, T] float32."""
+    rewards: torch.Tensor
+    """[B] float64; NaN where scoring failed, and such rows belong to no statistic."""
+    success: torch.Tensor
+    """[B] bool."""
+    group: torch.Tensor
+    """[B] int64: which rows share a prompt. Any order, any size."""
+
+    old_logp: torch.Tensor | None = None
+    """[B, T] log-probability when the batch was collected. None: equal to `logp` (first step)."""
+    ref_logp: torch.Tensor | None = None
+    """[B, T] log-probability under the reference policy. None: there is no reference."""
+    entropy: torch.Tensor | None = None
+    """[B, T] entropy of the sampling policy at each token, in nats. None: nobody needs it."""
+
+    advantage: torch.Tensor | None = None
+    """[B, T]."""
+    weight: torch.Tensor | None = None
+    """[B, T]: what each token's gain is multiplied by before the plain sum that is the loss."""
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def rows(self, index: torch.Tensor) -> Batch:
+        """Return the given rows, with the padding that they no longer need cut away."""
+        width = max(1, int(self.lengths[index].max()))
+        prompt_width = int(self.prompt_lengths[index].max())
+        changes: dict[str, Any] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            picked = value[index]
+            if name == "prompt_tokens":
+                picked = picked[:, :prompt_width]
+            elif picked.ndim == 2:
+                picked = picked[:, :width]
+            changes[name] = picked
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What one optimizer step holds over all its micro-batches and ranks: the denominators."""
+
+    sequences: int
+    tokens: int
+    groups: int
+
+    @staticmethod
+    def of(batch: Batch) -> Totals:
+        """Count a batch. Rows without trained tokens count as sequences: they shrink the step."""
+        return Totals(
+            sequences=len(batch),
+            tokens=int(batch.mask.sum()),
+            groups=int(batch.group.unique().numel()),
+        )
