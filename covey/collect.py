@@ -70,17 +70,15 @@ def collect(
     *,
     sampler: Sampler,
     reward: Reward,
-    samples: int,
     step: int,
     sampling: Sampling,
     version: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Collected:
-    """Sample and judge `samples` answers to every question."""
+    """Sample and judge `sampling.samples` answers to every question."""
     started = time.perf_counter()
     answers = sampler.generate(
         questions,
-        samples=samples,
         step=step,
         sampling=sampling,
         version=version,

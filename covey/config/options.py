@@ -30,7 +30,7 @@ def resolve_options(function: Callable[..., Any], section: Named, where: str) ->
     parameters = {
         name: p for name, p in inspect.signature(function).parameters.items() if name != "name"
     }
-    types = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
+    types = typing.get_type_hints(function)
     for key in section.options:
         if key not in parameters:
             what = f"{where}.{key} is not an option of {section.name}"

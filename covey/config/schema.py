@@ -114,8 +114,8 @@ class Train(Section):
     )
     old_logp: Literal["auto", "recompute", "sampler"] = Field(
         "auto",
-        description="Where old_logp comes from when a batch has several optimizer steps; auto takes "
-        "the sampler's own when it shares the trainer's float32 weights and truncates nothing.",
+        description="Where old_logp comes from when a batch has several optimizer steps; auto: from "
+        "the sampler if it shares the trainer's float32 weights and truncates nothing.",
     )
 
     @property

@@ -112,7 +112,7 @@ def careless_result(sum: Sum, random: Random) -> int:
     """Calculate as pupils do: the tens stay as they are, however the units come out.
 
     Adding, the carry is forgotten: 47+8=45. Taking away, the smaller digit is taken from the
-    larger: 55-6=51. That happens in 67 % of the sums with 3 that carry, and in 91 % of those with 9.
+    larger: 55-6=51. So it goes in 67 % of the sums with 3 that carry, and in 91 % of those with 9.
     """
     if not sum.carries or random.random() >= 0.55 + 0.04 * sum.right:
         return sum.result

@@ -60,9 +60,8 @@ def evaluate(
             questions,
             sampler=sampler,
             reward=reward,
-            samples=samples,
             step=EVALUATION_STEP,
-            sampling=replace(sampling, distribution=distribution),
+            sampling=replace(sampling, samples=samples, distribution=distribution),
             progress=progress,
         )
 

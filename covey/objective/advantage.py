@@ -66,7 +66,8 @@ def standardized(
     scored = (~rewards.isnan()).double()
     count = group_sum(scored, group)
     variance = group_sum(difference.square(), group) / (count - ddof).clamp(min=1.0)
-    return difference / (variance.sqrt() + eps)
+    spread = variance.sqrt() + eps
+    return difference / spread.where(spread > 0, 1.0)  # eps may be 0, and a group all equal
 
 
 def per_token(advantage: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

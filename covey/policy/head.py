@@ -6,14 +6,15 @@ time, in the forward pass and again, recomputed, in the backward pass.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from covey.policy.model import Head
 
 LIVE_COPIES = 3
-"""Tensors of a chunk's size that are alive at once: logits, probabilities and one product."""
+"""Tensors of a chunk's size that are alive at once: logits, their product, and a rounded copy."""
 
 
 def chunk_rows(vocabulary: int, megabytes: float, element_bytes: int = 4) -> int:
@@ -29,84 +30,116 @@ def token_logp(
     Both are of the distribution at `temperature`, and both can be differentiated.
     """
     weight = head.linear.weight
-    chunk = chunk_rows(
-        weight.shape[0], megabytes, torch.promote_types(weight.dtype, torch.float32).itemsize
+    size = torch.promote_types(weight.dtype, torch.float32).itemsize
+    settings = _Settings(
+        scale=head.scale / temperature,
+        softcap=None if head.softcap is None else head.softcap / temperature,
+        chunk=chunk_rows(weight.shape[0], megabytes, size),
     )
-    scale = head.scale / temperature
-    softcap = None if head.softcap is None else head.softcap / temperature
-    logp, entropy = _TokenLogp.apply(
-        hidden, weight, head.linear.bias, tokens, scale, softcap, chunk
-    )
+    logp, entropy = _TokenLogp.apply(hidden, weight, head.linear.bias, tokens, settings)
     return logp, entropy
 
 
-def _chunk_logits(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(scale)
-    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+class _Settings(NamedTuple):
+    scale: float
+    softcap: float | None
+    chunk: int
+
+
+class _Chunks:
+    """Computes logits chunk by chunk into two buffers that are allocated once.
+
+    Fresh tensors of this size would cost more in page faults than in arithmetic, and a
+    fragmented heap would hold on to several times the memory that is in use.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        settings: _Settings,
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.settings = hidden, weight, bias, settings
+        rows = min(settings.chunk, len(hidden))
+        precision = torch.promote_types(weight.dtype, torch.float32)
+        self.logits = weight.new_empty(rows, len(weight), dtype=precision)
+        self.product = torch.empty_like(self.logits)
+
+    def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield each part of the tokens with its logits and room for one product of them."""
+        scale, softcap, chunk = self.settings
+        for at in range(0, len(self.hidden), chunk):
+            part = slice(at, min(at + chunk, len(self.hidden)))
+            logits = self.logits[: part.stop - part.start]
+            if logits.dtype == self.weight.dtype:
+                torch.mm(self.hidden[part], self.weight.t(), out=logits)
+            else:
+                logits.copy_(self.hidden[part] @ self.weight.t())
+            if self.bias is not None:
+                logits.add_(self.bias)
+            logits.mul_(scale)
+            if softcap is not None:
+                logits.div_(softcap).tanh_().mul_(softcap)
+            yield part, logits, self.product[: len(logits)]
 
 
 class _TokenLogp(torch.autograd.Function):
     """With p = softmax(z): d logp / dz = onehot - p, and d H / dz = -p (log p + H)."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd functions take their tensors one by one
+    def forward(  # noqa: D102, PLR0913 - autograd passes tensors one by one
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         tokens: torch.Tensor,
-        scale: float,
-        softcap: float | None,
-        chunk: int,
+        settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         precision = torch.promote_types(hidden.dtype, torch.float32)
         logp = hidden.new_empty(len(tokens), dtype=precision)
-        entropy = torch.empty_like(logp)
-        normalizer = torch.empty_like(logp)
-        for at in range(0, len(tokens), chunk):
-            part = slice(at, at + chunk)
-            logits = _chunk_logits(hidden[part], weight, bias, scale, softcap)
-            normalizer[part] = logits.logsumexp(dim=-1)
+        entropy, normalizer = torch.empty_like(logp), torch.empty_like(logp)
+        for part, logits, product in _Chunks(hidden, weight, bias, settings):
+            largest = logits.amax(dim=-1, keepdim=True)
+            torch.sub(logits, largest, out=product).exp_()
+            total = product.sum(dim=-1)
+            normalizer[part] = total.log() + largest.squeeze(-1)
             logp[part] = logits.gather(-1, tokens[part, None]).squeeze(-1) - normalizer[part]
-            probability = (logits - normalizer[part, None]).exp_()
-            entropy[part] = normalizer[part] - probability.mul_(logits).sum(dim=-1)
+            entropy[part] = normalizer[part] - product.mul_(logits).sum(dim=-1) / total
         ctx.save_for_backward(hidden, weight, bias, tokens, normalizer, entropy)
-        ctx.settings = (scale, softcap, chunk)
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # noqa: D102
+        ctx: Any, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         logp_grad, entropy_grad = grads
         hidden, weight, bias, tokens, normalizer, entropy = ctx.saved_tensors
-        scale, softcap, chunk = ctx.settings
+        scale, softcap, _ = ctx.settings
         hidden_grad = torch.empty_like(hidden)
         weight_grad = torch.zeros_like(weight)
         bias_grad = None if bias is None else torch.zeros_like(bias)
-        for at in range(0, len(tokens), chunk):
-            part = slice(at, at + chunk)
-            logits = _chunk_logits(hidden[part], weight, bias, scale, softcap)
-            log_probability = logits - normalizer[part, None]
-            probability = log_probability.exp()
-            grad = torch.zeros_like(logits)
-            if logp_grad is not None:
-                grad.addcmul_(probability, logp_grad[part, None], value=-1)
-                grad.scatter_add_(-1, tokens[part, None], logp_grad[part, None])
+        for part, logits, grad in _Chunks(hidden, weight, bias, ctx.settings):
+            slope = None if softcap is None else 1 - (logits / softcap).square_()
+            log_p = logits.sub_(normalizer[part, None])
+            torch.exp(log_p, out=grad)
+            # grad = p * factor, factor = -logp_grad - entropy_grad (log p + H), built in log_p.
             if entropy_grad is not None:
-                inner = log_probability.add_(entropy[part, None]).mul_(probability)
-                grad.addcmul_(inner, entropy_grad[part, None], value=-1)
-            if softcap is not None:
-                grad.mul_(1 - (logits / softcap).square())
-            grad = grad.mul_(scale).to(weight.dtype)
-            torch.mm(grad, weight, out=hidden_grad[part])
-            weight_grad.addmm_(grad.t(), hidden[part])
+                log_p.add_(entropy[part, None]).mul_(-entropy_grad[part, None])
+            else:
+                log_p.zero_()
+            if logp_grad is not None:
+                log_p.sub_(logp_grad[part, None])
+            grad.mul_(log_p)
+            if logp_grad is not None:
+                grad.scatter_add_(-1, tokens[part, None], logp_grad[part, None])
+            if slope is not None:
+                grad.mul_(slope)
+            rounded = grad.mul_(scale).to(weight.dtype)
+            torch.mm(rounded, weight, out=hidden_grad[part])
+            weight_grad.addmm_(rounded.t(), hidden[part])
             if bias_grad is not None:
-                bias_grad += grad.sum(dim=0)
-        return hidden_grad, weight_grad, bias_grad, None, None, None, None
+                bias_grad += rounded.sum(dim=0)
+        return hidden_grad, weight_grad, bias_grad, None, None

@@ -17,6 +17,9 @@ from covey.types import Batch
 
 Side = Literal["right", "left"]
 
+PASS_TOKENS = {True: 200, False: 8192}
+"""What one more pass through the model costs, in tokens, on a CPU and elsewhere (measured)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -63,12 +66,35 @@ def lay_out(batch: Batch, *, side: Side = "right", width: int = 0) -> Layout:
 def micro_batches(batch: Batch, token_budget: int) -> Iterator[torch.Tensor]:
     """Yield the rows of micro-batches that, padded, hold at most `token_budget` tokens each.
 
-    Rows of similar length go together. A single row may exceed the budget: it cannot be split.
+    Rows of similar length go together, cut where that saves more padding than another pass through
+    the model costs. A single row may exceed the budget: it cannot be split.
     """
     lengths = batch.prompt_lengths + batch.lengths
     order = lengths.argsort(descending=True, stable=True)
+    pass_tokens = PASS_TOKENS[batch.tokens.device.type == "cpu"]
     start = 0
-    while start < len(order):
-        size = max(1, token_budget // int(lengths[order[start]]))
+    for size in _cut(lengths[order].tolist(), token_budget, pass_tokens):
         yield order[start : start + size]
         start += size
+
+
+def _cut(lengths: list[int], token_budget: int, pass_tokens: int) -> list[int]:
+    """Return the sizes of consecutive parts of falling `lengths` that cost least in all.
+
+    A part costs rows x its longest row, plus `pass_tokens`. Solved from the end, with cuts between
+    rows of different length or where the budget ends: exact unless the budget binds, then close.
+    """
+    count = len(lengths)
+    best = [0.0] * (count + 1)
+    size = [0] * count
+    edges = [i for i in range(1, count) if lengths[i] < lengths[i - 1]] + [count]
+    for start in reversed(range(count)):
+        room = max(1, token_budget // lengths[start])
+        ends = {min(start + room, count), *(e for e in edges if start < e <= start + room)}
+        cost, end = min((lengths[start] * (e - start) + pass_tokens + best[e], e) for e in ends)
+        best[start], size[start] = cost, end - start
+    sizes, at = [], 0
+    while at < count:
+        sizes.append(size[at])
+        at += size[at]
+    return sizes

@@ -131,13 +131,18 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     with torch.no_grad():
         hidden = model.base_model(ids, use_cache=False).last_hidden_state
         expected = model(ids, use_cache=False).logits.float()
-        for scale, softcap in itertools.product(scales, softcaps):
-            head = Head(linear=linear, scale=scale, softcap=softcap)
-            if torch.allclose(head.logits(hidden).float(), expected, rtol=1e-2, atol=1e-3):
-                return head
-    raise ModelError(
-        f"model: {name} ({type(model).__name__}) computes its logits in a way covey does not know"
-    )
+        heads = [
+            Head(linear=linear, scale=scale, softcap=softcap)
+            for scale, softcap in itertools.product(scales, softcaps)
+        ]
+        # The best guess, not the first good one: a soft cap hardly shows while logits are small.
+        errors = [float((h.logits(hidden).float() - expected).abs().max()) for h in heads]
+    best = min(range(len(heads)), key=errors.__getitem__)
+    if errors[best] > 1e-2 * float(expected.abs().max()):
+        raise ModelError(
+            f"model: {name} ({type(model).__name__}) computes its logits in an unknown way"
+        )
+    return heads[best]
 
 
 def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

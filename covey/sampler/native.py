@@ -59,19 +59,18 @@ class NativeSampler:
         self,
         questions: Sequence[Question],
         *,
-        samples: int,
         step: int,
         sampling: Sampling,
         version: int = 0,
         progress: Callable[[int], None] | None = None,
     ) -> list[list[Rollout]]:
-        """Return `samples` answers for each question, in order."""
+        """Return `sampling.samples` answers for each question, in order."""
         self._check_lengths(questions, sampling.max_tokens)
         training = self.model.model.training
         self.model.model.eval()
         try:
-            writer = _Writer(self.model, questions, samples, step, sampling)
-            rollouts: list[list[Rollout | None]] = [[None] * samples for _ in questions]
+            writer = _Writer(self.model, questions, step, sampling)
+            rollouts: list[list[Rollout | None]] = [[None] * sampling.samples for _ in questions]
             for answer, tokens, logps, finish in writer.run():
                 question = questions[answer.question]
                 rollouts[answer.question][answer.sample] = Rollout(
@@ -141,16 +140,16 @@ class _Writer:
         self,
         model: LanguageModel,
         questions: Sequence[Question],
-        samples: int,
         step: int,
         sampling: Sampling,
     ) -> None:
         self.model = model
         self.questions = questions
-        self.samples = samples
         self.step = step
         self.sampling = sampling
-        self.queue = deque(_Answer(q, s) for q in range(len(questions)) for s in range(samples))
+        self.queue = deque(
+            _Answer(q, s) for q in range(len(questions)) for s in range(sampling.samples)
+        )
         self.prefixes: dict[int, _Prefix] = {}
         self.slots: _Slots | None = None
         self.stop_ids = torch.tensor(model.stop_ids, device=model.device)
@@ -222,7 +221,7 @@ class _Writer:
         ).last_hidden_state
         logits = self.model.head.logits(hidden[torch.arange(len(rows), device=device), last])
         for row, question in enumerate(wanted):
-            self.prefixes[question] = _Prefix(cache, row, logits[row], self.samples)
+            self.prefixes[question] = _Prefix(cache, row, logits[row], self.sampling.samples)
 
     def _copy_prefixes(self, slots: torch.Tensor, answers: list[_Answer]) -> torch.Tensor:
         """Put each answer's prompt into its slot; return the logits [S, V] of the first tokens."""

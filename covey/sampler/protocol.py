@@ -22,6 +22,8 @@ class Question:
 class Sampling:
     """How answers are sampled."""
 
+    samples: int = 1
+    """Answers to each question."""
     distribution: Distribution = field(default_factory=Distribution)
     max_tokens: int
     stop_strings: tuple[str, ...] = ()
@@ -38,13 +40,12 @@ class Sampler(Protocol):
         self,
         questions: Sequence[Question],
         *,
-        samples: int,
         step: int,
         sampling: Sampling,
         version: int = 0,
         progress: Callable[[int], None] | None = None,
     ) -> list[list[Rollout]]:
-        """Return `samples` answers for each question, in order.
+        """Return `sampling.samples` answers for each question, in order.
 
         `progress` is called with the number of answers finished since it was last called.
         """

@@ -72,6 +72,7 @@ def sampling_of(config: Config) -> Sampling:
     """Build the sampler's settings."""
     rollout = config.rollout
     return Sampling(
+        samples=rollout.samples,
         distribution=Distribution(
             temperature=rollout.temperature,
             top_k=rollout.top_k,

@@ -83,11 +83,13 @@ def train(parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal) ->
 def _restore(parts: Parts, run: RunFolder) -> int:
     """Load the newest checkpoint, if any, and return its step."""
     checkpoints = run.checkpoints()
-    step, folder = checkpoints[-1] if checkpoints else (0, None)
-    if folder is not None:
-        state = load_policy(parts.policy, folder)
-        if state["step"] != step:
-            raise RunError(f"{folder} holds step {state['step']}")
+    if not checkpoints:
+        run.forget_after(-1)  # the evaluation of step 0 comes again as well
+        return 0
+    step, folder = checkpoints[-1]
+    state = load_policy(parts.policy, folder)
+    if state["step"] != step:
+        raise RunError(f"{folder} holds step {state['step']}")
     run.forget_after(step)
     return step
 
@@ -103,7 +105,6 @@ def _step(parts: Parts, run: RunFolder, reporter: Reporter, step: int) -> None:
         ask(policy.model, prompts),
         sampler=parts.sampler,
         reward=parts.reward,
-        samples=config.rollout.samples,
         step=step,
         sampling=parts.sampling,
         version=policy.version,

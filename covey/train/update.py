@@ -81,7 +81,7 @@ def update(
             micro = mini.rows(rows)
             now = policy.logp(micro)
             output = policy_loss(objective, micro, now.logp)
-            output.loss.backward()  # type: ignore[no-untyped-call]
+            output.loss.backward()
             loss += float(output.loss.detach())
             _observe(meter, micro, now, output, first)
         rate = settings.learning_rate(policy.version)

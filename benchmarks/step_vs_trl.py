@@ -1,0 +1,563 @@
+"""Seconds per training step: covey and TRL's `GRPOTrainer`, same model, prompts and settings, CPU.
+
+    pip install -c constraints.txt -e ".[bench]"
+    python benchmarks/step_vs_trl.py
+
+A step is one rollout batch: 16 prompts x 8 answers sampled and judged, then four AdamW steps of 32
+answers each. The two take turns, each time in a fresh process that has the machine to itself. TRL
+samples with transformers' `generate`, since its other engine needs a GPU, and everything that it
+can switch off (checkpoints, logs, progress bars, gradient checkpointing, bfloat16) is off.
+
+Run it on an idle machine; the load average found at the start is part of the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+    from trl import GRPOConfig
+
+    from covey.types import Prompt
+
+PROMPTS = 16
+SAMPLES = 8
+MAX_TOKENS = 36
+UPDATES = 4
+SEED = 0
+ANSWERS = PROMPTS * SAMPLES
+OPERATIONS = {"min_operations": 2, "max_operations": 3}
+# So small that the policy stays where it is: answers keep their length, and both do the same work
+# in the last step as in the first. The cost of a step does not depend on the rate.
+LEARNING_RATE = 1e-6
+BETAS = (0.9, 0.999)
+LENGTH_TOLERANCE = 0.05
+"""Mean answer lengths further apart than this mean that the two did not do the same work."""
+INSTALL = 'pip install -c constraints.txt -e ".[bench]"'
+OUTPUT = Path(__file__).parent / "results" / "step_vs_trl.json"
+NAMES = ("covey", "trl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """What one process measured: an entry for every timed step."""
+
+    seconds: list[float]
+    tokens: list[int]
+    """Tokens sampled, end-of-sequence included."""
+    stopped: list[float]
+    """Share of answers that ended by themselves."""
+    rewards: list[float]
+
+    @staticmethod
+    def join(parts: list[Steps]) -> Steps:
+        """Put the rounds of one library together."""
+        fields = ("seconds", "tokens", "stopped", "rewards")
+        return Steps(**{f: [x for part in parts for x in getattr(part, f)] for f in fields})
+
+    @property
+    def median(self) -> float:
+        """Seconds per step."""
+        return statistics.median(self.seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Sampled tokens over the time of whole steps, updates included."""
+        return sum(self.tokens) / sum(self.seconds)
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of an answer."""
+        return statistics.fmean(self.tokens) / ANSWERS
+
+
+# The workers, each the only thing that its process does.
+
+
+def time_covey(warmup: int, steps: int) -> Steps:
+    """Train with covey and time its steps."""
+    from covey.config import load_config, to_toml
+    from covey.run.folder import RunFolder
+    from covey.train.assemble import assemble, resolve
+    from covey.train.loop import StopSignal, train
+
+    config = resolve(load_config("arithmetic", _covey_settings(warmup + steps)))
+    watch = _Watch()
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunFolder.create(Path(folder) / "run", to_toml(config), {})
+        train(assemble(config), run, watch, StopSignal())
+    timed = watch.rows[warmup:]
+    assert len(timed) == steps
+    return Steps(
+        seconds=[row["time/total"] for row in timed],
+        tokens=[round(row["val/sequence_lengths"] * ANSWERS) for row in timed],
+        stopped=[row["val/stop_rate"] for row in timed],
+        rewards=[row["objective/scores"] for row in timed],
+    )
+
+
+def _covey_settings(steps: int) -> list[str]:
+    return [
+        f"seed={SEED}",
+        "model.device=cpu",
+        "model.dtype=float32",
+        *(f"task.{name}={value}" for name, value in OPERATIONS.items()),
+        "objective.low=0.2",
+        "objective.high=0.2",
+        "objective.beta=0.0",
+        f"rollout.prompts={PROMPTS}",
+        f"rollout.samples={SAMPLES}",
+        f"rollout.max_tokens={MAX_TOKENS}",
+        "rollout.temperature=1.0",
+        f"optimizer.learning_rate={LEARNING_RATE}",
+        f"optimizer.beta1={BETAS[0]}",
+        f"optimizer.beta2={BETAS[1]}",
+        "optimizer.schedule=constant",
+        "optimizer.max_grad_norm=1.0",
+        f"train.steps={steps}",
+        f"train.mini_batches={UPDATES}",
+        "evaluate.every=0",
+        "save.every=0",
+        "save.rollouts=false",
+    ]
+
+
+class _Watch:
+    """A reporter that keeps the metrics and says nothing."""
+
+    def __init__(self) -> None:
+        self.rows: list[Mapping[str, Any]] = []
+
+    def started(self, *, steps: int, done: int, answers: int) -> None: ...
+
+    def sampled(self, answers: int) -> None: ...
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        self.rows.append(metrics)
+
+    def evaluated(self, step: int, evaluation: object) -> None: ...
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+
+def time_trl(warmup: int, steps: int) -> Steps:
+    """Train with TRL on the prompts that covey asks, in the same order, and time its steps."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOTrainer
+
+    from covey.embedded import CHECKPOINT
+
+    model = AutoModelForCausalLM.from_pretrained(str(CHECKPOINT), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(str(CHECKPOINT), padding_side="left")
+    prompts = _rendered_prompts(tokenizer, warmup + steps)
+    judge = _Judge(dict(prompts), tokenizer.eos_token_id)
+    marks: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=judge.reward,
+            args=_trl_arguments(folder, warmup + steps),
+            train_dataset=Dataset.from_dict({"prompt": [text for text, _ in prompts]}),
+            processing_class=tokenizer,
+            callbacks=[_stopwatch(marks)],
+        )
+        trainer.train()
+    # A release that generates more or less often would be timed wrongly: better to break.
+    assert trainer.state.global_step == UPDATES * (warmup + steps)
+    assert len(judge.tokens) == len(marks) - 1 == warmup + steps
+    seconds = [after - before for before, after in zip(marks, marks[1:], strict=False)]
+    return Steps(
+        seconds=seconds[warmup:],
+        tokens=judge.tokens[warmup:],
+        stopped=judge.stopped[warmup:],
+        rewards=judge.rewards[warmup:],
+    )
+
+
+def _rendered_prompts(tokenizer: Any, steps: int) -> list[tuple[str, Prompt]]:
+    """Return the text of every prompt, 16 a step.
+
+    Text, not messages: TRL then need not render the chat template again for each of 128 rows.
+    """
+    from covey.collect import draw_prompts
+    from covey.tasks import Arithmetic
+
+    task = Arithmetic(**OPERATIONS).train()
+    drawn = [p for s in range(steps) for p in draw_prompts(task, seed=SEED, step=s, count=PROMPTS)]
+    rendered = []
+    for prompt in drawn:
+        text = tokenizer.apply_chat_template(
+            [dict(m) for m in prompt.messages], tokenize=False, add_generation_prompt=True
+        )
+        expected = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer(text=text)["input_ids"] == expected, "the same tokens as covey's"
+        rendered.append((text, prompt))
+    return rendered
+
+
+class _Judge:
+    """covey's reward in TRL's form. It also keeps what the answers of each rollout were like."""
+
+    def __init__(self, prompts: Mapping[str, Prompt], eos: int) -> None:
+        from covey.rewards import ThinkAnswer
+
+        self.judge = ThinkAnswer()
+        self.prompts = prompts
+        self.eos = eos
+        self.tokens: list[int] = []
+        self.stopped: list[float] = []
+        self.rewards: list[float] = []
+
+    def reward(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        completion_ids: list[list[int]],
+        **_: object,
+    ) -> list[float]:
+        """Judge one rollout batch."""
+        assert len(completions) == ANSWERS, "one call a rollout batch"
+        assert len(set(prompts)) <= PROMPTS
+        rewards = [
+            self.judge(self.prompts[prompt], text).reward
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
+        self.tokens.append(sum(len(ids) for ids in completion_ids))
+        self.stopped.append(statistics.fmean(ids[-1] == self.eos for ids in completion_ids))
+        self.rewards.append(statistics.fmean(rewards))
+        return rewards
+
+
+def _trl_arguments(folder: str, steps: int) -> GRPOConfig:
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=folder,
+        seed=SEED,
+        use_cpu=True,
+        bf16=False,  # TRL's default is True
+        gradient_checkpointing=False,  # TRL's default is True
+        # 128 answers in one `generate`, then an optimizer step on each quarter of them.
+        per_device_train_batch_size=ANSWERS // UPDATES,
+        steps_per_generation=UPDATES,
+        gradient_accumulation_steps=1,
+        num_iterations=1,
+        max_steps=UPDATES * steps,
+        num_generations=SAMPLES,
+        max_completion_length=MAX_TOKENS,
+        temperature=1.0,
+        use_vllm=False,
+        shuffle_dataset=False,
+        loss_type="grpo",
+        beta=0.0,
+        epsilon=0.2,
+        optim="adamw_torch_fused",
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        save_strategy="no",
+        logging_strategy="no",
+        logging_nan_inf_filter=False,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,  # nothing to pin for without a GPU
+    )
+
+
+def _stopwatch(marks: list[float]) -> TrainerCallback:
+    """Note the time at the start and after every rollout batch, which is UPDATES steps of TRL."""
+    from transformers import TrainerCallback
+
+    class Stopwatch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            marks.append(time.perf_counter())
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % UPDATES == 0:
+                marks.append(time.perf_counter())
+
+    return Stopwatch()
+
+
+def measure_matmul(size: int = 1024, repeats: int = 30) -> float:
+    """Return the best GFLOP/s of a float32 matrix product: a floor wants the machine's best."""
+    import torch
+
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    best = float("inf")
+    for _ in range(repeats):
+        started = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best / 1e9
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Be a worker: measure one thing and write it down."""
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    workers: dict[str, Callable[[], Any]] = {
+        "covey": lambda: asdict(time_covey(arguments.warmup, arguments.steps)),
+        "trl": lambda: asdict(time_trl(arguments.warmup, arguments.steps)),
+        "matmul": measure_matmul,
+    }
+    arguments.output.write_text(json.dumps(workers[arguments.worker]()))
+
+
+# The driver, which does not import torch: it must leave the machine to the workers.
+
+
+def in_own_process(name: str, arguments: argparse.Namespace) -> Any:
+    """Run a worker and return what it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", name]
+        for option in ("steps", "warmup", "threads"):
+            command += [f"--{option}", str(getattr(arguments, option))]
+        # Both on the CPU, whatever the machine has, and neither asks the network for anything.
+        environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": str(arguments.threads),
+        }
+        done = subprocess.run(
+            [*command, "--output", str(output)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            sys.exit(f"{done.stdout}\nerror: the {name} process ended with {done.returncode}")
+        return json.loads(output.read_text())
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> dict[str, list[Steps]]:
+    """Let the two take turns, so that a slow minute of the machine hits both."""
+    rounds: dict[str, list[Steps]] = {name: [] for name in NAMES}
+    for number in range(1, arguments.rounds + 1):
+        for name in NAMES:
+            steps = Steps(**in_own_process(name, arguments))
+            rounds[name].append(steps)
+            console.print(f"round {number}  {name:5}  {steps.median:.3f} s/step", highlight=False)
+    return rounds
+
+
+def floor_gflop(length: float) -> dict[str, float]:
+    """Count the arithmetic that a step cannot do without, for answers of the given mean length.
+
+    Sampling: each prompt is read once for its group, and every answer token but the last is read
+    to get the next. Training: forward, and twice that backward, over every prompt and answer, the
+    head on the answers alone. Attention is counted at mean lengths.
+    """
+    from covey.embedded import CHECKPOINT
+    from covey.tasks import Arithmetic
+
+    shape = json.loads((CHECKPOINT / "config.json").read_text())
+    width, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    heads = shape["head_dim"] * shape["num_attention_heads"]
+    key_value = shape["head_dim"] * shape["num_key_value_heads"]
+    projections = 2 * width * (heads + key_value) + 3 * width * shape["intermediate_size"]
+    head = 2 * width * shape["vocab_size"]
+    # The tokenizer of the embedded model gives one token a character.
+    question = statistics.fmean(len(p.text) for p in Arithmetic(**OPERATIONS).train()[:1000])
+
+    def body(start: float, end: float) -> float:
+        """Read positions start to end, each attending to all before it."""
+        seen = (end * (end + 1) - start * (start + 1)) / 2
+        return layers * (2 * projections * (end - start) + 4 * heads * seen)
+
+    read = PROMPTS * body(0, question)
+    written = ANSWERS * (body(question, question + length - 1) + head * length)
+    trained = 3 * ANSWERS * (body(0, question + length) + head * length)
+    return {"sampling": (read + written) / 1e9, "training": trained / 1e9}
+
+
+def report(
+    arguments: argparse.Namespace, rounds: dict[str, list[Steps]], gflops: float, load: float
+) -> dict[str, Any]:
+    """Put all that was measured into plain data."""
+    joined = {name: Steps.join(parts) for name, parts in rounds.items()}
+    gflop = floor_gflop(joined["covey"].length)
+    each = zip(rounds["trl"], rounds["covey"], strict=True)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "threads": arguments.threads,
+            "load_at_start": load,
+            "matmul_gflop_per_second": gflops,
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")},
+        },
+        "settings": _settings(arguments),
+        "ratio": joined["trl"].median / joined["covey"].median,
+        "ratio_by_round": [trl.median / covey.median for trl, covey in each],
+        "floor": {"gflop": gflop, "seconds": sum(gflop.values()) / gflops},
+        "results": {
+            name: {**_summary(steps), "by_round": [asdict(part) for part in rounds[name]]}
+            for name, steps in joined.items()
+        },
+    }
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "prompts": PROMPTS,
+        "samples": SAMPLES,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "clip": 0.2,
+        "updates": UPDATES,
+        "optimizer": "AdamW",
+        "learning_rate": LEARNING_RATE,
+        "dtype": "float32",
+        "seed": SEED,
+        "timed_steps": arguments.steps,
+        "warmup_steps": arguments.warmup,
+        "rounds": arguments.rounds,
+    }
+
+
+def _summary(steps: Steps) -> dict[str, float]:
+    return {
+        "seconds_median": steps.median,
+        "seconds_min": min(steps.seconds),
+        "seconds_max": max(steps.seconds),
+        "tokens_per_second": steps.tokens_per_second,
+        "answer_length": steps.length,
+        "stop_rate": statistics.fmean(steps.stopped),
+        "reward": statistics.fmean(steps.rewards),
+    }
+
+
+ROWS = (
+    ("seconds per step, median", "seconds_median", ".3f"),
+    ("  fastest step", "seconds_min", ".3f"),
+    ("  slowest step", "seconds_max", ".3f"),
+    ("tokens per second, whole step", "tokens_per_second", ",.0f"),
+    ("tokens per answer, mean", "answer_length", ".2f"),
+    ("answers that end by themselves", "stop_rate", ".1%"),
+    ("reward, mean", "reward", ".3f"),
+)
+
+
+def show(data: dict[str, Any], console: Console) -> None:
+    """Print the report for a person."""
+    covey, trl = (data["results"][name] for name in NAMES)
+    table = Table(title="One training step, covey and TRL")
+    table.add_column("")
+    for heading in ("covey", f"TRL {data['versions']['trl']}", "TRL / covey"):
+        table.add_column(heading, justify="right")
+    for label, key, form in ROWS:
+        ratio = f"{trl[key] / covey[key]:.2f}" if covey[key] else "-"
+        table.add_row(label, format(covey[key], form), format(trl[key], form), ratio)
+    floor = data["floor"]["seconds"]
+    shares = [f"{r['seconds_median'] / floor:.1f}x floor" for r in (covey, trl)]
+    table.add_row(f"arithmetic floor, {floor:.3f} s", *shares, "")
+    console.print(table)
+    for line in _notes(data):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _notes(data: dict[str, Any]) -> list[str]:
+    settings, machine, gflop = data["settings"], data["machine"], data["floor"]["gflop"]
+    ratios = ", ".join(f"{ratio:.2f}" for ratio in data["ratio_by_round"])
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    lines = [
+        f"TRL takes {data['ratio']:.2f} times as long as covey; round by round: {ratios}.",
+        f"A step: {PROMPTS} prompts x {SAMPLES} answers of at most {MAX_TOKENS} tokens, {UPDATES} "
+        f"AdamW updates, float32. {settings['rounds']} rounds of {settings['timed_steps']} steps "
+        f"each after {settings['warmup_steps']} to warm up.",
+        f"Learning rate {LEARNING_RATE:g} for both, so that the policy and with it the length of "
+        "answers stays put: the work is the same throughout.",
+        "Old log-probabilities: covey takes the sampler's own; TRL's generate gives none, so TRL "
+        "runs the model over the batch once more. The floor counts no such pass.",
+        f"Floor: {gflop['sampling']:.2f} GFLOP to sample and {gflop['training']:.2f} to train, at "
+        f"{machine['matmul_gflop_per_second']:.0f} GFLOP/s (1024 x 1024 float32 matmul, here).",
+        f"{data['date']}, {machine['cpus']} CPUs, {machine['threads']} threads, load average "
+        f"{machine['load_at_start']:.2f} at the start; {versions}.",
+    ]
+    covey, trl = (data["results"][name]["answer_length"] for name in NAMES)
+    if abs(trl / covey - 1) > LENGTH_TOLERANCE:
+        lines.append(f"Warning: answers of {covey:.1f} and {trl:.1f} tokens are not the same work.")
+    if machine["load_at_start"] > 0.25 * machine["cpus"]:
+        lines.append("Warning: the machine was not idle; the times hold something else as well.")
+    return lines
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=_at_least(1), default=30, help="timed steps a round (30)")
+    parser.add_argument("--warmup", type=_at_least(1), default=5, help="steps before those (5)")
+    parser.add_argument("--rounds", type=_at_least(2), default=2, help="turns of each library (2)")
+    parser.add_argument(
+        "--threads", type=_at_least(1), default=os.cpu_count(), help="for torch (all CPUs)"
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="where the JSON goes")
+    parser.add_argument("--worker", choices=[*NAMES, "matmul"], help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}")
+        return int(text)
+
+    return whole_number
+
+
+def main() -> None:
+    """Measure, print, and write the JSON file."""
+    arguments = parse()
+    if arguments.worker:
+        work(arguments)
+        return
+    if any(importlib.util.find_spec(name) is None for name in ("trl", "datasets", "accelerate")):
+        sys.exit(f"error: this benchmark needs TRL: {INSTALL}")
+    load = os.getloadavg()[0]
+    console = Console()
+    gflops = in_own_process("matmul", arguments)
+    rounds = measure(arguments, console)
+    data = report(arguments, rounds, gflops, load)
+    show(data, console)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(data, indent=2) + "\n")
+    console.print(f"Written to {arguments.output}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

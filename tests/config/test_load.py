@@ -1,0 +1,390 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from covey.config import Config, load_config, parse_config, recipe_names, to_toml
+from covey.errors import ConfigError
+
+SECTIONS: dict[str, type[BaseModel]] = {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+}
+
+# Every character that a file can hold but control characters, which have a test of their own.
+characters = st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\"\\'\n\t\r#=[]{}")
+text = st.text(characters, max_size=12)
+positive = st.integers(1, 10**9)
+count = st.integers(0, 2**63 - 1)
+size = st.floats(0, exclude_min=True, allow_infinity=False)
+share = st.floats(0, 1, exclude_max=True)
+scalar = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | text
+identifier = st.from_regex(r"[a-z][a-z0-9_]{0,12}", fullmatch=True).filter(lambda k: k != "name")
+option = scalar | st.lists(scalar, max_size=3)
+options = st.dictionaries(identifier, option, max_size=4)
+named = st.builds(lambda name, extra: {"name": name, **extra}, text, options)
+
+VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "model": {
+        "path": text,
+        "dtype": st.sampled_from(["auto", "float32", "bfloat16"]),
+        "device": text,
+        "gradient_checkpointing": st.booleans(),
+    },
+    "rollout": {
+        "prompts": positive,
+        "samples": st.integers(2, 10**9),
+        "max_tokens": positive,
+        "temperature": size,
+        "top_k": count,
+        "top_p": st.floats(0, 1, exclude_min=True),
+        "min_p": share,
+        "stop": st.lists(text, max_size=3),
+        "slots": positive,
+        "max_unscored": st.floats(0, 1),
+    },
+    "optimizer": {
+        "learning_rate": st.floats(0, allow_infinity=False) | st.integers(0, 5),
+        "beta1": share,
+        "beta2": share,
+        "eps": size,
+        "weight_decay": st.floats(0, allow_infinity=False),
+        "max_grad_norm": size,
+        "schedule": st.sampled_from(["constant", "linear", "cosine"]),
+        "warmup_steps": count,
+    },
+    "train": {
+        "steps": positive,
+        "mini_batches": st.integers(1, 2),
+        "epochs": positive,
+        "token_budget": positive,
+        "logits_megabytes": size,
+        "old_logp": st.sampled_from(["auto", "recompute", "sampler"]),
+    },
+    "evaluate": {"every": count, "prompts": count, "samples": count, "temperature": size},
+    "save": {"every": count, "keep": positive, "rollouts": st.booleans()},
+}
+configs = st.fixed_dictionaries(
+    {},
+    optional={
+        "seed": st.integers(0, 2**63 - 1),
+        "task": named,
+        "reward": named,
+        "objective": named,
+        **{name: st.fixed_dictionaries({}, optional=v) for name, v in VALUES.items()},
+    },
+)
+
+
+def error_of(*overrides: str, source: str | None = None) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_config(source, overrides)
+    message = str(raised.value)
+    assert len(message.splitlines()) == 1, message
+    return message
+
+
+def get(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def through_a_file(config: Config, folder: Path) -> Config:
+    file = folder / "config.toml"
+    file.write_text(to_toml(config), encoding="utf-8")
+    return load_config(str(file))
+
+
+@given(configs)
+@example({})
+@example({"task": {"name": "a", "float": 1.0, "integer": 1, "true": True, "text": "1", "e": []}})
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_configuration_reads_back_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]
+) -> None:
+    config = parse_config(data)
+    back = through_a_file(config, tmp_path_factory.getbasetemp())
+    assert back == config
+    # Equality takes 1, 1.0 and True for the same, and so do -0.0 and 0.0.
+    assert repr(back) == repr(config)
+
+
+def test_control_characters_read_back_as_they_were_written(tmp_path: Path) -> None:
+    codes = [*range(32), *range(127, 160)]
+    texts = [f"a{chr(code)}b" for code in codes]
+    config = parse_config({"rollout": {"stop": texts}, "task": {"name": texts[0]}})
+    assert through_a_file(config, tmp_path) == config
+
+
+def test_the_round_trip_above_varies_every_field() -> None:
+    varied = {name: set(values) for name, values in VALUES.items()}
+    fields = {name: set(kind.model_fields) for name, kind in SECTIONS.items()}
+    assert varied == {name: f for name, f in fields.items() if f != {"name"}}
+    assert set(Config.model_fields) == {"seed", *fields}
+
+
+def test_what_is_written_names_every_field_with_its_value() -> None:
+    data = tomllib.loads(to_toml(load_config(None, ["task.max_operations=9"])))
+    assert data["task"] == {"name": "arithmetic", "max_operations": 9}
+    assert data.keys() == Config.model_fields.keys()
+    assert data["train"] == Config().train.model_dump()
+    assert list(data["optimizer"]) == list(SECTIONS["optimizer"].model_fields)
+
+
+def test_the_defaults_are_these() -> None:
+    config = load_config()
+    assert config == Config()
+    assert (config.seed, config.model.path, config.task.name) == (0, "embedded", "arithmetic")
+    assert (config.reward.name, config.objective.name) == ("think_answer", "grpo")
+    assert (config.rollout.prompts, config.rollout.samples) == (16, 8)
+    assert config.optimizer.learning_rate == 1e-6
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().train.steps = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("train.steps=20", "train.steps", 20),
+        ("train.steps = 20 ", "train.steps", 20),
+        ("train.steps=1_000", "train.steps", 1000),
+        ("seed=5", "seed", 5),
+        ("seed=9223372036854775807", "seed", 2**63 - 1),
+        ("optimizer.learning_rate=1", "optimizer.learning_rate", 1.0),
+        ("optimizer.learning_rate=1e-5", "optimizer.learning_rate", 1e-5),
+        ("rollout.temperature=0.7", "rollout.temperature", 0.7),
+        ("save.rollouts=false", "save.rollouts", False),
+        ("model.path=some/folder", "model.path", "some/folder"),
+        ("model.path='some folder'", "model.path", "some folder"),
+        ('model.path="7"', "model.path", "7"),
+        ("model.path=a=b", "model.path", "a=b"),
+        ("model.path=a#b", "model.path", "a#b"),
+        ("model.path=C:\\x", "model.path", "C:\\x"),
+        ("model.path=", "model.path", ""),
+        ("model.path=Qwen/Qwen2.5-0.5B", "model.path", "Qwen/Qwen2.5-0.5B"),
+        ("model.device=cuda:1", "model.device", "cuda:1"),
+        ("optimizer.schedule=cosine", "optimizer.schedule", "cosine"),
+        ('rollout.stop=["a", "\\n"]', "rollout.stop", ["a", "\n"]),
+        ("rollout.stop=[]", "rollout.stop", []),
+    ],
+)
+def test_an_override_is_read_as_toml_and_else_as_text(override: str, key: str, value: Any) -> None:
+    found = get(load_config(None, [override]), key)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [("3", 3), ("0.5", 0.5), ("true", True), ("[1, 2]", [1, 2]), ("abc", "abc"), ("True", "True")],
+)
+def test_an_option_of_a_named_section_is_kept_as_it_is(raw: str, value: Any) -> None:
+    found = load_config(None, [f"objective.beta={raw}"]).objective.options
+    assert found == {"beta": value}
+    assert type(found["beta"]) is type(value)
+
+
+def test_overrides_apply_in_order_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("seed = 1\n[train]\nsteps = 5\nepochs = 2\n[task]\nmax_operations = 3\n")
+    overrides = ["train.steps=6", "train.steps=7", "task.min_operations=1"]
+    config = load_config(str(file), overrides)
+    assert (config.seed, config.train.steps, config.train.epochs) == (1, 7, 2)
+    assert config.task.options == {"max_operations": 3, "min_operations": 1}
+
+
+@pytest.mark.parametrize("override", ["train.steps", "=1", " =1", "", "train.steps:1"])
+def test_an_override_that_is_not_key_and_value_says_what_one_is(override: str) -> None:
+    message = error_of(override)
+    assert message == f"--set takes key=value, such as train.steps=100, not {override!r}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["seed=1", "seed.x=1"], "--set seed.x: 'seed' is a value, not a table"),
+        (["train.steps=1", "train.steps.x=1"], "--set train.steps.x: 'steps' is a value"),
+        (["seed.x=1"], "config: seed = {'x': 1}: input should be a valid integer"),
+        (["train=5"], "config: train = 5: input should be a valid dictionary"),
+        (["train.=5"], "config: train. is not a setting"),
+    ],
+)
+def test_an_override_of_a_table_or_inside_a_value_is_an_error(
+    overrides: list[str], message: str
+) -> None:
+    assert error_of(*overrides).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sed=1", "config: sed is not a setting; did you mean 'seed'?"),
+        ("trian.steps=1", "config: trian is not a setting; did you mean 'train'?"),
+        ("train.step=1", "config: train.step is not a setting; did you mean 'steps'?"),
+        (
+            "optimizer.learning-rate=1",
+            "config: optimizer.learning-rate is not a setting; did you mean 'learning_rate'?",
+        ),
+        (
+            "save.zzz=1",
+            "config: save.zzz is not a setting; choose from every, keep, rollouts",
+        ),
+    ],
+)
+def test_an_unknown_key_gives_the_nearest_of_its_section(override: str, message: str) -> None:
+    assert error_of(override) == message
+
+
+@pytest.mark.parametrize("key", sorted({key for s in SECTIONS.values() for key in s.model_fields}))
+def test_a_key_without_its_section_is_told_where_it_belongs(key: str) -> None:
+    homes = [f"'{name}.{key}'" for name, s in SECTIONS.items() if key in s.model_fields]
+    message = error_of(f"{key}=1")
+    assert message.startswith(f"config: {key} is not a setting; did you mean ")
+    assert any(home in message for home in homes)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=fast", "config: train.steps = 'fast': input should be a valid integer"),
+        ("train.steps=1.0", "config: train.steps = 1.0: input should be a valid integer"),
+        ("train.steps=true", "config: train.steps = True: input should be a valid integer"),
+        ('train.steps="1"', "config: train.steps = '1': input should be a valid integer"),
+        ("model.path=123", "config: model.path = 123: input should be a valid string"),
+        ("save.rollouts=1", "config: save.rollouts = 1: input should be a valid boolean"),
+        ("save.rollouts=yes", "config: save.rollouts = 'yes': input should be a valid boolean"),
+        ("rollout.stop=a", "config: rollout.stop = 'a': input should be a valid list"),
+        ('rollout.stop=["a", 3]', "config: rollout.stop.1 = 3: input should be a valid string"),
+        ("optimizer.schedule=cosin", "config: optimizer.schedule = 'cosin': input should be "),
+        ("model.dtype=float16", "config: model.dtype = 'float16': input should be 'auto', "),
+        ("task.name=3", "config: task.name = 3: input should be a valid string"),
+        ("optimizer.eps=true", "config: optimizer.eps = True: input should be a valid number"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(override: str, message: str) -> None:
+    assert error_of(override).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=-1", "greater than or equal to 0"),
+        ("train.steps=0", "greater than or equal to 1"),
+        ("rollout.samples=1", "greater than or equal to 2"),
+        ("rollout.temperature=0", "greater than 0"),
+        ("rollout.temperature=-1.0", "greater than 0"),
+        ("rollout.top_p=0.0", "greater than 0"),
+        ("rollout.top_p=1.01", "less than or equal to 1"),
+        ("rollout.min_p=1.0", "less than 1"),
+        ("rollout.top_k=-1", "greater than or equal to 0"),
+        ("rollout.max_unscored=1.5", "less than or equal to 1"),
+        ("optimizer.learning_rate=-0.5", "greater than or equal to 0"),
+        ("optimizer.learning_rate=inf", "a finite number"),
+        ("optimizer.learning_rate=nan", "a finite number"),
+        ("optimizer.beta2=1.0", "less than 1"),
+        ("optimizer.max_grad_norm=0", "greater than 0"),
+        ("save.keep=0", "greater than or equal to 1"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_the_range(override: str, message: str) -> None:
+    key, _, raw = override.partition("=")
+    assert error_of(override) == f"config: {key} = {raw}: input should be {message}"
+
+
+def test_a_seed_has_64_bits_as_the_generator_does() -> None:
+    assert load_config(None, [f"seed={2**63 - 1}"]).seed == 2**63 - 1
+    assert error_of(f"seed={2**64}").startswith(f"config: seed = {2**64}")
+
+
+def test_mini_batches_cannot_outnumber_the_answers() -> None:
+    fits = ["rollout.prompts=2", "rollout.samples=3", "train.mini_batches=6"]
+    assert load_config(None, fits).train.mini_batches == 6
+    message = error_of(*fits[:2], "train.mini_batches=7")
+    assert message == "config: train.mini_batches = 7 exceeds the 6 answers a step"
+
+
+def test_optimizer_steps_of_a_batch_are_mini_batches_times_epochs() -> None:
+    assert load_config(None, ["train.mini_batches=4", "train.epochs=3"]).train.updates == 12
+
+
+def test_recipes_are_found_by_name() -> None:
+    assert "arithmetic" in recipe_names()
+    assert recipe_names() == sorted(recipe_names())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_differs_from_the_defaults_and_reads_back(name: str, tmp_path: Path) -> None:
+    config = load_config(name)
+    assert config != Config()
+    assert through_a_file(config, tmp_path) == config
+
+
+def test_the_arithmetic_recipe_trains_the_embedded_model_with_four_mini_batches() -> None:
+    config = load_config("arithmetic")
+    assert (config.model.path, config.task.name) == ("embedded", "arithmetic")
+    assert (config.train.steps, config.train.mini_batches) == (100, 4)
+    assert config.objective.options == {"beta": 0.0}
+
+
+def test_a_file_comes_before_a_recipe_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("arithmetic").write_text("seed = 9\n")
+    assert load_config("arithmetic") == Config(seed=9)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("arithmetc", "config: no file or recipe 'arithmetc'; did you mean 'arithmetic'?"),
+        ("missing.toml", "config: no file or recipe 'missing.toml'"),
+        ("a\nb.toml", "config: no file or recipe 'a\\nb.toml'"),
+        ("a\0b.toml", "config: no file or recipe 'a\\x00b.toml'"),
+    ],
+)
+def test_a_source_that_is_not_there_is_named(source: str, message: str) -> None:
+    assert error_of(source=source) == message
+
+
+def test_a_source_too_long_for_a_file_name_is_an_error_of_ours() -> None:
+    assert error_of(source="a" * 300).startswith("config: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"seed = ", "Invalid value (at end of document)"),
+        (b"seed = 1\nseed = 2\n", "Cannot overwrite a value (at line 2, column 9)"),
+        (b"[train\n", "line 1"),
+        (b"seed = '\xff'", "can't decode byte 0xff"),
+    ],
+)
+def test_a_file_that_is_not_toml_is_named_with_the_place(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_bytes(content)
+    error = error_of(source=str(file))
+    assert error.startswith(f"config: {file}: ")
+    assert message in error
+
+
+def test_an_integer_of_more_digits_than_python_reads_is_an_error_of_ours() -> None:
+    assert error_of("seed=" + "9" * 5000).startswith("config: seed")
+
+
+@pytest.mark.parametrize("override", ["a\nb=1", "train.a\nb=1", "seed=a\nb", "task.name=[\n]"])
+def test_an_error_about_a_key_or_value_with_line_breaks_is_one_line(override: str) -> None:
+    assert "\n" not in error_of(override)

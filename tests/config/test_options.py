@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from covey.config import load_config, recipe_names
+from covey.config.options import choose, resolve_options
+from covey.config.schema import Named
+from covey.errors import ConfigError
+from covey.objective import ALGORITHMS
+from covey.rewards import REWARDS
+from covey.tasks import TASKS
+
+
+def blend(
+    *,
+    rate: float,
+    rounds: int = 3,
+    mode: Literal["hot", "cold"] = "hot",
+    fast: bool = False,
+    words: list[str] | None = None,
+) -> None:
+    """Stand for an algorithm: a function of keywords."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blender:
+    """Stand for a task: a dataclass that has a name, which is not an option."""
+
+    rate: float
+    rounds: int = 3
+    mode: Literal["hot", "cold"] = "hot"
+    fast: bool = False
+    words: list[str] | None = None
+    name: str = "blender"
+
+
+FUNCTIONS = [blend, Blender]
+DEFAULTS = {"rounds": 3, "mode": "hot", "fast": False, "words": None}
+
+
+def section(**options: Any) -> Named:
+    return Named.model_validate({"name": "blend", **options})
+
+
+def error_of(function: Any, **options: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        resolve_options(function, section(**options), "task")
+    message = str(raised.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_given_options_are_kept_and_the_others_take_their_defaults(function: Any) -> None:
+    assert resolve_options(function, section(rate=0.5), "task") == {"rate": 0.5, **DEFAULTS}
+    given = {"rate": 0.5, "rounds": 1, "mode": "cold", "fast": True, "words": ["a", "b"]}
+    assert resolve_options(function, section(**given), "task") == given
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_integer_is_good_enough_for_a_float_and_becomes_one(function: Any) -> None:
+    rate = resolve_options(function, section(rate=1), "task")["rate"]
+    assert (rate, type(rate)) == (1.0, float)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_resolving_what_was_resolved_changes_nothing(function: Any) -> None:
+    once = resolve_options(function, section(rate=0.5, words=["x"]), "task")
+    assert resolve_options(function, section(**once), "task") == once
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"rate": 1.0, "round": 2},
+            "config: task.round is not an option of blend; did you mean 'rounds'?",
+        ),
+        (
+            {"rate": 1.0, "zzz": 2},
+            "config: task.zzz is not an option of blend; "
+            "choose from fast, mode, rate, rounds, words",
+        ),
+        ({}, "config: task.rate must be given for blend"),
+        ({"rate": "fast"}, "config: task.rate = 'fast': input should be a valid number"),
+        ({"rate": True}, "config: task.rate = True: input should be a valid number"),
+        ({"rate": float("inf")}, "config: task.rate = inf: input should be a finite number"),
+        ({"rate": float("nan")}, "config: task.rate = nan: input should be a finite number"),
+        (
+            {"rate": 1.0, "rounds": 2.0},
+            "config: task.rounds = 2.0: input should be a valid integer",
+        ),
+        (
+            {"rate": 1.0, "rounds": True},
+            "config: task.rounds = True: input should be a valid integer",
+        ),
+        ({"rate": 1.0, "fast": 1}, "config: task.fast = 1: input should be a valid boolean"),
+        ({"rate": 1.0, "mode": "warm"}, "config: task.mode = 'warm': input should be 'hot' or"),
+        ({"rate": 1.0, "words": "ab"}, "config: task.words = 'ab': input should be a valid list"),
+        ({"rate": 1.0, "rounds": "1\n2"}, "config: task.rounds = '1\\n2': input should be"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_bad_option_is_named_with_its_value(
+    function: Any, options: dict[str, Any], message: str
+) -> None:
+    assert error_of(function, **options).startswith(message)
+
+
+def test_the_name_of_a_dataclass_is_not_an_option() -> None:
+    assert "name" not in resolve_options(Blender, section(rate=1.0), "task")
+    assert "name" not in error_of(Blender, rate=1.0, zzz=1)
+
+
+def test_a_section_names_its_function() -> None:
+    registry = {"blend": blend, "blender": Blender}
+    assert choose(registry, section(), "objective") is blend
+
+
+def test_an_unknown_name_gives_the_nearest() -> None:
+    with pytest.raises(ConfigError) as raised:
+        choose({"grpo": blend, "dapo": blend}, Named(name="gropo"), "objective")
+    message = "config: objective.name = 'gropo' is not known; did you mean 'grpo'?"
+    assert str(raised.value) == message
+    with pytest.raises(ConfigError, match=r"is not known; choose from dapo, grpo$"):
+        choose({"grpo": blend, "dapo": blend}, Named(name="zzz"), "objective")
+
+
+@pytest.mark.parametrize("recipe", [None, *recipe_names()])
+def test_every_recipe_names_functions_that_take_its_options(recipe: str | None) -> None:
+    config = load_config(recipe)
+    for where, registry in (("task", TASKS), ("reward", REWARDS), ("objective", ALGORITHMS)):
+        named: Named = getattr(config, where)
+        function = choose(registry, named, where)
+        resolved = resolve_options(function, named, where)
+        assert named.options.items() <= resolved.items()
+        function(**resolved)
+
+
+def test_the_options_of_the_embedded_task_are_all_written_out() -> None:
+    resolved = resolve_options(TASKS["arithmetic"], Named(name="arithmetic"), "task")
+    assert resolved == {
+        "min_operations": 2,
+        "max_operations": 4,
+        "train_size": 100_000,
+        "held_out_size": 256,
+    }
+
+
+def test_the_files_of_a_jsonl_task_must_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"^config: task\.train_file must be given for jsonl$"):
+        resolve_options(TASKS["jsonl"], Named(name="jsonl"), "task")

@@ -1,0 +1,100 @@
+"""Shared pieces: small real models, and batches of rollouts."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import hypothesis
+import pytest
+import torch
+import transformers
+
+# Slow machines are no failure, and a failure must come back when the test is run again.
+hypothesis.settings.register_profile("covey", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("covey")
+torch.set_num_threads(1)  # tests run side by side, one to a core
+
+from covey.embedded import CHECKPOINT
+from covey.policy.model import LanguageModel, load_language_model, wrap
+from covey.types import Batch
+
+
+@pytest.fixture(scope="session")
+def embedded() -> LanguageModel:
+    """The embedded model. Tests must not change its weights."""
+    return load_language_model("embedded", device="cpu")
+
+
+ARCHITECTURES = {
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=262, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, intermediate_size=64, max_position_embeddings=256,
+        )
+    ),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(
+            vocab_size=262, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, intermediate_size=64, max_position_embeddings=256,
+            tie_word_embeddings=True,
+        )
+    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=262, n_embd=32, n_layer=2, n_head=4, n_positions=256,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )
+    ),
+    # Sliding windows shorter than the answers, and soft-capped logits.
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(
+            vocab_size=262, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, intermediate_size=64, sliding_window=7,
+            max_position_embeddings=256, attn_implementation="eager",
+        )
+    ),
+}  # fmt: skip
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """Return a small random model of an architecture, with the embedded tokenizer."""
+    torch.manual_seed(len(name))
+    model = ARCHITECTURES[name]()
+    # Fresh weights are nearly uniform over the vocabulary; sharper ones make a stricter test.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    model.config.eos_token_id = model.generation_config.eos_token_id = 1
+    model.config.pad_token_id = model.generation_config.pad_token_id = 0
+    model.generation_config.bos_token_id = None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+    return wrap(model.to(dtype).eval(), tokenizer, name)
+
+
+def make_batch(
+    *, rows: int = 6, longest: int = 9, vocabulary: int = 262, groups: int = 2, seed: int = 0
+) -> Batch:
+    """Return a random batch with ragged prompts and completions, one token of them untrained."""
+    generator = torch.Generator().manual_seed(seed)
+    integers = lambda low, high, *shape: torch.randint(low, high, shape, generator=generator)  # noqa: E731
+    prompt_lengths, lengths = integers(2, 8, rows), integers(1, longest + 1, rows)
+    lengths[0] = longest
+    columns = torch.arange(longest)
+    mask = columns < lengths[:, None]
+    mask[0, longest // 2] = False
+    prompt_columns = torch.arange(int(prompt_lengths.max()))
+    return Batch(
+        prompt_tokens=integers(6, vocabulary, rows, len(prompt_columns)).where(
+            prompt_columns < prompt_lengths[:, None], 0
+        ),
+        prompt_lengths=prompt_lengths,
+        tokens=integers(6, vocabulary, rows, longest).where(columns < lengths[:, None], 0),
+        lengths=lengths,
+        mask=mask,
+        sampler_logp=-torch.rand(rows, longest, generator=generator),
+        rewards=torch.rand(rows, generator=generator, dtype=torch.float64).round(decimals=1),
+        success=integers(0, 2, rows).bool(),
+        group=torch.arange(rows) % groups,
+    )

@@ -1,0 +1,64 @@
+"""Gradients do not depend on micro-batches, padding width or padding side."""
+
+import pytest
+import torch
+
+from covey.objective import ALGORITHMS, Objective, policy_loss, with_advantage, with_weight
+from covey.policy.model import LanguageModel
+from covey.policy.policy import batch_logp
+from covey.types import Batch
+from tests.conftest import build, make_batch
+
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+def gradients(
+    model: LanguageModel, objective: Objective, batch: Batch, splits: list[list[int]], **layout: object
+) -> list[torch.Tensor]:
+    model.model.zero_grad()
+    for rows in splits:
+        part = batch.rows(torch.tensor(rows))
+        logp = batch_logp(model, part, **layout).logp
+        policy_loss(objective, part, logp).loss.backward()
+    return [p.grad.clone() for p in model.model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
+def test_gradient_is_the_same_however_the_batch_is_split_and_padded(
+    architecture: str, dtype: torch.dtype
+) -> None:
+    model = build(architecture, dtype)
+    objective = ALGORITHMS["grpo"](beta=0.0)
+    batch = make_batch(rows=7, longest=11, seed=8)
+    batch = with_weight(objective, with_advantage(objective, batch))
+    whole = gradients(model, objective, batch, [list(range(7))])
+    scale = max(float(g.abs().max()) for g in whole)
+    assert scale > 1e-3
+    for splits in ([[0, 1, 2], [3, 4, 5, 6]], [[i] for i in range(7)], [[6, 0], [5, 3, 1], [2, 4]]):
+        for layout in ({}, {"width": 64}, {"side": "left"}, {"side": "left", "width": 50}):
+            for a, b in zip(
+                gradients(model, objective, batch, splits, **layout), whole, strict=True
+            ):
+                assert float((a - b).abs().max()) <= TOLERANCE[dtype] * max(1.0, scale)
+
+
+@pytest.mark.parametrize("chunk", [0.001, 256.0])
+def test_logits_in_chunks_give_the_models_own_probabilities(chunk: float) -> None:
+    for architecture in ("llama", "gpt2", "gemma2"):
+        model = build(architecture, torch.float64)
+        batch = make_batch(rows=5, seed=9)
+        out = batch_logp(model, batch, temperature=0.8, logits_megabytes=chunk)
+        for row in range(5):
+            p, n = int(batch.prompt_lengths[row]), int(batch.lengths[row])
+            ids = torch.cat([batch.prompt_tokens[row, :p], batch.tokens[row, :n]])[None]
+            with torch.no_grad():
+                logp = torch.log_softmax(model.model(ids).logits[0, p - 1 : -1] / 0.8, dim=-1)
+            entropy = -(logp.exp() * logp).sum(-1)
+            token_logp = logp.gather(1, batch.tokens[row, :n, None]).squeeze(1)
+            trained = batch.mask[row, :n]
+            for got, expected in ((out.logp, token_logp), (out.entropy, entropy)):
+                torch.testing.assert_close(
+                    got[row, :n][trained], expected[trained], atol=1e-6, rtol=0
+                )
+        assert (out.logp[~batch.mask] == 0).all()

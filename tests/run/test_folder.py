@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from covey.errors import CoveyError, DiskError, RunError
+from covey.run.folder import RunFolder, list_runs, next_run_path
+from covey.types import Group, Prompt, Rollout
+
+HOLDER = """
+import sys
+from pathlib import Path
+from covey.errors import RunError
+from covey.run.folder import RunFolder
+try:
+    with RunFolder.open(Path(sys.argv[1])).locked():
+        print("held", flush=True)
+        sys.stdin.read()
+except RunError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path / "run", "seed = 1\n", {"threads": 2, "command": ["ü"]})
+
+
+def checkpoint(run: RunFolder, step: int) -> None:
+    with run.new_checkpoint(step) as folder:
+        (folder / "model.bin").write_text(str(step))
+
+
+def rollout(sample: int, trained: tuple[bool, ...] = (True, True), **changes: object) -> Rollout:
+    fields: dict[str, object] = {
+        "prompt_id": "p",
+        "sample": sample,
+        "prompt_tokens": (1, 2, 3),
+        "tokens": (4, 5),
+        "trained": trained,
+        "sampler_logp": (-0.1, -1 / 3),
+        "text": f"answer {sample}\n\u2028ü",
+        "finish": "stop",
+        "policy_version": 7,
+        "reward": 0.1,
+        "success": False,
+        "parts": {"correct": 0.0, "format": 1.0},
+        **changes,
+    }
+    return Rollout(**fields)  # type: ignore[arg-type]
+
+
+def group(*rollouts: Rollout) -> Group:
+    messages = ({"role": "system", "content": "s"}, {"role": "user", "content": "47+8-6?"})
+    prompt = Prompt(id="p", task="arithmetic", messages=messages, answer="49")
+    return Group(prompt=prompt, rollouts=rollouts)
+
+
+def test_a_new_run_holds_its_configuration_and_environment(run: RunFolder) -> None:
+    assert run.config_file.read_text() == "seed = 1\n"
+    assert run.environment() == {"threads": 2, "command": ["ü"]}
+    names = sorted(p.name for p in run.path.iterdir())
+    assert names == ["checkpoints", "config.toml", "environment.json", "rollouts"]
+    assert (run.steps(), run.evaluations(), run.checkpoints()) == ([], [], [])
+    assert run.rollouts(1) == []
+
+
+def test_a_run_can_be_made_in_an_empty_folder_or_below_none(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert RunFolder.create(tmp_path / "empty", "", {}).path == tmp_path / "empty"
+    assert RunFolder.create(tmp_path / "a" / "b", "", {}).path.is_dir()
+
+
+@pytest.mark.parametrize("name", ["config.toml", ".hidden", "folder/"])
+def test_a_folder_that_holds_anything_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_text("mine")
+    with pytest.raises(RunError, match="already holds files") as raised:
+        RunFolder.create(tmp_path, "", {})
+    assert len(str(raised.value).splitlines()) == 1
+    assert [p.name for p in tmp_path.iterdir()] == [name.rstrip("/")]
+
+
+def test_a_run_cannot_be_made_twice(run: RunFolder) -> None:
+    with pytest.raises(RunError, match="--resume"):
+        RunFolder.create(run.path, "seed = 2\n", {})
+    assert run.config_file.read_text() == "seed = 1\n"
+
+
+def test_a_file_where_the_folder_should_be_is_an_error_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(DiskError, match="cannot make"):
+        RunFolder.create(tmp_path / "file" / "run", "", {})
+    with pytest.raises(CoveyError):
+        RunFolder.create(tmp_path / "file", "", {})
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_only_a_folder_with_a_configuration_opens_as_a_run(run: RunFolder, tmp_path: Path) -> None:
+    assert RunFolder.open(run.path) == run
+    for path in (tmp_path, tmp_path / "missing", run.config_file):
+        with pytest.raises(RunError, match=r"is not a run: it has no config\.toml$"):
+            RunFolder.open(path)
+
+
+def test_steps_and_evaluations_read_back_in_order(run: RunFolder) -> None:
+    steps = [{"step": n, "objective/scores": n / 3} for n in range(1, 4)]
+    evaluations = [{"step": 0, "accuracy": [0.1, 0.2]}]
+    for row in steps:
+        run.log_step(row)
+    for row in evaluations:
+        run.log_evaluation(row)
+    assert (run.steps(), run.evaluations()) == (steps, evaluations)
+
+
+def hold(run: RunFolder) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_run_is_held_by_one_process_until_that_is_killed(run: RunFolder) -> None:
+    with hold(run) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match=r"^.* is in use by another process$"), run.locked():
+            pytest.fail("two processes hold the run")
+        process.kill()
+        process.wait(timeout=30)
+        with run.locked():
+            assert run.steps() == []
+
+
+def test_another_process_is_refused_while_this_one_holds_the_run(run: RunFolder) -> None:
+    with run.locked(), hold(run) as process:
+        output, _ = process.communicate(timeout=30)
+        assert output == f"{run.path} is in use by another process\n"
+
+
+def test_the_lock_is_given_back_after_an_exception(run: RunFolder) -> None:
+    with pytest.raises(ValueError), run.locked():
+        raise ValueError
+    with run.locked(), pytest.raises(RunError), run.locked():
+        pytest.fail("held twice")
+
+
+def test_checkpoints_come_oldest_first_by_number_and_only_complete_ones(run: RunFolder) -> None:
+    for step in (50, 1_000_000, 999_999, 100, 9):
+        checkpoint(run, step)
+    (run.path / "checkpoints" / ".000200.partial").mkdir()
+    with pytest.raises(ValueError), run.new_checkpoint(300):
+        raise ValueError
+    assert [step for step, _ in run.checkpoints()] == [9, 50, 100, 999_999, 1_000_000]
+    assert run.checkpoints()[1][1] == run.path / "checkpoints" / "000050"
+    assert all((path / "model.bin").read_text() == str(step) for step, path in run.checkpoints())
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [4]), (2, [3, 4]), (4, [1, 2, 3, 4])])
+def test_pruning_keeps_the_newest(run: RunFolder, keep: int, kept: list[int]) -> None:
+    for step in (1, 2, 3, 4):
+        checkpoint(run, step)
+    run.prune_checkpoints(keep)
+    assert [step for step, _ in run.checkpoints()] == kept
+
+
+def test_pruning_with_fewer_than_are_kept_removes_nothing(run: RunFolder) -> None:
+    run.prune_checkpoints(2)
+    checkpoint(run, 1)
+    run.prune_checkpoints(2)
+    assert [step for step, _ in run.checkpoints()] == [1]
+
+
+def test_forgetting_removes_what_came_after_and_keeps_what_came_before(run: RunFolder) -> None:
+    for step in range(1, 6):
+        run.log_step({"step": step})
+        run.write_rollouts(step, [group(rollout(step))], [[0.0]])
+    for step in (0, 2, 4):
+        run.log_evaluation({"step": step})
+    checkpoint(run, 3)
+    (run.path / "checkpoints" / ".000004.partial").mkdir()
+    with (run.path / "steps.jsonl").open("a") as file:
+        file.write('{"step": 6, "obj')
+    run.forget_after(3)
+    assert [row["step"] for row in run.steps()] == [1, 2, 3]
+    assert [row["step"] for row in run.evaluations()] == [0, 2]
+    assert [len(run.rollouts(step)) for step in range(1, 6)] == [1, 1, 1, 0, 0]
+    assert [p.name for p in (run.path / "checkpoints").iterdir()] == ["000003"]
+    run.log_step({"step": 4})
+    assert [row["step"] for row in run.steps()] == [1, 2, 3, 4]
+
+
+def test_forgetting_in_a_fresh_run_makes_no_files(run: RunFolder) -> None:
+    before = sorted(run.path.rglob("*"))
+    run.forget_after(0)
+    assert sorted(run.path.rglob("*")) == before
+
+
+def test_rollouts_read_back_with_what_a_person_reads_first(run: RunFolder) -> None:
+    groups = [group(rollout(0), rollout(1, reward=None, success=None, parts={}))]
+    run.write_rollouts(12, groups, [[0.5, None]])
+    assert (run.path / "rollouts" / "000012.jsonl").is_file()
+    first, second = run.rollouts(12)
+    lead = ["prompt", "answer", "text", "reward", "success", "parts", "advantage", "finish"]
+    assert list(first)[: len(lead)] == lead
+    assert first == {
+        "prompt": "47+8-6?",
+        "answer": "49",
+        "text": "answer 0\n\u2028ü",
+        "reward": 0.1,
+        "success": False,
+        "parts": {"correct": 0.0, "format": 1.0},
+        "advantage": 0.5,
+        "finish": "stop",
+        "prompt_id": "p",
+        "sample": 0,
+        "prompt_tokens": [1, 2, 3],
+        "tokens": [4, 5],
+        "trained": True,
+        "sampler_logp": [-0.1, -1 / 3],
+        "policy_version": 7,
+    }
+    assert (second["reward"], second["success"], second["advantage"]) == (None, None, None)
+
+
+def test_which_tokens_are_trained_is_written_out_only_where_not_all_are(run: RunFolder) -> None:
+    run.write_rollouts(1, [group(rollout(0), rollout(1, (True, False)))], [[0.0, 0.0]])
+    assert [row["trained"] for row in run.rollouts(1)] == [True, [True, False]]
+
+
+def test_rollouts_are_written_in_the_order_of_groups_and_samples(run: RunFolder) -> None:
+    run.write_rollouts(
+        1, [group(rollout(0), rollout(1)), group(rollout(2), rollout(3))], [[1.0, 2.0], [3.0, 4.0]]
+    )
+    rows = run.rollouts(1)
+    assert [(row["sample"], row["advantage"]) for row in rows] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+@pytest.mark.parametrize("advantages", [[], [[0.0]], [[0.0, 0.0], [0.0]]])
+def test_advantages_that_do_not_match_the_rollouts_write_nothing(
+    run: RunFolder, advantages: list[list[float]]
+) -> None:
+    with pytest.raises(ValueError):
+        run.write_rollouts(1, [group(rollout(0), rollout(1))], advantages)
+    assert list((run.path / "rollouts").iterdir()) == []
+
+
+def test_the_next_run_takes_the_first_free_number(tmp_path: Path) -> None:
+    assert next_run_path(tmp_path / "none", "a-grpo") == tmp_path / "none" / "a-grpo-1"
+    for name in ("a-grpo-1", "a-grpo-2", "a-grpo-4", "b-grpo-1"):
+        (tmp_path / name).mkdir()
+    assert next_run_path(tmp_path, "a-grpo") == tmp_path / "a-grpo-3"
+    assert next_run_path(tmp_path, "a") == tmp_path / "a-1"
+
+
+def test_runs_are_listed_by_name_and_nothing_else_is(tmp_path: Path) -> None:
+    for name in ("b-1", "a-2", "a-1"):
+        RunFolder.create(tmp_path / name, "", {})
+    (tmp_path / "not-a-run").mkdir()
+    (tmp_path / "config.toml").touch()
+    assert [run.path.name for run in list_runs(tmp_path)] == ["a-1", "a-2", "b-1"]
+    assert list_runs(tmp_path / "missing") == []
+
+
+def test_every_file_is_read_by_any_json_reader(run: RunFolder) -> None:
+    run.log_step({"step": 1, "lr": 1e-6})
+    run.write_rollouts(1, [group(rollout(0))], [[0.0]])
+    for path in (run.path / "steps.jsonl", run.path / "rollouts" / "000001.jsonl"):
+        (line,) = path.read_text(encoding="ascii").splitlines()
+        assert isinstance(json.loads(line, parse_constant=pytest.fail), dict)

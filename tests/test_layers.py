@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import covey
+
+ROOT = Path(covey.__file__).parent
+PLAIN = {"errors", "types"}
+
+# What each part may import at run time, beside itself. Imports for type checkers do not count.
+LAYERS: dict[str, set[str]] = {
+    "": set(),
+    "_version": set(),
+    "errors": PLAIN,
+    "types": PLAIN,
+    "objective": {"types"},
+    "tasks": PLAIN,
+    "rewards": PLAIN,
+    "run": PLAIN,
+    "config": {"errors"},
+    "embedded": {"tasks", "policy.optimizer"},
+    "policy": {"embedded", *PLAIN},
+    "sampler": {"policy", *PLAIN},
+    "reference": {"policy", "types"},
+    "collect": {"policy", "rewards", "sampler", *PLAIN},
+    "evaluate": {"collect", "rewards", "sampler"},
+}
+LAYERS["train"] = {*LAYERS, "train"} - {"", "cli"}
+LAYERS["cli"] = {*LAYERS, "cli"} - {""}
+
+NO_TORCH = [
+    "covey.config",
+    "covey.config.options",
+    "covey.errors",
+    "covey.rewards",
+    "covey.run.environment",
+    "covey.run.folder",
+    "covey.run.metrics",
+    "covey.sampler.random",
+    "covey.tasks",
+    "covey.types",
+]
+
+
+class Imports(ast.NodeVisitor):
+    """Collect the modules of covey that a file imports at run time, without `covey.`."""
+
+    def __init__(self, package: str, modules: set[str]) -> None:
+        self.package = package.split(".")
+        self.modules = modules
+        self.found: set[str] = set()
+
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for statement in node.orelse:
+                self.visit(statement)
+        else:
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for name in node.names:
+            self.add(name.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        above = self.package[: len(self.package) - node.level + 1] if node.level else []
+        source = ".".join([*above, *([node.module] if node.module else [])])
+        for name in node.names:
+            full = f"{source}.{name.name}"
+            self.add(full if full in self.modules else source)
+
+    def add(self, module: str) -> None:
+        if module == "covey" or module.startswith("covey."):
+            self.found.add(module.removeprefix("covey").removeprefix("."))
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_of(file): file for file in sorted(ROOT.rglob("*.py"))}
+
+
+def imports_of(source: str, package: str) -> set[str]:
+    visitor = Imports(package, set(FILES))
+    visitor.visit(ast.parse(source))
+    return visitor.found
+
+
+def part_of(module: str) -> str:
+    return module.removeprefix("covey").removeprefix(".").split(".")[0]
+
+
+def allowed(part: str, imported: str) -> bool:
+    may = {part, *LAYERS[part]} - {""}
+    return any(imported == name or imported.startswith(f"{name}.") for name in may)
+
+
+def test_every_part_has_a_place_in_the_layers() -> None:
+    assert {part_of(module) for module in FILES} == set(LAYERS)
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_module_imports_only_from_the_layers_below_it(module: str) -> None:
+    file = FILES[module]
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    imported = imports_of(file.read_text(encoding="utf-8"), package)
+    assert [name for name in sorted(imported) if not allowed(part_of(module), name)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import covey.run.folder", {"run.folder"}),
+        ("from covey.run.folder import RunFolder", {"run.folder"}),
+        ("from covey.run import folder", {"run.folder"}),
+        ("from covey import types", {"types"}),
+        ("from . import head, nothing", {"policy.head", "policy"}),
+        ("from ..types import Batch", {"types"}),
+        ("from .head import x", {"policy.head"}),
+        ("def f():\n    if True:\n        from covey.train import loop", {"train.loop"}),
+        ("if TYPE_CHECKING:\n    import covey.cli\nelse:\n    import covey.run", {"run"}),
+        ("import typing\nif typing.TYPE_CHECKING:\n    import covey.cli", set()),
+        ("import torch, covered\nfrom torch import covey", set()),
+        ("import covey", {""}),
+    ],
+)
+def test_imports_are_found_wherever_they_stand(source: str, found: set[str]) -> None:
+    assert imports_of(source, "covey.policy") == found
+
+
+@pytest.mark.parametrize(
+    ("part", "imported", "verdict"),
+    [
+        ("tasks", "tasks.jsonl", True),
+        ("tasks", "types", True),
+        ("tasks", "rewards", False),
+        ("embedded", "policy.optimizer", True),
+        ("embedded", "policy", False),
+        ("embedded", "policy.model", False),
+        ("config", "types", False),
+        ("train", "cli.main", False),
+        ("cli", "train.loop", True),
+        ("cli", "_version", True),
+        ("errors", "", False),
+    ],
+)
+def test_the_layers_say_what_they_mean(part: str, imported: str, verdict: bool) -> None:
+    assert allowed(part, imported) == verdict
+
+
+@pytest.mark.parametrize("module", NO_TORCH)
+def test_plain_parts_do_not_import_torch(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"

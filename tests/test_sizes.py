@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import covey
+
+ROOT = Path(covey.__file__).parent
+FILES = {str(file.relative_to(ROOT)): file for file in sorted(ROOT.rglob("*.py"))}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+MAX_COLUMNS = 100
+LOOP_LINES = 200
+
+# Functions that may be longer, as "file:function", each with a reason. Keep it short.
+LONG_FUNCTIONS: set[str] = set()
+
+
+def lines_of(name: str) -> list[str]:
+    return FILES[name].read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def function_lines(name: str) -> dict[str, int]:
+    """Return the lines of each function, or of the longest of that name: docstring and all."""
+    sizes: dict[str, int] = {}
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            key, size = f"{name}:{node.name}", node.end_lineno - node.lineno + 1
+            sizes[key] = max(size, sizes.get(key, 0))
+    return sizes
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_short_and_narrow(name: str) -> None:
+    lines = lines_of(name)
+    assert len(lines) < MAX_FILE_LINES
+    assert [n for n, line in enumerate(lines, start=1) if len(line) > MAX_COLUMNS] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_function_fits_on_a_screen(name: str) -> None:
+    long = {f: size for f, size in function_lines(name).items() if size >= MAX_FUNCTION_LINES}
+    assert {f: size for f, size in long.items() if f not in LONG_FUNCTIONS} == {}
+
+
+def test_the_loop_is_read_in_one_sitting() -> None:
+    assert len(lines_of("train/loop.py")) <= LOOP_LINES
+
+
+def test_exceptions_are_still_needed() -> None:
+    sizes = {f: size for name in FILES for f, size in function_lines(name).items()}
+    assert {f for f in LONG_FUNCTIONS if sizes.get(f, 0) < MAX_FUNCTION_LINES} == set()

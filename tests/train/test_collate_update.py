@@ -1,0 +1,168 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from covey.objective import ALGORITHMS, with_advantage
+from covey.policy.optimizer import MasterAdamW
+from covey.policy.policy import Policy, batch_logp
+from covey.reference import FrozenReference
+from covey.train.collate import collate
+from covey.train.meter import Meter
+from covey.train.select import select
+from covey.train.update import UpdateSettings, _mini_batches, prepare, update
+from covey.types import Group, Prompt, Rollout
+from tests.conftest import build, make_batch
+
+PROMPT = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), answer="")
+
+
+def rollout(tokens: int, reward: float | None, sample: int = 0) -> Rollout:
+    return Rollout(
+        prompt_id="p", sample=sample, prompt_tokens=(7, 8), tokens=tuple(range(9, 9 + tokens)),
+        trained=(True,) * tokens, sampler_logp=(-0.5,) * tokens, text="", finish="stop",
+        policy_version=0, reward=reward, success=None if reward is None else reward > 0,
+    )  # fmt: skip
+
+
+def settings(**changes: object) -> UpdateSettings:
+    base = UpdateSettings(
+        mini_batches=1, epochs=1, token_budget=10_000, old_logp_from_sampler=False,
+        learning_rate=lambda version: 1e-3, seed=0,
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def make_policy(name: str = "llama") -> Policy:
+    model = build(name)
+    optimizer = MasterAdamW(
+        model.model.named_parameters(), betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0,
+        max_grad_norm=1.0,
+    )  # fmt: skip
+    return Policy(model=model, optimizer=optimizer, temperature=1.0, logits_megabytes=64.0)
+
+
+def test_collate_keeps_rows_masks_and_failures() -> None:
+    groups = [
+        Group(prompt=PROMPT, rollouts=(rollout(3, 1.0), rollout(1, None))),
+        Group(prompt=PROMPT, rollouts=(rollout(2, 0.0),)),
+    ]
+    batch = collate(groups)
+    assert batch.tokens.tolist() == [[9, 10, 11], [9, 0, 0], [9, 10, 0]]
+    assert batch.mask.int().tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
+    assert batch.group.tolist() == [0, 0, 1]
+    assert batch.rewards.dtype == torch.float64
+    assert batch.rewards[0] == 1.0
+    assert math.isnan(batch.rewards[1])
+    assert batch.success.tolist() == [True, False, False]
+
+
+def test_select_drops_groups_with_nothing_to_compare() -> None:
+    whole = Group(prompt=PROMPT, rollouts=(rollout(1, 1.0), rollout(1, 0.0)))
+    lonely = Group(prompt=PROMPT, rollouts=(rollout(1, 1.0), rollout(1, None)))
+    selected = select([whole, lonely])
+    assert selected.groups == (whole,)
+    assert selected.dropped == 1
+
+
+@pytest.mark.parametrize(("mini_batches", "epochs"), [(1, 1), (3, 1), (2, 2), (5, 3)])
+def test_every_epoch_visits_every_row_once_and_keeps_groups_together(
+    mini_batches: int, epochs: int
+) -> None:
+    batch = make_batch(rows=12, groups=4)
+    parts = list(_mini_batches(batch, settings(mini_batches=mini_batches, epochs=epochs), step=5))
+    assert len(parts) == mini_batches * epochs
+    for epoch in range(epochs):
+        rows = torch.cat(parts[epoch * mini_batches : (epoch + 1) * mini_batches])
+        assert sorted(rows.tolist()) == list(range(12))
+        changes = (batch.group[rows].diff() != 0).sum()
+        assert changes == 3
+
+
+def test_old_logp_is_computed_only_when_something_reads_it() -> None:
+    policy = make_policy()
+    objective = ALGORITHMS["grpo"](beta=0.0)
+    batch = make_batch()
+    calls = []
+    original = policy.model.backbone.forward
+    policy.model.backbone.forward = lambda *a, **k: calls.append(1) or original(*a, **k)
+
+    def prepared(**changes: object):
+        calls.clear()
+        return prepare(
+            batch, policy=policy, objective=objective, reference=None, settings=settings(**changes)
+        )
+
+    assert prepared().old_logp is None
+    assert not calls
+    assert prepared(mini_batches=2, old_logp_from_sampler=True).old_logp is batch.sampler_logp
+    assert not calls
+    recomputed = prepared(mini_batches=2, token_budget=30)
+    assert len(calls) > 1
+    expected = batch_logp(policy.model, batch)
+    torch.testing.assert_close(recomputed.old_logp, expected.logp.detach(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(recomputed.entropy, expected.entropy.detach(), atol=1e-5, rtol=0)
+
+
+def test_a_frozen_reference_is_the_starting_policy_and_stays_so() -> None:
+    policy = make_policy()
+    reference = FrozenReference(model=build("llama"), temperature=1.0, logits_megabytes=64.0)
+    objective = ALGORITHMS["grpo"](beta=0.1)
+    batch = make_batch(rows=8)
+    fill = lambda: prepare(  # noqa: E731
+        batch, policy=policy, objective=objective, reference=reference, settings=settings()
+    )
+    start = fill().ref_logp
+    torch.testing.assert_close(start, batch_logp(policy.model, batch).logp.detach())
+    for step in range(1, 4):
+        metrics = update(
+            with_advantage(objective, fill()), policy=policy, objective=objective,
+            settings=settings(), step=step,
+        )  # fmt: skip
+        assert (metrics["objective/kl_avg"] > 1e-6) == (step > 1)
+    assert torch.equal(fill().ref_logp, start)
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_metrics_and_weights_do_not_depend_on_the_token_budget(budget: int) -> None:
+    objective = ALGORITHMS["grpo"](beta=0.0)
+    results = []
+    for tokens in (budget, 10_000):
+        policy = make_policy()
+        batch = make_batch(rows=10, longest=12)
+        change = settings(mini_batches=2, epochs=2, token_budget=tokens)
+        batch = prepare(batch, policy=policy, objective=objective, reference=None, settings=change)
+        metrics = update(
+            with_advantage(objective, batch), policy=policy, objective=objective,
+            settings=change, step=1,
+        )  # fmt: skip
+        results.append((metrics, policy.model.head.linear.weight.detach().clone()))
+    (first, weights), (second, expected) = results
+    assert first == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in second.items()}
+    torch.testing.assert_close(weights, expected, atol=2e-5, rtol=0)
+
+
+def test_update_raises_the_probability_of_better_answers() -> None:
+    policy = make_policy()
+    objective = ALGORITHMS["grpo"](beta=0.0)
+    batch = with_advantage(objective, make_batch(rows=8, groups=2, seed=5))
+    before = batch_logp(policy.model, batch).logp.detach()
+    for step in range(5):
+        update(batch, policy=policy, objective=objective, settings=settings(), step=step)
+    change = (batch_logp(policy.model, batch).logp.detach() - before).sum(dim=1)
+    advantage = batch.advantage.sum(dim=1)
+    assert (change[advantage > 0.5] > 0).all()
+    assert (change[advantage < -0.5] < 0).all()
+    assert policy.version == 5
+
+
+def test_meter_pools_sums_and_counts() -> None:
+    meter = Meter()
+    mask = torch.tensor([[True, True, False]])
+    meter.tokens("x", torch.tensor([[1.0, 2.0, math.nan]]), mask)
+    meter.tokens("x", torch.tensor([[9.0, math.inf, 5.0]]), torch.tensor([[True, False, False]]))
+    meter.largest("high", torch.tensor([[1.0, 2.0, 9.0]]), mask)
+    meter.smallest("low", torch.tensor([[1.0, 2.0, -9.0]]), mask)
+    meter.add("nothing", 0.0, 0.0)
+    assert meter.means() == {"x": 4.0, "high": 2.0, "low": 1.0}

@@ -1,0 +1,154 @@
+"""A run is a function of its configuration: repeated, stopped or killed, it comes out the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from covey.cli.main import run as covey
+from covey.policy import checkpoint
+from covey.run import files, folder
+
+SETTINGS = (
+    "train.steps=6", "save.every=2", "save.keep=10", "evaluate.every=3", "evaluate.prompts=16",
+    "rollout.prompts=4", "rollout.samples=4", "train.mini_batches=2",
+)  # fmt: skip
+
+
+def arguments(path: Path, *more: str) -> list[str]:
+    overrides = [word for setting in (*SETTINGS, *more) for word in ("--set", setting)]
+    return ["train", "--run", str(path), *overrides]
+
+
+def forked(work: Callable[[], int], output: Path) -> int:
+    """Run in a process of its own, which may be killed, without importing everything again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads: there is only this one
+        child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            with output.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                sys.stdout = file
+                code = work()
+                file.flush()
+        finally:
+            os._exit(code)
+    return child
+
+
+def wait(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def timeless(path: Path) -> list[dict[str, object]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def assert_same(run: Path, other: Path) -> None:
+    assert timeless(run / "steps.jsonl") == timeless(other / "steps.jsonl")
+    assert timeless(run / "eval.jsonl") == timeless(other / "eval.jsonl")
+    for step in range(1, 7):
+        name = f"rollouts/{step:06d}.jsonl"
+        assert (run / name).read_text() == (other / name).read_text()
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        a, b = (load_file(p / "checkpoints/000006" / file) for p in (run, other))
+        assert a.keys() == b.keys()
+        assert all((a[k] == b[k]).all() for k in a)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    assert covey(arguments(path)) == 0
+    assert len(timeless(path / "steps.jsonl")) == 6
+    return path
+
+
+def test_the_same_seed_gives_the_same_run(uninterrupted: Path, tmp_path: Path) -> None:
+    assert covey(arguments(tmp_path / "again")) == 0
+    assert_same(tmp_path / "again", uninterrupted)
+
+
+def test_another_seed_gives_another_run(uninterrupted: Path, tmp_path: Path) -> None:
+    assert covey(arguments(tmp_path / "other", "seed=1", "train.steps=1")) == 0
+    other = timeless(tmp_path / "other/steps.jsonl")[0]
+    assert other != timeless(uninterrupted / "steps.jsonl")[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_resuming_goes_on_bit_for_bit(
+    number: signal.Signals, uninterrupted: Path, tmp_path: Path
+) -> None:
+    path, output = tmp_path / "run", tmp_path / "output"
+    child = forked(lambda: covey(arguments(path)), output)
+    wait_for(path / "rollouts/000003.jsonl")
+    os.kill(child, number)
+    assert wait(child) == 0
+    saved = max(int(p.name) for p in (path / "checkpoints").iterdir())
+    assert saved >= 3
+    if saved < 6:
+        assert f"{number.name}: saved step {saved} of 6" in output.read_text()
+        assert f"covey train --resume {path}" in output.read_text()
+    assert covey(["train", "--resume", str(path)]) == 0
+    assert_same(path, uninterrupted)
+
+
+def dies_at_write(number: int, work: Callable[[], int]) -> Callable[[], int]:
+    """Return the same work, which kills itself the hard way when it begins a write."""
+    left = number
+
+    def fatal(function: Callable[..., object]) -> Callable[..., object]:
+        def wrapper(*arguments: object, **options: object) -> object:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return wrapper
+
+    def dying() -> int:
+        folder.append_line = fatal(folder.append_line)
+        folder.write_text = fatal(folder.write_text)
+        checkpoint.save_file = fatal(checkpoint.save_file)
+        files._sync = fatal(files._sync)
+        return work()
+
+    return dying
+
+
+@pytest.mark.parametrize("number", [3, 4, 5, 6, 8, 9, 10, 13, 16, 19, 24, 32, 44])
+def test_kill_9_at_any_write_and_resuming_goes_on_bit_for_bit(
+    number: int, uninterrupted: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    work = dies_at_write(number, lambda: covey(arguments(path)))
+    assert wait(forked(work, tmp_path / "output")) == -signal.SIGKILL
+    assert covey(["train", "--resume", str(path)]) == 0
+    assert_same(path, uninterrupted)
+    assert not list(path.rglob("*.partial"))
+
+
+def test_a_finished_run_resumes_to_nothing(uninterrupted: Path) -> None:
+    before = (uninterrupted / "steps.jsonl").read_text()
+    assert covey(["train", "--resume", str(uninterrupted)]) == 0
+    assert (uninterrupted / "steps.jsonl").read_text() == before
+
+
+def wait_for(path: Path) -> None:
+    limit = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
