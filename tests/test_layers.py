@@ -32,6 +32,7 @@ LAYERS: dict[str, set[str]] = {
 }
 LAYERS["train"] = {*LAYERS, "train"} - {"", "cli"}
 LAYERS["cli"] = {*LAYERS, "cli"} - {""}
+LAYERS["__main__"] = {"cli"}
 
 NO_TORCH = [
     "covey.config",

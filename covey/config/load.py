@@ -29,7 +29,8 @@ def recipe_names() -> list[str]:
 def load_config(source: str | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a file, a packaged recipe by name, or nothing, and apply `key=value` overrides."""
     data = {} if source is None else _read(source)
-    for override in overrides:
+    # Names come first: naming another task, reward or algorithm drops the options of the old one.
+    for override in sorted(overrides, key=lambda o: not o.partition("=")[0].endswith(".name")):
         _apply(data, override)
     return parse_config(data)
 
@@ -65,7 +66,10 @@ def _apply(data: dict[str, Any], override: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise ConfigError(f"--set {key}: {section!r} is a value, not a table")
-    table[last] = _value(raw.strip())
+    value = _value(raw.strip())
+    if last == "name" and table.get("name") != value:
+        table.clear()
+    table[last] = value
 
 
 def _value(raw: str) -> Any:

@@ -114,8 +114,8 @@ class Train(Section):
     )
     old_logp: Literal["auto", "recompute", "sampler"] = Field(
         "auto",
-        description="Where old_logp comes from when a batch has several optimizer steps; auto: from "
-        "the sampler if it shares the trainer's float32 weights and truncates nothing.",
+        description="Source of old_logp when a batch has several optimizer steps; auto: from the "
+        "sampler if it shares the trainer's float32 weights and truncates nothing.",
     )
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from covey.errors import RunError
@@ -34,6 +35,14 @@ def master_state_dict(policy: Policy) -> dict[str, torch.Tensor]:
 
 def save_policy(policy: Policy, folder: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint into an existing, empty folder."""
+    try:
+        _write(policy, folder, state)
+    except SafetensorError as error:
+        # A full disk, told in safetensors' own words; callers know it as what it is.
+        raise OSError(str(error)) from None
+
+
+def _write(policy: Policy, folder: Path, state: dict[str, Any]) -> None:
     model = policy.model.model
     config = copy.deepcopy(model.config)
     config.dtype = torch.float32

@@ -88,7 +88,7 @@ class _TokenLogp(torch.autograd.Function):
     """With p = softmax(z): d logp / dz = onehot - p, and d H / dz = -p (log p + H)."""
 
     @staticmethod
-    def forward(  # noqa: D102, PLR0913 - autograd passes tensors one by one
+    def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -112,9 +112,7 @@ class _TokenLogp(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    def backward(  # noqa: D102
-        ctx: Any, *grads: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         logp_grad, entropy_grad = grads
         hidden, weight, bias, tokens, normalizer, entropy = ctx.saved_tensors
         scale, softcap, _ = ctx.settings

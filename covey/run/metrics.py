@@ -24,7 +24,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "objective/kl_avg": "Mean over tokens of the KL estimate that is in the loss, against the "
         "reference. Only with a reference.",
         "policy/entropy_avg": "Mean entropy in nats of the next-token distribution.",
-        "policy/approxkl_avg": "Mean of r - 1 - log r, the k3 estimate of KL(old || now).",
+        "policy/approxkl_avg": "Mean of r - 1 - log r: the k3 estimate of KL(old, now).",
         "policy/clipfrac_avg": "Share of tokens whose gradient the clip removed.",
         "policy/clipfrac_low": "Share removed at the lower bound (A < 0).",
         "policy/clipfrac_high": "Share removed at the upper bound (A > 0).",
@@ -46,8 +46,10 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "val/sequence_lengths_solved": "Mean length of the right answers. Only if there are any.",
         "val/sequence_lengths_unsolved": "Mean length of the wrong answers. Only if there are any.",
         "val/stop_rate": "Share of answers that ended by themselves rather than at the limit.",
-        "debug/sampler_logp_diff_mean": "Mean |sampler_logp - logp| before the first update.",
-        "debug/sampler_logp_diff_max": "Largest |sampler_logp - logp| before the first update.",
+        "debug/sampler_logp_diff_mean": "Mean absolute difference of sampler_logp and logp "
+        "before the first update.",
+        "debug/sampler_logp_diff_max": "Largest absolute difference of sampler_logp and logp "
+        "before the first update.",
         "time/rollout": "Seconds spent sampling.",
         "time/score": "Seconds spent scoring.",
         "time/update": "Seconds spent on log-probabilities, gradients and optimizer steps.",
@@ -62,3 +64,13 @@ def meaning(name: str) -> str | None:
     if name in METRICS:
         return METRICS[name]
     return next((text for pattern, text in METRICS.items() if fnmatchcase(name, pattern)), None)
+
+
+def table() -> str:
+    """Return the table as Markdown, for docs/metrics.md."""
+    rows = [f"| `{name}` | {text} |" for name, text in METRICS.items()]
+    return "\n".join(["| metric | meaning |", "|---|---|", *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

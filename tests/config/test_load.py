@@ -204,6 +204,27 @@ def test_overrides_apply_in_order_over_the_file(tmp_path: Path) -> None:
     assert config.task.options == {"max_operations": 3, "min_operations": 1}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "options"),
+    [
+        (["task.name=jsonl"], {}),
+        (["task.name=jsonl", "task.system=x"], {"system": "x"}),
+        (["task.system=x", "task.name=jsonl"], {"system": "x"}),
+        (["task.system=x", "task.name = jsonl"], {"system": "x"}),
+        (["task.name=arithmetic"], {"max_operations": 3}),
+        (["task.system=x"], {"max_operations": 3, "system": "x"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["name = 'arithmetic'", ""], ids=["named", "default"])
+def test_naming_another_task_drops_the_options_of_the_old_one_and_no_others(
+    tmp_path: Path, name: str, overrides: list[str], options: dict[str, Any]
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(f"[task]\n{name}\nmax_operations = 3\n")
+    assert load_config(str(file), overrides).task.options == options
+
+
 @pytest.mark.parametrize("override", ["train.steps", "=1", " =1", "", "train.steps:1"])
 def test_an_override_that_is_not_key_and_value_says_what_one_is(override: str) -> None:
     message = error_of(override)

@@ -47,7 +47,9 @@ def test_ddof_zero_is_a_constant_factor_larger() -> None:
 def test_equal_rewards_give_exactly_zero(value: float, eps: float) -> None:
     for dtype in (torch.float32, torch.float64):
         rewards = torch.full((6,), value, dtype=dtype)
-        assert standardized(rewards, torch.zeros(6, dtype=torch.long), eps=eps).tolist() == [0.0] * 6
+        assert (
+            standardized(rewards, torch.zeros(6, dtype=torch.long), eps=eps).tolist() == [0.0] * 6
+        )
 
 
 def test_rewards_equal_up_to_rounding_give_exactly_zero() -> None:

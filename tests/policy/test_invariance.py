@@ -13,7 +13,11 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 def gradients(
-    model: LanguageModel, objective: Objective, batch: Batch, splits: list[list[int]], **layout: object
+    model: LanguageModel,
+    objective: Objective,
+    batch: Batch,
+    splits: list[list[int]],
+    **layout: object,
 ) -> list[torch.Tensor]:
     model.model.zero_grad()
     for rows in splits:

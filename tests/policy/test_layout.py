@@ -11,7 +11,9 @@ def test_every_completion_token_is_predicted_by_the_column_before_it() -> None:
     for side in ("right", "left"):
         for width in (0, 40):
             layout = lay_out(batch, side=side, width=width)
-            after = layout.input_ids.gather(1, (layout.predictor + 1).clamp(max=layout.input_ids.shape[1] - 1))
+            after = layout.input_ids.gather(
+                1, (layout.predictor + 1).clamp(max=layout.input_ids.shape[1] - 1)
+            )
             assert torch.equal(after[batch.mask], batch.tokens[batch.mask])
 
 

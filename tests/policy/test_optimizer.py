@@ -76,7 +76,9 @@ def test_moments_survive_saving_and_loading() -> None:
     for step in range(5):
         parameter.grad = torch.full((6,), float(step))
         optimizer.step(0.01)
-    restored.load({"w": parameter.detach().clone()}, {k: v.clone() for k, v in optimizer.state().items()})
+    restored.load(
+        {"w": parameter.detach().clone()}, {k: v.clone() for k, v in optimizer.state().items()}
+    )
     for p, o in ((parameter, optimizer), (other, restored)):
         p.grad = torch.ones(6)
         o.step(0.01)

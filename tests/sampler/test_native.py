@@ -67,9 +67,7 @@ def test_a_rollout_is_the_same_in_any_batch_and_slot_order(embedded: LanguageMod
     assert tokens(questions[::-1], 16) == expected
 
 
-@pytest.mark.parametrize(
-    "change", [{"seed": 4}, {"step": 8}], ids=["another seed", "another step"]
-)
+@pytest.mark.parametrize("change", [{"seed": 4}, {"step": 8}], ids=["another seed", "another step"])
 def test_another_address_gives_another_rollout(
     embedded: LanguageModel, change: dict[str, int]
 ) -> None:
@@ -79,7 +77,9 @@ def test_another_address_gives_another_rollout(
 
     def texts(seed: int, step: int) -> list[str]:
         sampling = Sampling(samples=4, max_tokens=40, seed=seed)
-        return [r.text for g in sampler.generate(questions, step=step, sampling=sampling) for r in g]
+        return [
+            r.text for g in sampler.generate(questions, step=step, sampling=sampling) for r in g
+        ]
 
     assert texts(**address) == texts(**address)
     assert texts(**address) != texts(**{**address, **change})

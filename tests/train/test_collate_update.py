@@ -139,7 +139,9 @@ def test_metrics_and_weights_do_not_depend_on_the_token_budget(budget: int) -> N
         )  # fmt: skip
         results.append((metrics, policy.model.head.linear.weight.detach().clone()))
     (first, weights), (second, expected) = results
-    assert first == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in second.items()}
+    assert first == {
+        name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in second.items()
+    }
     torch.testing.assert_close(weights, expected, atol=2e-5, rtol=0)
 
 

@@ -1,0 +1,43 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each sets up what it needs in .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: demo test check lint types fix bench embedded clean
+
+demo: $(STAMP)  ## train GRPO on the embedded model and print before and after
+	$(BIN)/covey train arithmetic
+
+test: $(STAMP)  ## run every test that needs no GPU
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+check: lint types test  ## what CI runs
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+fix: $(STAMP)  ## format, and repair what can be repaired
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## seconds per step beside TRL, on this machine's CPU
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[bench]"
+	$(BIN)/python benchmarks/step_vs_trl.py
+
+embedded: $(STAMP)  ## make the embedded model again
+	$(BIN)/python -m covey.embedded.recipe
+
+# torch first and pinned: a looser requirement makes pip fetch gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,156 @@
+"""Every mistake is one clear line, the right exit code, and nothing half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from covey.cli.main import run
+
+QUICK = ("train.steps=1", "rollout.prompts=2", "rollout.samples=2", "evaluate.every=0")
+
+
+def train(path: Path, *settings: str, more: tuple[str, ...] = ()) -> int:
+    overrides = [word for setting in (*QUICK, *settings) for word in ("--set", setting)]
+    return run(["train", "--run", str(path), *overrides, *more])
+
+
+def jsonl(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "words"),
+    [
+        (["model.path=/no/such/model"], 1, ["/no/such/model"]),
+        (["model.path='someone/unknown-model'"], 1, ["someone/unknown-model"]),
+        (["model.device=cuda:9"], 1, ["cuda:9"]),
+        (["rollout.samples=1"], 2, ["rollout.samples = 1", "greater than or equal to 2"]),
+        (["rollout.prompts=0"], 2, ["rollout.prompts = 0"]),
+        (["rollout.temperature=0.0"], 2, ["rollout.temperature"]),
+        (["optimizer.learning_rate=fast"], 2, ["optimizer.learning_rate = 'fast'"]),
+        (["optimizer.learning_rate=nan"], 2, ["optimizer.learning_rate"]),
+        (["train.mini_batches=5"], 2, ["train.mini_batches = 5", "4 answers"]),
+        (["objective.name=gropo"], 2, ["'gropo'", "did you mean 'grpo'"]),
+        (["objective.clip=0.1"], 2, ["objective.clip", "grpo"]),
+        (["objective.low=abc"], 2, ["objective.low = 'abc'"]),
+        (["task.name=arithmetics"], 2, ["did you mean 'arithmetic'"]),
+        (["task.max_operations=0"], 2, ["max_operations"]),
+        (["reward.correct=-1.0"], 2, ["correct=-1.0"]),
+        (["trian.steps=5"], 2, ["trian", "did you mean 'train'"]),
+        (["learning_rate=1"], 2, ["did you mean 'optimizer.learning_rate'"]),
+        (["train.old_logp=sampler", "rollout.top_p=0.5"], 2, ["old_logp", "top_p"]),
+        (["rollout.max_tokens=600"], 1, ["600", "context is 512"]),
+        (["task.train_size=1"], 1, ["1 training prompts", "rollout.prompts"]),
+    ],
+)
+def test_one_line_and_nothing_written(
+    settings: list[str],
+    code: int,
+    words: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert train(tmp_path / "run", *settings) == code
+    error = capfd.readouterr().err
+    assert error.startswith("covey: ")
+    assert error.count("\n") == 1
+    assert all(word in error for word in words), error
+    assert not list(tmp_path.rglob("*.partial"))
+    assert not (tmp_path / "run/checkpoints").exists() or not list(
+        (tmp_path / "run/checkpoints").iterdir()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", "--stesp", "3"], 2, ["--stesp"]),
+        (["trian"], 2, ["trian"]),
+        (["train", "no-such-recipe"], 2, ["no-such-recipe", "arithmetic"]),
+        (["train", "missing.toml"], 2, ["missing.toml"]),
+        (["train", "--set", "steps"], 2, ["key=value"]),
+        (["train", "--resume", "nowhere"], 1, ["nowhere", "not a run"]),
+        (["train", "--resume", "nowhere", "--set", "seed=1"], 2, ["--resume"]),
+        (["eval", "/no/such/model"], 1, ["/no/such/model"]),
+        (["eval"], 2, ["RUN|MODEL"]),
+        (["runs", "nowhere"], 1, ["no runs in nowhere"]),
+    ],
+)
+def test_wrong_commands(
+    arguments: list[str], code: int, words: list[str], capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == code
+    error = capfd.readouterr().err
+    assert error.startswith("covey: ")
+    assert error.count("\n") == 1
+    assert all(word in error for word in words), error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], ["holds no prompts"]),
+        (["not an object"], ["train.jsonl:1", "str"]),
+        ([{"question": "1+1?", "answer": "2"}, {"qestion": "2+2?", "answer": "4"}], ["train.jsonl:2", "'question'", "did you mean 'qestion'"]),
+        ([{"question": "9" * 600, "answer": "2"}] * 4, ["600 tokens", "context is 512"]),
+    ],
+)  # fmt: skip
+def test_bad_datasets_are_named_by_file_and_line(
+    rows: list[object], words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = (
+        jsonl(tmp_path / "train.jsonl", rows),
+        jsonl(tmp_path / "test.jsonl", [{"question": "1+1?", "answer": "2"}]),
+    )
+    task = ("task.name=jsonl", f"task.train_file='{files[0]}'", f"task.held_out_file='{files[1]}'")
+    assert train(tmp_path / "run", *task) == 1
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert all(word in error for word in words), error
+
+
+def test_a_run_folder_in_use_is_not_overwritten(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/precious").write_text("data")
+    assert train(tmp_path / "run") == 1
+    assert "already holds files" in capfd.readouterr().err
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious"]
+
+
+FULL_DISK = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from covey.cli.main import run
+import covey.train.loop
+resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def test_a_disk_that_fills_up_during_a_save_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    overrides = [word for setting in (*QUICK, "train.steps=2") for word in ("--set", setting)]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, "train", "--run", str(tmp_path / "run"), *overrides],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "cannot write" in done.stderr
+    assert "checkpoints/000002" in done.stderr
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
+    assert len((tmp_path / "run/steps.jsonl").read_text().splitlines()) == 2
+    # With room again, the run goes on.
+    assert run(["train", "--resume", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run/checkpoints/000002/model.safetensors").exists()

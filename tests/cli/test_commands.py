@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from covey.cli.main import run
+from covey.config import load_config
+
+QUICK = (
+    "train.steps=2", "rollout.prompts=2", "rollout.samples=2", "evaluate.every=1",
+    "evaluate.prompts=8", "evaluate.samples=4",
+)  # fmt: skip
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "quick"
+    overrides = [word for setting in QUICK for word in ("--set", setting)]
+    assert run(["train", "--run", str(path), *overrides]) == 0
+    return path
+
+
+def test_print_config_round_trips(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        run(["train", "--set", "seed=7", "--set", "rollout.stop=['a\"b', 'c']", "--print-config"])
+        == 0
+    )
+    first = capsys.readouterr().out
+    (tmp_path / "again.toml").write_text(first)
+    assert run(["train", "again.toml", "--print-config"]) == 0
+    assert capsys.readouterr().out == first
+    config = load_config("again.toml")
+    assert config.seed == 7
+    assert config.rollout.stop == ['a"b', "c"]
+    assert config.objective.options["ddof"] == 1  # defaults are written out
+    assert [p.name for p in tmp_path.iterdir()] == ["again.toml"]
+
+
+def test_a_run_folder_holds_all_that_the_run_was(finished: Path) -> None:
+    assert load_config(str(finished / "config.toml")).train.steps == 2
+    environment = json.loads((finished / "environment.json").read_text())
+    assert environment["packages"]["torch"]
+    assert environment["seed"] == 0
+    steps = read(finished / "steps.jsonl")
+    assert [s["step"] for s in steps] == [1, 2]
+    assert [s["episode"] for s in steps] == [4, 8]
+    answers = read(finished / "rollouts/000002.jsonl")
+    assert len(answers) == 4
+    assert list(answers[0])[:4] == ["prompt", "answer", "text", "reward"]
+    rewards = [a["reward"] for a in answers]
+    assert steps[1]["objective/scores"] == pytest.approx(sum(rewards) / 4)
+    evaluations = read(finished / "eval.jsonl")
+    assert [e["step"] for e in evaluations] == [0, 1, 2]
+    for e in evaluations:
+        assert e["greedy"]["low"] <= e["greedy"]["value"] <= e["greedy"]["high"]
+        assert e["mean@4"]["value"] <= e["pass@2"]["value"] <= e["pass@4"]["value"]
+
+
+def test_checkpoints_are_ordinary_models(finished: Path) -> None:
+    folder = finished / "checkpoints/000002"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert model.num_parameters() == 460_160 + 0
+    assert tokenizer.decode(tokenizer.encode("<think>1+1=2</think>")) == "<think>1+1=2</think>"
+
+
+def test_eval_measures_a_run_as_its_own_training_did(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = json.loads((finished / "eval.jsonl").read_text().splitlines()[-1])
+    assert run(["eval", str(finished), "--json", "--samples", "4"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    for name in ("greedy", "mean@4", "pass@4"):
+        assert row[name] == last[name]
+    assert row["model"].endswith("checkpoints/000002")
+    assert run(["eval", str(finished / "checkpoints/000002"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["greedy"] == last["greedy"]
+
+
+def test_runs_lists_and_shows(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["runs", str(finished.parent), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["steps"], row["checkpoint"]) == (2, 2)
+    assert run(["runs", str(finished), "--step", "1"]) == 0
+    shown = capsys.readouterr().out
+    answers = read(finished / "rollouts/000001.jsonl")
+    assert shown.count("reward") == len(answers)
+    assert all(a["prompt"] in shown for a in answers)
+    assert run(["runs", str(finished), "--step", "9"]) == 1
+
+
+def test_help_is_quick_and_needs_no_torch() -> None:
+    code = "import sys; from covey.cli.main import run; run(sys.argv[1:]); assert 'torch' not in sys.modules"
+    for arguments in (["--help"], ["train", "--help"], ["--version"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+        )
+        assert "covey" in done.stdout
