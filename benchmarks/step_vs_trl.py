@@ -5,10 +5,12 @@
 
 A step is one rollout batch: 16 prompts x 8 answers sampled and judged, then four AdamW steps of 32
 answers each. The two take turns, each time in a fresh process that has the machine to itself. TRL
-samples with transformers' `generate`, since its other engine needs a GPU, and everything that it
-can switch off (checkpoints, logs, progress bars, gradient checkpointing, bfloat16) is off.
+samples with transformers' `generate`: its continuous batching is built for GPUs and takes several
+times as long on a CPU. Everything that TRL can switch off (checkpoints, logs, progress bars,
+gradient checkpointing, bfloat16) is off.
 
-Run it on an idle machine; the load average found at the start is part of the report.
+Run it on an idle machine. Another busy process makes both several times slower, and unevenly: two
+threads that wait for each other wait for the one that was interrupted.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -108,6 +111,7 @@ def time_covey(warmup: int, steps: int) -> Steps:
     timed = watch.rows[warmup:]
     assert len(timed) == steps
     return Steps(
+        # All but writing the line of metrics, which takes about a millisecond.
         seconds=[row["time/total"] for row in timed],
         tokens=[round(row["val/sequence_lengths"] * ANSWERS) for row in timed],
         stopped=[row["val/stop_rate"] for row in timed],
@@ -160,7 +164,7 @@ class _Watch:
         print(text, file=sys.stderr)
 
 
-def time_trl(warmup: int, steps: int) -> Steps:
+def time_trl(warmup: int, steps: int, cache: str) -> Steps:
     """Train with TRL on the prompts that covey asks, in the same order, and time its steps."""
     import torch
     from datasets import Dataset
@@ -178,7 +182,7 @@ def time_trl(warmup: int, steps: int) -> Steps:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=judge.reward,
-            args=_trl_arguments(folder, warmup + steps),
+            args=_trl_arguments(folder, warmup + steps, cache),
             train_dataset=Dataset.from_dict({"prompt": [text for text, _ in prompts]}),
             processing_class=tokenizer,
             callbacks=[_stopwatch(marks)],
@@ -187,7 +191,7 @@ def time_trl(warmup: int, steps: int) -> Steps:
     # A release that generates more or less often would be timed wrongly: better to break.
     assert trainer.state.global_step == UPDATES * (warmup + steps)
     assert len(judge.tokens) == len(marks) - 1 == warmup + steps
-    seconds = [after - before for before, after in zip(marks, marks[1:], strict=False)]
+    seconds = [after - before for before, after in itertools.pairwise(marks)]
     return Steps(
         seconds=seconds[warmup:],
         tokens=judge.tokens[warmup:],
@@ -213,6 +217,7 @@ def _rendered_prompts(tokenizer: Any, steps: int) -> list[tuple[str, Prompt]]:
         )
         expected = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer(text=text)["input_ids"] == expected, "the same tokens as covey's"
+        assert len(expected) == len(text), "one token a character, as `floor_gflop` supposes"
         rendered.append((text, prompt))
     return rendered
 
@@ -250,7 +255,7 @@ class _Judge:
         return rewards
 
 
-def _trl_arguments(folder: str, steps: int) -> GRPOConfig:
+def _trl_arguments(folder: str, steps: int, cache: str) -> GRPOConfig:
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -269,6 +274,7 @@ def _trl_arguments(folder: str, steps: int) -> GRPOConfig:
         max_completion_length=MAX_TOKENS,
         temperature=1.0,
         use_vllm=False,
+        cache_implementation=cache,
         shuffle_dataset=False,
         loss_type="grpo",
         beta=0.0,
@@ -324,7 +330,7 @@ def work(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     workers: dict[str, Callable[[], Any]] = {
         "covey": lambda: asdict(time_covey(arguments.warmup, arguments.steps)),
-        "trl": lambda: asdict(time_trl(arguments.warmup, arguments.steps)),
+        "trl": lambda: asdict(time_trl(arguments.warmup, arguments.steps, arguments.trl_cache)),
         "matmul": measure_matmul,
     }
     arguments.output.write_text(json.dumps(workers[arguments.worker]()))
@@ -338,8 +344,8 @@ def in_own_process(name: str, arguments: argparse.Namespace) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", name]
-        for option in ("steps", "warmup", "threads"):
-            command += [f"--{option}", str(getattr(arguments, option))]
+        for option in ("steps", "warmup", "threads", "trl_cache"):
+            command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
         # Both on the CPU, whatever the machine has, and neither asks the network for anything.
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
@@ -374,8 +380,8 @@ def floor_gflop(length: float) -> dict[str, float]:
     """Count the arithmetic that a step cannot do without, for answers of the given mean length.
 
     Sampling: each prompt is read once for its group, and every answer token but the last is read
-    to get the next. Training: forward, and twice that backward, over every prompt and answer, the
-    head on the answers alone. Attention is counted at mean lengths.
+    to get the next. Training: forward, and twice that backward, over every prompt and answer but
+    its last token, the head on the answers alone. Attention is counted at mean lengths.
     """
     from covey.embedded import CHECKPOINT
     from covey.tasks import Arithmetic
@@ -386,7 +392,6 @@ def floor_gflop(length: float) -> dict[str, float]:
     key_value = shape["head_dim"] * shape["num_key_value_heads"]
     projections = 2 * width * (heads + key_value) + 3 * width * shape["intermediate_size"]
     head = 2 * width * shape["vocab_size"]
-    # The tokenizer of the embedded model gives one token a character.
     question = statistics.fmean(len(p.text) for p in Arithmetic(**OPERATIONS).train()[:1000])
 
     def body(start: float, end: float) -> float:
@@ -394,9 +399,10 @@ def floor_gflop(length: float) -> dict[str, float]:
         seen = (end * (end + 1) - start * (start + 1)) / 2
         return layers * (2 * projections * (end - start) + 4 * heads * seen)
 
-    read = PROMPTS * body(0, question)
-    written = ANSWERS * (body(question, question + length - 1) + head * length)
-    trained = 3 * ANSWERS * (body(0, question + length) + head * length)
+    end = question + length - 1
+    read = PROMPTS * (body(0, question) + head)
+    written = ANSWERS * (body(question, end) + head * (length - 1))
+    trained = 3 * ANSWERS * (body(0, end) + head * length)
     return {"sampling": (read + written) / 1e9, "training": trained / 1e9}
 
 
@@ -444,6 +450,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "learning_rate": LEARNING_RATE,
         "dtype": "float32",
         "seed": SEED,
+        "trl_cache": arguments.trl_cache,
         "timed_steps": arguments.steps,
         "warmup_steps": arguments.warmup,
         "rounds": arguments.rounds,
@@ -498,8 +505,9 @@ def _notes(data: dict[str, Any]) -> list[str]:
     lines = [
         f"TRL takes {data['ratio']:.2f} times as long as covey; round by round: {ratios}.",
         f"A step: {PROMPTS} prompts x {SAMPLES} answers of at most {MAX_TOKENS} tokens, {UPDATES} "
-        f"AdamW updates, float32. {settings['rounds']} rounds of {settings['timed_steps']} steps "
-        f"each after {settings['warmup_steps']} to warm up.",
+        "AdamW updates, temperature 1, beta 0, clip 0.2, float32. "
+        f"{settings['rounds']} rounds of {settings['timed_steps']} steps each after "
+        f"{settings['warmup_steps']} to warm up.",
         f"Learning rate {LEARNING_RATE:g} for both, so that the policy and with it the length of "
         "answers stays put: the work is the same throughout.",
         "Old log-probabilities: covey takes the sampler's own; TRL's generate gives none, so TRL "
@@ -513,7 +521,7 @@ def _notes(data: dict[str, Any]) -> list[str]:
     if abs(trl / covey - 1) > LENGTH_TOLERANCE:
         lines.append(f"Warning: answers of {covey:.1f} and {trl:.1f} tokens are not the same work.")
     if machine["load_at_start"] > 0.25 * machine["cpus"]:
-        lines.append("Warning: the machine was not idle; the times hold something else as well.")
+        lines.append("Warning: the load average says that the machine was busy at the start.")
     return lines
 
 
@@ -525,6 +533,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=_at_least(2), default=2, help="turns of each library (2)")
     parser.add_argument(
         "--threads", type=_at_least(1), default=os.cpu_count(), help="for torch (all CPUs)"
+    )
+    parser.add_argument(
+        "--trl-cache",
+        choices=("dynamic", "static"),
+        default="dynamic",
+        help="cache_implementation of TRL (dynamic, which is its default)",
     )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="where the JSON goes")
     parser.add_argument("--worker", choices=[*NAMES, "matmul"], help=argparse.SUPPRESS)

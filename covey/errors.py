@@ -22,6 +22,9 @@ class CoveyError(Exception):
 
     exit_code = 1
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))
+
 
 class ConfigError(CoveyError):
     """A key, a value or a flag is not what it should be."""

@@ -7,14 +7,15 @@ import pytest
 import torch
 import transformers
 
+from covey.embedded import CHECKPOINT
+from covey.policy.model import LanguageModel, load_language_model, wrap
+from covey.types import Batch
+
+
 # Slow machines are no failure, and a failure must come back when the test is run again.
 hypothesis.settings.register_profile("covey", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("covey")
 torch.set_num_threads(1)  # tests run side by side, one to a core
-
-from covey.embedded import CHECKPOINT
-from covey.policy.model import LanguageModel, load_language_model, wrap
-from covey.types import Batch
 
 
 @pytest.fixture(scope="session")

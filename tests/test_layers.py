@@ -36,7 +36,6 @@ LAYERS["__main__"] = {"cli"}
 
 NO_TORCH = [
     "covey.config",
-    "covey.config.options",
     "covey.errors",
     "covey.rewards",
     "covey.run.environment",

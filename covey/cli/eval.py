@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from covey.config import load_config
+from covey.config import load_config, toml_value
 
 
 def eval_command(
@@ -46,7 +46,7 @@ def eval_command(
     if run is not None:
         source = source or str(run / "config.toml")
         model = str(_newest_checkpoint(run) if path == run else path)
-    config = load_config(source or "arithmetic", [*settings, f"model.path='{model}'"])
+    config = load_config(source or "arithmetic", [*settings, f"model.path={toml_value(model)}"])
     row = _evaluate(config, show=not as_json)
     if as_json:
         typer.echo(json.dumps({"model": model, **row}))

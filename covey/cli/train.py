@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from covey.config import Config, load_config, to_toml
+from covey.config import Config, load_config, to_toml, toml_value
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,16 +54,20 @@ def train_command(
         return
     settings = list(overrides or [])
     if model is not None:
-        settings.append(f"model.path='{model}'")
-    config = load_config(source or "arithmetic", settings)
+        settings.append(f"model.path={toml_value(model)}")
+    config = _resolved(source or "arithmetic", settings)
+    if print_config:
+        typer.echo(to_toml(config), nl=False)
+    else:
+        _start(config, run, source or "arithmetic")
+
+
+def _resolved(source: str, settings: list[str]) -> Config:
+    config = load_config(source, settings)
 
     from covey.train.assemble import resolve  # imports torch, which takes seconds
 
-    config = resolve(config)
-    if print_config:
-        typer.echo(to_toml(config), nl=False)
-        return
-    _start(config, run, source or "arithmetic")
+    return resolve(config)
 
 
 def _start(config: Config, path: Path | None, label: str) -> None:

@@ -1,6 +1,6 @@
 """Configuration: plain data, checked, with errors that name the field."""
 
-from covey.config.load import load_config, parse_config, recipe_names, to_toml
+from covey.config.load import load_config, parse_config, recipe_names, to_toml, toml_value
 from covey.config.schema import Config
 
-__all__ = ["Config", "load_config", "parse_config", "recipe_names", "to_toml"]
+__all__ = ["Config", "load_config", "parse_config", "recipe_names", "to_toml", "toml_value"]

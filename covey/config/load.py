@@ -5,6 +5,7 @@ Whatever is wrong is one line that names the key, the value and the nearest righ
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
@@ -30,7 +31,9 @@ def load_config(source: str | None = None, overrides: Iterable[str] = ()) -> Con
     """Read a file, a packaged recipe by name, or nothing, and apply `key=value` overrides."""
     data = {} if source is None else _read(source)
     # Names come first: naming another task, reward or algorithm drops the options of the old one.
-    for override in sorted(overrides, key=lambda o: not o.partition("=")[0].endswith(".name")):
+    for override in sorted(
+        overrides, key=lambda o: not o.partition("=")[0].strip().endswith(".name")
+    ):
         _apply(data, override)
     return parse_config(data)
 
@@ -45,15 +48,15 @@ def parse_config(data: Mapping[str, Any]) -> Config:
 
 def _read(source: str) -> dict[str, Any]:
     path = Path(source)
-    recipe = RECIPES / f"{source}.toml"
-    if not path.is_file() and not recipe.is_file():
-        hint = nearest(source, recipe_names()) if path.suffix != ".toml" else ""
-        raise ConfigError(f"config: no file or recipe {source!r}{hint}")
     try:
-        text = path.read_text(encoding="utf-8") if path.is_file() else recipe.read_text("utf-8")
-        return tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        if path.is_file():
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        if source in recipe_names():
+            return tomllib.loads((RECIPES / f"{source}.toml").read_text("utf-8"))
+    except (OSError, ValueError) as error:  # bad TOML and bad text are ValueErrors
         raise ConfigError(f"config: {source}: {error}") from None
+    hint = nearest(source, recipe_names()) if path.suffix != ".toml" else ""
+    raise ConfigError(f"config: no file or recipe {source!r}{hint}")
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -67,16 +70,21 @@ def _apply(data: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"--set {key}: {section!r} is a value, not a table")
     value = _value(raw.strip())
-    if last == "name" and table.get("name") != value:
+    if last == "name" and value != table.get("name", _default_name(sections)):
         table.clear()
     table[last] = value
+
+
+def _default_name(sections: list[str]) -> str | None:
+    field = Config.model_fields.get(".".join(sections))
+    return field.default.name if field and isinstance(field.default, Named) else None
 
 
 def _value(raw: str) -> Any:
     """Read a value as TOML would; what is not TOML is a string, so quotes can be left out."""
     try:
         return tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # not TOML, or a number of more digits than Python reads
         return raw
 
 
@@ -87,9 +95,8 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         section = _section(path[:-1])
         prefix = ".".join([*path[:-1], ""])
-        hint = nearest(path[-1], section.model_fields)
-        if not path[:-1] and "did you mean" not in hint:
-            hint = _other_section(path[-1]) or hint
+        elsewhere = "" if path[:-1] else _other_section(path[-1])
+        hint = elsewhere or nearest(path[-1], section.model_fields)
         return f"config: {prefix}{path[-1]} is not a setting{hint}"
     if first["type"] == "value_error":
         return f"config: {first['ctx']['error']}"
@@ -129,17 +136,17 @@ def to_toml(config: Config) -> str:
         values = section.model_dump()
         if isinstance(section, Named):
             values = {"name": section.name, **section.options}
-        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        lines += [f"{key} = {toml_value(value)}" for key, value in values.items()]
     return "\n".join(lines) + "\n"
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Write one value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        escaped = escaped.replace("\t", "\\t").replace("\r", "\\r")
-        return f'"{escaped}"'
+        # TOML strings are JSON strings, but for the one control character that JSON lets stand.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
     return repr(value)

@@ -150,7 +150,7 @@ class Save(Section):
 class Config(Section):
     """Everything that decides what a run does."""
 
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     model: Model = Model()
     task: Task = Task()
     reward: Reward = Reward()

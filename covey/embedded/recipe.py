@@ -140,10 +140,8 @@ def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None
 def write_solution(working: Sequence[Worked]) -> str:
     """Write working and answer in the right form.
 
-        >>> from covey.policy.optimizer import learning_rate
-    from covey.tasks.arithmetic import parse_question
-        >>> write_solution(right_working(parse_question("47+8-6?")))
-        '<think>47+8=55;55-6=49</think><answer>49</answer>'
+    >>> write_solution(right_working([Sum(47, "+", 8), Sum(55, "-", 6)]))
+    '<think>47+8=55;55-6=49</think><answer>49</answer>'
     """
     return f"<think>{_steps(working)}</think><answer>{working[-1].result:02d}</answer>"
 

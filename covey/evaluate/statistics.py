@@ -1,4 +1,4 @@
-"""Accuracies with their uncertainty. No torch here."""
+"""Accuracies with their uncertainty."""
 
 from __future__ import annotations
 

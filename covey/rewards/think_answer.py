@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 from covey.errors import ConfigError
 from covey.rewards.score import Score
 from covey.types import Prompt
 
 _TAG = re.compile(r"</?(?:think|answer)>")
-_FORM = re.compile(r"\s*<think>(.+?)</think>\s*<answer>(.+?)</answer>\s*", re.DOTALL)
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,6})?")
+_FORM = re.compile(r"\s*<think>\s*\S.*?</think>\s*<answer>\s*(\S.*?)\s*</answer>\s*", re.DOTALL)
 
 
 def read_answer(text: str) -> str | None:
@@ -27,15 +29,18 @@ def read_answer(text: str) -> str | None:
     if len(_TAG.findall(text)) != 4:
         return None
     match = _FORM.fullmatch(text)
-    return match.group(2).strip() if match else None
+    return match.group(1) if match else None
 
 
 def equal_answers(given: str, expected: str) -> bool:
-    """Compare as numbers where both are, otherwise as text."""
-    try:
-        return float(given) == float(expected)
-    except ValueError:
-        return given == expected
+    """Compare as numbers, exactly, where both are; otherwise as text.
+
+    >>> equal_answers("7.0", "07"), equal_answers("9007199254740992", "9007199254740993")
+    (True, False)
+    """
+    if _NUMBER.fullmatch(given) and _NUMBER.fullmatch(expected):
+        return Decimal(given) == Decimal(expected)
+    return given == expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +64,7 @@ class ThinkAnswer:
         """Judge one answer."""
         answer = read_answer(text)
         well_formed = answer is not None
-        success = answer is not None and equal_answers(answer, prompt.answer)
+        success = answer is not None and equal_answers(answer, prompt.answer.strip())
         return Score(
             reward=self.correct * success + self.format * well_formed,
             success=success,

@@ -36,7 +36,7 @@ class RunFolder:
     @staticmethod
     def create(path: Path, config_toml: str, environment: dict[str, Any]) -> RunFolder:
         """Start a new run. The folder must not exist yet, or be empty."""
-        if path.exists() and any(path.iterdir()):
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunError(f"{path} already holds files; choose another --run, or --resume {path}")
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -113,8 +113,8 @@ class RunFolder:
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Return the complete checkpoints, oldest first."""
-        folders = (self.path / "checkpoints").glob("[0-9]*")
-        return sorted((int(folder.name), folder) for folder in folders)
+        folders = (self.path / "checkpoints").iterdir()
+        return sorted((int(f.name), f) for f in folders if f.name.isdecimal())
 
     def prune_checkpoints(self, keep: int) -> None:
         """Remove all but the newest `keep`."""
@@ -126,7 +126,7 @@ class RunFolder:
         keep_lines(self.path / "steps.jsonl", lambda row: bool(row["step"] <= step))
         keep_lines(self.path / "eval.jsonl", lambda row: bool(row["step"] <= step))
         for file in (self.path / "rollouts").glob("[0-9]*.jsonl"):
-            if int(file.stem) > step:
+            if file.stem.isdecimal() and int(file.stem) > step:
                 file.unlink()
         for leftover in (self.path / "checkpoints").glob(".*.partial"):
             shutil.rmtree(leftover)

@@ -139,6 +139,11 @@ class Arithmetic:
     name: str = "arithmetic"
 
     def __post_init__(self) -> None:
+        if self.train_size < 1 or self.held_out_size < 1:
+            raise ConfigError(
+                "task: train_size and held_out_size must be at least 1, "
+                f"not {self.train_size} and {self.held_out_size}"
+            )
         if not 1 <= self.min_operations <= self.max_operations <= 12:
             raise ConfigError(
                 "task: operations must satisfy 1 <= min_operations <= max_operations <= 12, "

@@ -37,7 +37,7 @@ class Jsonl:
 
     def _read(self, path: Path, split: str) -> list[Prompt]:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"task: cannot read {path}: {error}") from None
         prompts = [

@@ -25,7 +25,7 @@ from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
 from covey.train.assemble import Parts
 from covey.train.collate import collate
-from covey.train.report import Reporter, rollout_metrics
+from covey.train.report import Reporter, mean_advantages, rollout_metrics
 from covey.train.select import Selected, select
 from covey.train.update import prepare, update
 from covey.types import Batch
@@ -96,8 +96,37 @@ def _restore(parts: Parts, run: RunFolder) -> int:
 
 def _step(parts: Parts, run: RunFolder, reporter: Reporter, step: int) -> None:
     started = time.perf_counter()
-    config, policy = parts.config, parts.policy
+    collected = _collect(parts, reporter, step)
+    selected = select(collected.groups)
+    if not selected.groups:
+        raise RewardError(f"step {step}: no group has two scored answers")
+    updating = time.perf_counter()
+    batch, learned = _learn(parts, selected, step)
+    ended = time.perf_counter()
 
+    answers = [rollout for group in collected.groups for rollout in group.rollouts]
+    metrics: dict[str, Any] = {
+        "step": step,
+        "episode": step * len(answers),
+        **rollout_metrics(collected, batch),
+        "val/dropped_groups": selected.dropped,
+        **learned,
+        "time/rollout": collected.rollout_seconds,
+        "time/score": collected.score_seconds,
+        "time/update": ended - updating,
+        "time/total": ended - started,
+        "time/tokens_per_second": sum(len(r.tokens) for r in answers) / (ended - started),
+    }
+    assert all(meaning(name) for name in metrics), "every metric has a meaning"
+    if parts.config.save.rollouts:
+        run.write_rollouts(step, collected.groups, mean_advantages(collected, selected, batch))
+    run.log_step(metrics)
+    reporter.step(metrics)
+
+
+def _collect(parts: Parts, reporter: Reporter, step: int) -> Collected:
+    """Sample and judge the answers of a step."""
+    config, policy = parts.config, parts.policy
     prompts = draw_prompts(
         parts.train_prompts, seed=config.seed, step=step - 1, count=config.rollout.prompts
     )
@@ -113,62 +142,18 @@ def _step(parts: Parts, run: RunFolder, reporter: Reporter, step: int) -> None:
     if collected.failures:
         reporter.note(f"step {step}: {len(collected.failures)} unscored, {collected.failures[0]}")
     check_failures(collected, config.rollout.max_unscored)
+    return collected
 
-    selected = select(collected.groups)
-    if not selected.groups:
-        raise RewardError(f"step {step}: no group has two scored answers")
-    updating = time.perf_counter()
+
+def _learn(parts: Parts, selected: Selected, step: int) -> tuple[Batch, dict[str, float]]:
+    """Take the optimizer steps of a step; return the batch they saw, and their metrics."""
+    policy, objective, settings = parts.policy, parts.objective, parts.update_settings
     batch = collate(selected.groups, policy.model.device)
     batch = prepare(
-        batch,
-        policy=policy,
-        objective=parts.objective,
-        reference=parts.reference,
-        settings=parts.update_settings,
+        batch, policy=policy, objective=objective, reference=parts.reference, settings=settings
     )
-    batch = with_advantage(parts.objective, batch)
-    learned = update(
-        batch,
-        policy=policy,
-        objective=parts.objective,
-        settings=parts.update_settings,
-        step=step,
-    )
-    ended = time.perf_counter()
-
-    sampled_tokens = sum(len(r.tokens) for g in collected.groups for r in g.rollouts)
-    metrics: dict[str, Any] = {
-        "step": step,
-        "episode": step * config.rollout.prompts * config.rollout.samples,
-        **rollout_metrics(collected, batch),
-        "val/dropped_groups": selected.dropped,
-        **learned,
-        "time/rollout": collected.rollout_seconds,
-        "time/score": collected.score_seconds,
-        "time/update": ended - updating,
-        "time/total": ended - started,
-        "time/tokens_per_second": sampled_tokens / (ended - started),
-    }
-    assert all(meaning(name) for name in metrics), "every metric has a meaning"
-    if config.save.rollouts:
-        _write_rollouts(run, step, collected, selected, batch)
-    run.log_step(metrics)
-    reporter.step(metrics)
-
-
-def _write_rollouts(
-    run: RunFolder, step: int, collected: Collected, selected: Selected, batch: Batch
-) -> None:
-    """Write every answer with its mean advantage; dropped groups have none."""
-    assert batch.advantage is not None
-    tokens = batch.mask.sum(dim=1).clamp(min=1)
-    rows = iter((batch.advantage.sum(dim=1) / tokens).tolist())
-    kept = {group.prompt.id for group in selected.groups}
-    advantages = [
-        [next(rows) if group.prompt.id in kept else None for _ in group.rollouts]
-        for group in collected.groups
-    ]
-    run.write_rollouts(step, collected.groups, advantages)
+    batch = with_advantage(objective, batch)
+    return batch, update(batch, policy=policy, objective=objective, settings=settings, step=step)
 
 
 def _evaluate(parts: Parts, run: RunFolder, reporter: Reporter, step: int) -> Evaluation:

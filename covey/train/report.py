@@ -10,6 +10,7 @@ import numpy as np
 from covey.collect import Collected
 from covey.evaluate import Evaluation
 from covey.objective.advantage import zero_variance
+from covey.train.select import Selected
 from covey.types import Batch, Rollout
 
 
@@ -48,6 +49,20 @@ def rollout_metrics(collected: Collected, batch: Batch) -> dict[str, float]:
     for name in sorted({name for r in scored for name in r.parts}):
         metrics[f"objective/parts/{name}"] = _mean([r.parts.get(name, 0.0) for r in scored])
     return metrics | _length_metrics(rollouts)
+
+
+def mean_advantages(
+    collected: Collected, selected: Selected, batch: Batch
+) -> list[list[float | None]]:
+    """Return the mean advantage of every answer, group by group; None where it was left out."""
+    assert batch.advantage is not None
+    tokens = batch.mask.sum(dim=1).clamp(min=1)
+    rows = iter((batch.advantage.sum(dim=1) / tokens).tolist())
+    kept = {group.prompt.id for group in selected.groups}
+    return [
+        [next(rows) if group.prompt.id in kept else None for _ in group.rollouts]
+        for group in collected.groups
+    ]
 
 
 def _length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

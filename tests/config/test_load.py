@@ -107,7 +107,7 @@ def through_a_file(config: Config, folder: Path) -> Config:
 @given(configs)
 @example({})
 @example({"task": {"name": "a", "float": 1.0, "integer": 1, "true": True, "text": "1", "e": []}})
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_configuration_reads_back_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]
 ) -> None:

@@ -86,12 +86,12 @@ def test_numbers_are_float32_on_a_grid_of_24_bits_below_1(address: dict[str, Any
 
 def test_numbers_are_uniform_along_a_rollout_and_across_addresses() -> None:
     along = token_uniforms(**BASE, count=100_000)
-    samples = [token_uniforms(**{**BASE, "sample": n}, count=1)[0] for n in range(5000)]
-    prompts = [token_uniforms(**{**BASE, "prompt": str(n)}, count=1)[0] for n in range(5000)]
-    steps = [token_uniforms(**{**BASE, "step": n}, count=1)[0] for n in range(5000)]
+    samples = [token_uniforms(**{**BASE, "sample": n}, count=1)[0] for n in range(2000)]
+    prompts = [token_uniforms(**{**BASE, "prompt": str(n)}, count=1)[0] for n in range(2000)]
+    steps = [token_uniforms(**{**BASE, "step": n}, count=1)[0] for n in range(2000)]
     for uniforms in (along, samples, prompts, steps):
         assert stats.kstest(uniforms, "uniform").pvalue > 0.001
-        counts, _ = np.histogram(uniforms, bins=50, range=(0, 1))
+        counts, _ = np.histogram(uniforms, bins=20, range=(0, 1))
         assert stats.chisquare(counts).pvalue > 0.001
 
 
