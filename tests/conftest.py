@@ -11,7 +11,6 @@ from covey.embedded import CHECKPOINT
 from covey.policy.model import LanguageModel, load_language_model, wrap
 from covey.types import Batch
 
-
 # Slow machines are no failure, and a failure must come back when the test is run again.
 hypothesis.settings.register_profile("covey", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("covey")
