@@ -1,4 +1,4 @@
-"""How prompts and completions are laid out as rows for the model, and where each is predicted.
+"""How prompts and completions are laid out for the model, and where each token is predicted.
 
 This is the only place that knows a token is predicted by the position before it.
 
@@ -13,12 +13,10 @@ from typing import Literal
 
 import torch
 
+from covey.policy.attention import Packing
 from covey.types import Batch
 
 Side = Literal["right", "left"]
-
-PASS_TOKENS = {True: 200, False: 8192}
-"""What one more pass through the model costs, in tokens, on a CPU and elsewhere (measured)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,38 +61,83 @@ def lay_out(batch: Batch, *, side: Side = "right", width: int = 0) -> Layout:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A batch as one row of tokens without padding; prompts that rows share stand in it once."""
+
+    input_ids: torch.Tensor
+    """[1, N]."""
+    position_ids: torch.Tensor
+    """[1, N]."""
+    packing: Packing
+    predictor: torch.Tensor
+    """[B, T] int64: the packed token whose hidden state predicts each completion token."""
+
+
+def pack(batch: Batch) -> Packed:
+    """Lay a batch out without padding."""
+    device = batch.tokens.device
+    prompts, which = torch.cat([batch.prompt_lengths[:, None], batch.prompt_tokens], dim=1).unique(
+        dim=0, return_inverse=True
+    )
+    prompt_lengths, prompt_tokens = prompts[:, 0], prompts[:, 1:]
+    # A completion's last token predicts nothing, so it is never read.
+    lengths = (batch.lengths - 1).clamp(min=0)
+    prompt_starts = prompt_lengths.cumsum(0) - prompt_lengths
+    starts = lengths.cumsum(0) - lengths + prompt_lengths.sum()
+
+    columns = torch.arange(int((batch.prompt_lengths + lengths).max()), device=device)
+    in_prompt = columns < batch.prompt_lengths[:, None]
+    in_row = columns < (batch.prompt_lengths + lengths)[:, None]
+    rows = torch.where(
+        in_prompt,
+        prompt_starts[which][:, None] + columns,
+        (starts - batch.prompt_lengths)[:, None] + columns,
+    ).where(in_row, 0)
+
+    prompt_cells = columns[: prompt_tokens.shape[1]] < prompt_lengths[:, None]
+    cells = torch.arange(batch.tokens.shape[1], device=device) < lengths[:, None]
+    count = int(prompt_lengths.sum() + lengths.sum())
+    # Of the rows that share a prompt, the first is its home: any would do, but always the same.
+    home = rows.new_full((count,), rows.numel()).scatter_reduce(
+        0, rows[in_row], torch.arange(rows.numel(), device=device).view_as(rows)[in_row], "amin"
+    )
+    place = batch.prompt_lengths[:, None] - 1 + torch.arange(batch.tokens.shape[1], device=device)
+    return Packed(
+        input_ids=torch.cat([prompt_tokens[prompt_cells], batch.tokens[cells]])[None],
+        position_ids=(home % rows.shape[1])[None],
+        packing=Packing(rows=rows, home=home),
+        predictor=rows.gather(1, place.clamp(max=rows.shape[1] - 1)),
+    )
+
+
+def trial_batch(prompt: torch.Tensor, lengths: torch.Tensor) -> Batch:
+    """Return a batch that repeats a prompt's tokens as completions of the given lengths."""
+    rows, longest = len(lengths), int(lengths.max())
+    mask = torch.arange(longest, device=prompt.device) < lengths[:, None]
+    zeros = torch.zeros(rows, device=prompt.device)
+    return Batch(
+        prompt_tokens=prompt.expand(rows, -1),
+        prompt_lengths=torch.full_like(lengths, len(prompt)),
+        tokens=prompt[torch.arange(longest, device=prompt.device) % len(prompt)].where(mask, 0),
+        lengths=lengths,
+        mask=mask,
+        sampler_logp=zeros[:, None].expand(-1, longest),
+        rewards=zeros.double(),
+        success=zeros.bool(),
+        group=torch.zeros_like(lengths),
+    )
+
+
 def micro_batches(batch: Batch, token_budget: int) -> Iterator[torch.Tensor]:
     """Yield the rows of micro-batches that, padded, hold at most `token_budget` tokens each.
 
-    Rows of similar length go together, cut where that saves more padding than another pass through
-    the model costs. A single row may exceed the budget: it cannot be split.
+    Rows of similar length go together. A single row may exceed the budget: it cannot be split.
     """
     lengths = batch.prompt_lengths + batch.lengths
     order = lengths.argsort(descending=True, stable=True)
-    pass_tokens = PASS_TOKENS[batch.tokens.device.type == "cpu"]
     start = 0
-    for size in _cut(lengths[order].tolist(), token_budget, pass_tokens):
+    while start < len(order):
+        size = max(1, token_budget // int(lengths[order[start]]))
         yield order[start : start + size]
         start += size
-
-
-def _cut(lengths: list[int], token_budget: int, pass_tokens: int) -> list[int]:
-    """Return the sizes of consecutive parts of falling `lengths` that cost least in all.
-
-    A part costs rows x its longest row, plus `pass_tokens`. Solved from the end, with cuts between
-    rows of different length or where the budget ends: exact unless the budget binds, then close.
-    """
-    count = len(lengths)
-    best = [0.0] * (count + 1)
-    size = [0] * count
-    edges = [i for i in range(1, count) if lengths[i] < lengths[i - 1]] + [count]
-    for start in reversed(range(count)):
-        room = max(1, token_budget // lengths[start])
-        ends = {min(start + room, count), *(e for e in edges if start < e <= start + room)}
-        cost, end = min((lengths[start] * (e - start) + pass_tokens + best[e], e) for e in ends)
-        best[start], size[start] = cost, end - start
-    sizes, at = [], 0
-    while at < count:
-        sizes.append(size[at])
-        at += size[at]
-    return sizes

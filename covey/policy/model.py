@@ -18,6 +18,8 @@ from torch import nn
 
 from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
+from covey.policy.attention import NAME
+from covey.policy.layout import Packed, lay_out, pack, trial_batch
 from covey.types import Message
 
 transformers.utils.logging.set_verbosity_error()
@@ -52,6 +54,8 @@ class LanguageModel:
     """The most tokens, prompt and answer together, that the model can hold."""
     stop_ids: tuple[int, ...]
     """Tokens that end an answer."""
+    packs: bool = False
+    """Whether the model gives the same for packed tokens as for padded ones."""
 
     @property
     def backbone(self) -> nn.Module:
@@ -105,10 +109,12 @@ def wrap(model: Any, tokenizer: Any, name: str = "model") -> LanguageModel:
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         raise ModelError(f"model: {name} has no linear output layer, which covey needs")
+    head = _matching_head(model, linear, name)
     return LanguageModel(
         model=model,
         tokenizer=tokenizer,
-        head=_matching_head(model, linear, name),
+        head=head,
+        packs=_use_own_attention(model),
         context=int(getattr(model.config, "max_position_embeddings", None) or 2**31),
         stop_ids=_stop_ids(model, tokenizer),
     )
@@ -143,6 +149,51 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
             f"model: {name} ({type(model).__name__}) computes its logits in an unknown way"
         )
     return heads[best]
+
+
+def packed_forward(backbone: nn.Module, packed: Packed) -> torch.Tensor:
+    """Run a model over packed tokens; return hidden states [N, D]."""
+    hidden: torch.Tensor = backbone(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        # A mask of four dimensions is handed on as it is, instead of one being made of N x N.
+        attention_mask=packed.input_ids.new_zeros(1, 1, 1, 1, dtype=torch.bool),
+        packing=packed.packing,
+        use_cache=False,
+    ).last_hidden_state
+    return hidden[0]
+
+
+def _use_own_attention(model: Any) -> bool:
+    """Give a model covey's attention, if it then says the same as before, packed and not.
+
+    Whether a model's attention is standard, and whether the rest of it works token by token, is
+    not written anywhere; three rows of different length show it.
+    """
+    if model.config._attn_implementation != "sdpa":
+        return False
+    device = model.get_output_embeddings().weight.device
+    prompt = torch.arange(2, 6, device=device) % model.config.vocab_size
+    lengths = torch.tensor([3, 1, 5], device=device)
+    batch = trial_batch(prompt, lengths)
+    layout, packed = lay_out(batch), pack(batch)
+    try:
+        with torch.no_grad():
+            before = model.base_model(layout.input_ids, use_cache=False).last_hidden_state
+            model.set_attn_implementation(NAME)
+            after = model.base_model(layout.input_ids, use_cache=False).last_hidden_state
+            together = packed_forward(model.base_model, packed)
+        rows = torch.arange(len(batch), device=device)[:, None].expand_as(layout.predictor)
+        padded = before[rows, layout.predictor][batch.mask]
+        tolerance = 1e-4 if before.dtype == torch.float32 else 3e-2
+        limit = tolerance * float(before.abs().max())
+        same = float((after - before).abs().max()) <= limit
+        packs = float((together[packed.predictor[batch.mask]] - padded).abs().max()) <= limit
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        same = packs = False
+    if not same:
+        model.set_attn_implementation("sdpa")
+    return same and packs
 
 
 def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from covey.policy.head import token_logp
-from covey.policy.layout import Side, lay_out
-from covey.policy.model import LanguageModel
+from covey.policy.layout import Side, lay_out, pack
+from covey.policy.model import LanguageModel, packed_forward
 from covey.policy.optimizer import MasterAdamW, Stepped
 from covey.types import Batch
 
@@ -27,22 +27,21 @@ def batch_logp(
     *,
     temperature: float = 1.0,
     logits_megabytes: float = 256.0,
-    side: Side = "right",
+    side: Side | Literal["packed", "auto"] = "auto",
     width: int = 0,
 ) -> LogProbs:
     """Run the model over a batch and return what it says of every trained token.
 
-    The layout (side and width of the padding) changes nothing but rounding.
+    The layout (packed, or the side and width of the padding) changes nothing but rounding; auto
+    packs where the model can.
     """
-    layout = lay_out(batch, side=side, width=width)
-    hidden = model.backbone(
-        input_ids=layout.input_ids,
-        attention_mask=layout.attention_mask,
-        position_ids=layout.position_ids,
-        use_cache=False,
-    ).last_hidden_state
-    rows = torch.arange(len(batch), device=hidden.device)[:, None].expand_as(layout.predictor)
-    chosen = hidden[rows[batch.mask], layout.predictor[batch.mask]]
+    if side == "auto":
+        side = "packed" if model.packs else "right"
+    if side == "packed":
+        hidden, predictor = _packed_hidden(model, batch)
+    else:
+        hidden, predictor = _padded_hidden(model, batch, side, width)
+    chosen = hidden.index_select(0, predictor[batch.mask])
     logp, entropy = token_logp(
         model.head,
         chosen,
@@ -55,6 +54,27 @@ def batch_logp(
         logp=blank.masked_scatter(batch.mask, logp),
         entropy=blank.masked_scatter(batch.mask, entropy),
     )
+
+
+def _packed_hidden(model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden states [N, D], and which of them predicts each completion token [B, T]."""
+    packed = pack(batch)
+    return packed_forward(model.backbone, packed), packed.predictor
+
+
+def _padded_hidden(
+    model: LanguageModel, batch: Batch, side: Side, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden states [B * S, D], and which of them predicts each completion token [B, T]."""
+    layout = lay_out(batch, side=side, width=width)
+    hidden = model.backbone(
+        input_ids=layout.input_ids,
+        attention_mask=layout.attention_mask,
+        position_ids=layout.position_ids,
+        use_cache=False,
+    ).last_hidden_state
+    rows = torch.arange(len(batch), device=hidden.device)[:, None] * hidden.shape[1]
+    return hidden.flatten(0, 1), layout.predictor + rows
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache
 
+from covey.policy.attention import NAME
+
 
 class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
     """Keys and values of every slot; each slot has its own length."""
@@ -92,6 +94,6 @@ def attention_mask(model_config: Any, place: torch.Tensor, reach: int, dtype: to
 
 
 def _as_bias(mask: torch.Tensor, model_config: Any, dtype: torch.dtype) -> torch.Tensor:
-    if model_config._attn_implementation == "sdpa":
+    if model_config._attn_implementation in ("sdpa", NAME):
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.policy.layout import _cut, lay_out, micro_batches
+from covey.policy.layout import lay_out, micro_batches, pack
 from tests.conftest import make_batch
 
 
@@ -39,23 +41,20 @@ def test_micro_batches_hold_every_row_once_within_the_budget(
         assert len(part) == 1 or len(part) * int(lengths[part].max()) <= budget
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=7), st.integers(0, 9))
-def test_cuts_cost_least_of_all_where_the_budget_does_not_bind(
-    lengths: list[int], pass_tokens: int
-) -> None:
-    lengths = sorted(lengths, reverse=True)
-    budget = 6 * 7
-
-    def cheapest(start: int) -> int:
-        if start == len(lengths):
-            return 0
-        room = max(1, budget // lengths[start])
-        ends = range(start + 1, min(start + room, len(lengths)) + 1)
-        return min(lengths[start] * (e - start) + pass_tokens + cheapest(e) for e in ends)
-
-    cost, at = 0, 0
-    for size in _cut(lengths, budget, pass_tokens):
-        cost += lengths[at] * size + pass_tokens
-        at += size
-    assert at == len(lengths)
-    assert cost == cheapest(0)
+def test_packing_holds_every_prompt_once_and_every_read_token() -> None:
+    batch = make_batch(rows=8, seed=3)
+    batch = replace(
+        batch,
+        prompt_tokens=batch.prompt_tokens[[0, 0, 0, 3, 3, 5, 5, 5]],
+        prompt_lengths=batch.prompt_lengths[[0, 0, 0, 3, 3, 5, 5, 5]],
+    )
+    packed = pack(batch)
+    prompts = int(batch.prompt_lengths[[0, 3, 5]].sum())
+    assert packed.input_ids.shape[1] == prompts + int((batch.lengths - 1).sum())
+    for row in range(8):
+        p, n = int(batch.prompt_lengths[row]), int(batch.lengths[row])
+        cells = packed.packing.rows[row, : p + n - 1]
+        whole = torch.cat([batch.prompt_tokens[row, :p], batch.tokens[row, : n - 1]])
+        assert torch.equal(packed.input_ids[0, cells], whole)
+        assert packed.position_ids[0, cells].tolist() == list(range(p + n - 1))
+        assert torch.equal(packed.predictor[row, :n], packed.packing.rows[row, p - 1 : p - 1 + n])
