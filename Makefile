@@ -4,13 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check lint types fix bench embedded clean
+.PHONY: demo test check lint types fix bench images embedded clean
 
 demo: $(STAMP)  ## train GRPO on the embedded model and print before and after
 	$(BIN)/covey train arithmetic
 
 test: $(STAMP)  ## run every test that needs no GPU
-	$(BIN)/python -m pytest -n 2 -m "not gpu"
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -m "not gpu"
 
 check: lint types test  ## what CI runs
 
@@ -28,6 +28,9 @@ fix: $(STAMP)  ## format, and repair what can be repaired
 bench: $(STAMP)  ## seconds per step beside TRL, on this machine's CPU
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[bench]"
 	$(BIN)/python benchmarks/step_vs_trl.py
+
+images: $(STAMP)  ## make the pictures of the docs again, from a real run
+	$(BIN)/python docs/images/make.py
 
 embedded: $(STAMP)  ## make the embedded model again
 	$(BIN)/python -m covey.embedded.recipe

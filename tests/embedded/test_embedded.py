@@ -1,0 +1,97 @@
+"""The model that ships, and the lessons that made it."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+import transformers
+
+from covey.collect import ask, collect
+from covey.embedded import CHECKPOINT, recipe
+from covey.evaluate import evaluate
+from covey.policy.model import LanguageModel
+from covey.rewards import ThinkAnswer
+from covey.sampler.native import NativeSampler
+from covey.sampler.protocol import Sampling
+from covey.tasks import Arithmetic
+from covey.tasks.arithmetic import parse_question
+
+TASK = Arithmetic(min_operations=2, max_operations=3)
+
+
+def test_the_checkpoint_is_small_and_ordinary() -> None:
+    assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) < 4 * 2**20
+    model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert 400_000 <= model.num_parameters() <= 2_000_000
+
+
+@pytest.mark.parametrize("text", ["47+8-6?", "<think>1</think>", "Grüße, 世界 🎉\n\t", "<eos", ""])
+def test_the_tokenizer_reads_any_text_and_gives_it_back(text: str) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert len(tokenizer.encode("<think></think><answer></answer>")) == 4
+    assert recipe.build_tokenizer().encode(text) == ids
+
+
+def test_the_start_leaves_reinforcement_both_calculation_and_form(embedded: LanguageModel) -> None:
+    sampler, reward = NativeSampler(embedded), ThinkAnswer()
+    questions = ask(embedded, TASK.held_out())
+    start = evaluate(
+        questions, sampler=sampler, reward=reward, sampling=Sampling(max_tokens=48, slots=256)
+    )
+    assert 0.10 <= start.estimates["greedy"].value <= 0.30
+    sampled = collect(
+        questions, sampler=sampler, reward=reward, step=0,
+        sampling=Sampling(samples=4, max_tokens=48, slots=256),
+    )  # fmt: skip
+    answers = [r for group in sampled.groups for r in group.rollouts]
+    form = sum(r.parts["format"] for r in answers) / len(answers)
+    assert 0.70 <= form <= 0.90
+    mixed = [len({r.success for r in group.rollouts}) == 2 for group in sampled.groups]
+    assert sum(mixed) / len(mixed) > 0.3
+
+
+def test_no_lesson_holds_a_held_out_sum() -> None:
+    random = Random(1)
+    for lesson in recipe.LESSONS:
+        for _ in range(300):
+            asked, told = recipe.example(lesson, random)
+            sums = parse_question(asked)
+            assert not any(s.held_out for s in sums)
+            assert lesson.operations[0] <= len(sums) <= lesson.operations[1]
+            if not lesson.careless:
+                assert told.endswith(f"<answer>{sums[-1].result:02d}</answer>")
+
+
+def test_the_careless_pupil_is_wrong_only_where_a_sum_carries() -> None:
+    random = Random(2)
+    carried = wrong = 0
+    for _ in range(4000):
+        (only,) = recipe.chain(random, 1, held_out=False)
+        result = recipe.careless_result(only, random)
+        assert only.carries or result == only.result
+        assert 0 <= result < 100
+        carried += only.carries
+        wrong += result != only.result
+    assert 0.75 < wrong / carried < 0.90
+
+
+def test_teaching_lowers_the_loss() -> None:
+    torch.manual_seed(0)
+    tokenizer = recipe.build_tokenizer()
+    model = recipe.build_model(tokenizer)
+    lesson = recipe.Lesson(steps=15, operations=(1, 1), peak_rate=3e-3, careless=False)
+
+    def loss() -> float:
+        ids, targets = recipe.training_batch(tokenizer, lesson, Random(9))
+        with torch.no_grad():
+            logits = model(ids).logits
+        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+    before = loss()
+    recipe.teach(model, tokenizer, lesson, Random(0))
+    assert loss() < 0.8 * before
