@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from covey.evaluate import Evaluation
 from covey.run.folder import RunFolder
@@ -111,13 +111,13 @@ class LiveReporter(PlainReporter):
     def __init__(self, run: RunFolder, console: Console) -> None:
         super().__init__(run, console)
         self.progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[answers]}"),
-            TextColumn("{task.fields[summary]}"),
-            TimeRemainingColumn(compact=True),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
+            BarColumn(bar_width=8),
+            TextColumn("{task.fields[summary]}", table_column=Column(no_wrap=True, ratio=1)),
+            TextColumn("{task.fields[answers]}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
             console=console,
+            expand=True,
         )
         self.task = self.progress.add_task("step", total=None, answers="", summary="")
         self.answers = 0
@@ -137,7 +137,7 @@ class LiveReporter(PlainReporter):
     def sampled(self, answers: int) -> None:
         """Count answers, so that a step of minutes is seen to move."""
         self.answers += answers
-        self.progress.update(self.task, answers=f"{self.answers} answers")
+        self.progress.update(self.task, answers=f"+{self.answers}")
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Move the bar."""

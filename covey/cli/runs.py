@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from covey.errors import RunError
 from covey.run.folder import RunFolder, list_runs
@@ -16,7 +16,7 @@ from covey.run.folder import RunFolder, list_runs
 
 def runs_command(
     path: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs, or one run.")
+        Path, typer.Argument(metavar="FOLDER", help="A folder of runs, or one run.")
     ] = Path("runs"),
     step: Annotated[
         int | None, typer.Option(min=1, help="Show the answers of this step of one run.")
@@ -24,7 +24,7 @@ def runs_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the runs in a folder, or show one run's evaluations or the answers of one step."""
-    console = Console()
+    console = Console(soft_wrap=step is not None)
     if not (path / "config.toml").is_file():
         _list(list_runs(path), path, console, as_json)
         return
@@ -54,7 +54,14 @@ def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) ->
         return
     if not rows:
         raise RunError(f"there are no runs in {path}; `covey train` makes one")
-    table = Table("run", "steps", "reward", "greedy before", "greedy now", "checkpoint")
+    table = Table(
+        Column("run", overflow="fold"),
+        "steps",
+        "reward",
+        "greedy before",
+        "greedy now",
+        "checkpoint",
+    )
     for row in rows:
         table.add_row(
             row["run"],

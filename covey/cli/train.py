@@ -18,7 +18,7 @@ def train_command(
     source: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CONFIG]",
+            metavar="CONFIG",
             help="A TOML file or the name of a packaged recipe. Default: arithmetic.",
         ),
     ] = None,
