@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from covey.errors import DataError, RewardError
 from covey.policy.model import LanguageModel
@@ -20,10 +20,10 @@ class Collected:
     """The groups of a step, and how collecting them went."""
 
     groups: tuple[Group, ...]
-    failures: tuple[str, ...] = ()
+    failures: tuple[str, ...]
     """One line for every answer that could not be scored."""
-    rollout_seconds: float = field(default=0.0, compare=False)
-    score_seconds: float = field(default=0.0, compare=False)
+    rollout_seconds: float
+    score_seconds: float
 
 
 def ask(model: LanguageModel, prompts: Iterable[Prompt]) -> list[Question]:
@@ -33,17 +33,13 @@ def ask(model: LanguageModel, prompts: Iterable[Prompt]) -> list[Question]:
 
 def draw_prompts(prompts: Sequence[Prompt], *, seed: int, step: int, count: int) -> list[Prompt]:
     """Return the prompts of a step: a function of seed and step alone."""
-    if not prompts:
-        raise DataError("task: there are no training prompts")
-    picks = prompt_indices(seed=seed, step=step, count=count, size=len(prompts))
     # A task smaller than a step would ask a prompt twice, with the same random numbers.
-    if len(set(picks)) < len(picks):
+    if len(prompts) < count:
         raise DataError(
             f"task: {len(prompts)} training prompts cannot fill a step of {count}; "
             f"lower rollout.prompts to at most {len(prompts)}"
-            if len(prompts) < count
-            else f"task: a step of {count} straddles two epochs of {len(prompts)} prompts"
         )
+    picks = prompt_indices(seed=seed, step=step, count=count, size=len(prompts))
     return [prompts[i] for i in picks]
 
 

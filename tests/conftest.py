@@ -40,10 +40,24 @@ ARCHITECTURES = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=262, n_embd=32, n_layer=2, n_head=4, n_positions=256,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1,
         )
     ),
-    # Sliding windows shorter than the answers, and soft-capped logits.
+    # Sliding windows shorter than the answers: in every layer, in some, and with soft-capped logits.
+    "mistral": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(
+            vocab_size=262, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, intermediate_size=64, sliding_window=5,
+            max_position_embeddings=256,
+        )
+    ),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            vocab_size=262, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, intermediate_size=64, sliding_window=5,
+            max_position_embeddings=256, layer_types=["sliding_attention", "full_attention"],
+        )
+    ),
     "gemma2": lambda: transformers.Gemma2ForCausalLM(
         transformers.Gemma2Config(
             vocab_size=262, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,

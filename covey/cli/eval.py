@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
-from covey.config import load_config, toml_value
+from covey.config import Config, load_config, toml_value
 
 
 def eval_command(
@@ -62,37 +63,35 @@ def _newest_checkpoint(run: Path) -> Path:
     return checkpoints[-1][1]
 
 
-def _evaluate(config: Any, show: bool) -> dict[str, Any]:
+def _evaluate(config: Config, show: bool) -> dict[str, Any]:
     from covey.cli.report import evaluation_line
     from covey.collect import ask
     from covey.evaluate import evaluate
-    from covey.policy.model import load_language_model
     from covey.sampler.native import NativeSampler
-    from covey.train.assemble import held_out_of, resolve, reward_of, sampling_of, task_of
+    from covey.train.assemble import (
+        held_out_of,
+        load_model,
+        resolve,
+        reward_of,
+        sampling_of,
+        task_of,
+    )
 
     config = resolve(config)
     prompts = held_out_of(config, task_of(config))
-    model = load_language_model(
-        config.model.path, dtype=config.model.dtype, device=config.model.device
-    )
-    answers = len(prompts) * (1 + config.evaluate.samples)
-    bar = iter(track(range(answers), "answering", console=Console(stderr=True), disable=not show))
-
-    def advance(count: int) -> None:
-        for _ in range(count):
-            next(bar, None)
-
-    evaluation = evaluate(
-        ask(model, prompts),
-        sampler=NativeSampler(model),
-        reward=reward_of(config),
-        sampling=sampling_of(config),
-        samples=config.evaluate.samples,
-        temperature=config.evaluate.temperature,
-        progress=advance,
-    )
-    for _ in bar:
-        pass
+    model = load_model(config)
+    with Progress(console=Console(stderr=True), disable=not show) as progress:
+        answers = len(prompts) * (1 + config.evaluate.samples)
+        task = progress.add_task("answering", total=answers)
+        evaluation = evaluate(
+            ask(model, prompts),
+            sampler=NativeSampler(model),
+            reward=reward_of(config),
+            sampling=sampling_of(config),
+            samples=config.evaluate.samples,
+            temperature=config.evaluate.temperature,
+            progress=partial(progress.advance, task),
+        )
     if show:
-        typer.echo(evaluation_line(0, evaluation).removeprefix("step 0: "))
-    return {k: v for k, v in evaluation.row(0).items() if k != "step"}
+        typer.echo(evaluation_line(evaluation))
+    return evaluation.row()

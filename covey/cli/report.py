@@ -32,13 +32,13 @@ def summary(metrics: Mapping[str, Any]) -> str:
     )
 
 
-def evaluation_line(step: int, evaluation: Evaluation) -> str:
+def evaluation_line(evaluation: Evaluation) -> str:
     """Return an evaluation in one line."""
     numbers = "  ".join(
         f"{name} {e.value:.1%} [{e.low:.1%}, {e.high:.1%}]"
         for name, e in evaluation.estimates.items()
     )
-    return f"step {step}: {numbers} on {evaluation.prompts} held-out prompts"
+    return f"{numbers} on {evaluation.prompts} held-out prompts"
 
 
 class PlainReporter:
@@ -84,7 +84,7 @@ class PlainReporter:
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Print an evaluation."""
-        self.note(evaluation_line(step, evaluation))
+        self.note(f"step {step}: {evaluation_line(evaluation)}")
 
     def note(self, text: str) -> None:
         """Print a line."""

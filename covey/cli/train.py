@@ -12,6 +12,7 @@ from covey.errors import ConfigError
 
 if TYPE_CHECKING:
     from covey.run.folder import RunFolder
+    from covey.train.assemble import Parts
 
 
 def train_command(
@@ -90,7 +91,7 @@ def _resume(path: Path, print_config: bool) -> None:
     from covey.run.folder import RunFolder
 
     folder = RunFolder.open(path)
-    config = load_config(str(folder.config_file))
+    config = _resolved(str(folder.config_file), [])
     if print_config:
         typer.echo(to_toml(config), nl=False)
         return
@@ -99,14 +100,12 @@ def _resume(path: Path, print_config: bool) -> None:
     _run(assemble(config), folder)
 
 
-def _run(parts: object, folder: RunFolder) -> None:
+def _run(parts: Parts, folder: RunFolder) -> None:
     import torch
 
     from covey.cli.report import make_reporter
-    from covey.train.assemble import Parts
     from covey.train.loop import stop_signal, train
 
-    assert isinstance(parts, Parts)
     reporter = make_reporter(folder)
     threads = folder.environment().get("threads")
     if threads != torch.get_num_threads():

@@ -22,16 +22,15 @@ class Evaluation:
 
     prompts: int
     estimates: Mapping[str, Estimate]
-    """`greedy`, and with samples `mean@k`, `pass@1`, ... `pass@k`."""
+    """`greedy`, and with samples `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`."""
     parts: Mapping[str, float]
     """Means of the reward's parts over the greedy answers."""
     mean_tokens: float
     unscored: int
 
-    def row(self, step: int) -> dict[str, Any]:
-        """Return a line for eval.jsonl."""
+    def row(self) -> dict[str, Any]:
+        """Return plain data, for eval.jsonl."""
         return {
-            "step": step,
             "prompts": self.prompts,
             **{
                 name: {"value": e.value, "low": e.low, "high": e.high}

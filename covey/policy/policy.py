@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -86,7 +86,7 @@ class Policy:
     temperature: float
     """The sampling temperature: training sees the distribution that was sampled."""
     logits_megabytes: float
-    version: int = field(default=0)
+    version: int = 0
     """Optimizer steps taken."""
 
     def logp(self, batch: Batch) -> LogProbs:

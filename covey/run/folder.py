@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -65,8 +66,12 @@ class RunFolder:
         return environment
 
     def log_step(self, metrics: dict[str, Any]) -> None:
-        """Append the metrics of a step."""
-        append_line(self.path / "steps.jsonl", metrics)
+        """Append the metrics of a step. JSON has no NaN: what is not finite is null."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in metrics.items()
+        }
+        append_line(self.path / "steps.jsonl", finite)
 
     def log_evaluation(self, result: dict[str, Any]) -> None:
         """Append an evaluation."""

@@ -29,7 +29,8 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "policy/clipfrac_low": "Share removed at the lower bound (A < 0).",
         "policy/clipfrac_high": "Share removed at the upper bound (A > 0).",
         "loss/policy_avg": "Mean over optimizer steps of the loss. Its size is not progress.",
-        "optim/grad_norm": "Mean over optimizer steps of the gradient norm before clipping.",
+        "optim/grad_norm": "Mean over optimizer steps, but those skipped, of the gradient "
+        "norm before clipping.",
         "optim/skipped": "Optimizer steps left out because their gradient was not finite.",
         "val/ratio": "Mean of the ratio r = exp(logp - old_logp).",
         "val/ratio_var": "Variance of r over tokens.",

@@ -70,10 +70,10 @@ class NativeSampler:
         self.model.model.eval()
         try:
             writer = _Writer(self.model, questions, step, sampling)
-            rollouts: list[list[Rollout | None]] = [[None] * sampling.samples for _ in questions]
+            rollouts: dict[_Answer, Rollout] = {}
             for answer, tokens, logps, finish in writer.run():
                 question = questions[answer.question]
-                rollouts[answer.question][answer.sample] = Rollout(
+                rollouts[answer] = Rollout(
                     prompt_id=question.prompt.id,
                     sample=answer.sample,
                     prompt_tokens=question.tokens,
@@ -88,7 +88,10 @@ class NativeSampler:
                     progress(1)
         finally:
             self.model.model.train(training)
-        return [[r for r in group if r is not None] for group in rollouts]
+        return [
+            [rollouts[_Answer(question, sample)] for sample in range(sampling.samples)]
+            for question in range(len(questions))
+        ]
 
     def _check_lengths(self, questions: Sequence[Question], max_tokens: int) -> None:
         for question in questions:
@@ -153,7 +156,7 @@ class _Writer:
         self.prefixes: dict[int, _Prefix] = {}
         self.slots: _Slots | None = None
         self.stop_ids = torch.tensor(model.stop_ids, device=model.device)
-        self.stop_reach = 1 + max((len(s) for s in sampling.stop_strings), default=0)
+        self.stop_reach = 1 + max((len(s.encode()) for s in sampling.stop_strings), default=0)
 
     def run(self) -> Iterator[tuple[_Answer, list[int], list[float], Finish]]:
         """Yield every answer as it ends."""
@@ -281,14 +284,14 @@ class _Writer:
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
-        self._write(slots.active[:width].nonzero().flatten(), self.model.head.logits(hidden[:, 0]))
+        index = slots.active[:width].nonzero().flatten()
+        self._write(index, self.model.head.logits(hidden[index, 0]))
 
     def _write(self, index: torch.Tensor, logits: torch.Tensor) -> None:
-        """Draw the next token of slots `index`; `logits` has a row for each, or for every slot."""
+        """Draw the next token of the slots `index` from their `logits`, row by row."""
         assert self.slots is not None
         slots = self.slots
         count = slots.count[index]
-        logits = logits if len(logits) == len(index) else logits[index]
         tokens, logps = pick_tokens(
             logits, slots.uniforms[index, count], self.sampling.distribution
         )
@@ -323,7 +326,7 @@ class _Writer:
             return found
         for slot in self.slots.active[:width].nonzero().flatten().tolist():
             length = int(self.slots.count[slot])
-            # A stop string of n characters spans at most n tokens, unless they decode to nothing.
+            # A stop string of n bytes spans at most n tokens, unless they decode to nothing.
             tail = self.slots.tokens[slot, max(0, length - self.stop_reach) : length].tolist()
             text = self.model.decode(tail)
             found[slot] = any(stop in text for stop in self.sampling.stop_strings)

@@ -44,9 +44,14 @@ def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
-    """Return which prompts of a task of `size` step number `step` asks: each once per epoch."""
-    picks = range(step * count, (step + 1) * count)
-    return [int(_epoch_order(seed, pick // size, size)[pick % size]) for pick in picks]
+    """Return which prompts of a task of `size` step number `step` asks, none of them twice.
+
+    A step lies within one epoch, a new order of all prompts; the few that no whole step is left
+    for sit that epoch out.
+    """
+    epoch, place = divmod(step, size // count)
+    order = _epoch_order(seed, epoch, size)
+    return [int(index) for index in order[place * count : (place + 1) * count]]
 
 
 def mini_batch_order(*, seed: int, step: int, epoch: int, groups: int) -> list[int]:

@@ -102,11 +102,11 @@ def assemble(config: Config) -> Parts:
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
     objective = ALGORITHMS[config.objective.name](**config.objective.options)
-    model = _load(config, gradient_checkpointing=config.model.gradient_checkpointing)
+    model = load_model(config)
     reference = None
     if objective.needs_reference:
         reference = FrozenReference(
-            model=_load(config),
+            model=load_model(config),
             temperature=config.rollout.temperature,
             logits_megabytes=config.train.logits_megabytes,
         )
@@ -125,12 +125,13 @@ def assemble(config: Config) -> Parts:
     )
 
 
-def _load(config: Config, gradient_checkpointing: bool = False) -> LanguageModel:
+def load_model(config: Config) -> LanguageModel:
+    """Load the model. Checkpointing only acts in training mode, so references may have it too."""
     return load_language_model(
         config.model.path,
         dtype=config.model.dtype,
         device=config.model.device,
-        gradient_checkpointing=gradient_checkpointing,
+        gradient_checkpointing=config.model.gradient_checkpointing,
     )
 
 

@@ -166,7 +166,7 @@ def _evaluate(parts: Parts, run: RunFolder, reporter: Reporter, step: int) -> Ev
         temperature=parts.config.evaluate.temperature,
         progress=reporter.sampled,
     )
-    run.log_evaluation(evaluation.row(step))
+    run.log_evaluation({"step": step, **evaluation.row()})
     reporter.evaluated(step, evaluation)
     return evaluation
 

@@ -73,7 +73,7 @@ def update(
     """Take every optimizer step that `settings` asks for, and return the metrics of the update."""
     meter = Meter()
     policy.model.model.train()
-    first = True
+    first, skipped = True, 0
     for index in _mini_batches(batch, settings, step):
         mini = with_weight(objective, batch.rows(index))
         loss = 0.0
@@ -87,11 +87,12 @@ def update(
         rate = settings.learning_rate(policy.version)
         stepped = policy.step(rate)
         meter.add("loss/policy_avg", loss)
-        meter.add("optim/grad_norm", stepped.grad_norm, 1.0 - stepped.skipped)
-        meter.add("optim/skipped", float(stepped.skipped), 1.0)
+        skipped += stepped.skipped
+        if not stepped.skipped:
+            meter.add("optim/grad_norm", stepped.grad_norm)
         first = False
     metrics = meter.means()
-    metrics["lr"] = rate
+    metrics |= {"lr": rate, "optim/skipped": skipped}
     # Var r = E r^2 - (E r)^2, from sums that add up over micro-batches.
     metrics["val/ratio_var"] = max(0.0, metrics.pop("ratio_square") - metrics["val/ratio"] ** 2)
     return metrics

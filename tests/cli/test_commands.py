@@ -73,7 +73,9 @@ def test_checkpoints_are_ordinary_models(finished: Path) -> None:
     folder = finished / "checkpoints/000002"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert model.num_parameters() == 460_160 + 0
+    assert model.num_parameters() == 460_160
+    # Nothing in the files asks for covey's own attention, which only covey can give.
+    assert "covey" not in (folder / "config.json").read_text()
     assert tokenizer.decode(tokenizer.encode("<think>1+1=2</think>")) == "<think>1+1=2</think>"
 
 
@@ -109,3 +111,18 @@ def test_help_is_quick_and_needs_no_torch() -> None:
             [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
         )
         assert "covey" in done.stdout
+
+
+def test_a_small_dataset_is_asked_epoch_after_epoch(tmp_path: Path) -> None:
+    rows = [json.dumps({"question": f"{n}+5?", "answer": str(n + 5)}) for n in range(10, 17)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    task = [f"task.{split}_file='{tmp_path}/sums.jsonl'" for split in ("train", "held_out")]
+    settings = ["task.name=jsonl", *task, "train.steps=9", "rollout.prompts=3", "evaluate.every=0"]
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    assert run(["train", "--run", str(tmp_path / "run"), *overrides]) == 0
+    asked = [
+        sorted({row["prompt"] for row in read(tmp_path / f"run/rollouts/{step:06d}.jsonl")})
+        for step in range(1, 10)
+    ]
+    assert all(len(prompts) == 3 for prompts in asked)
+    assert len({prompt for prompts in asked for prompt in prompts}) == 7

@@ -13,7 +13,7 @@ from covey.sampler.protocol import Question, Sampling
 from covey.tasks import Arithmetic
 from covey.train.collate import collate
 from covey.types import Group, Prompt, Rollout
-from tests.conftest import build
+from tests.conftest import ARCHITECTURES, build
 
 GREEDY = Distribution(temperature=0.0)
 
@@ -35,7 +35,7 @@ def sums(model: LanguageModel, count: int) -> list[Question]:
     return ask(model, Arithmetic(min_operations=1, max_operations=4).train()[:count])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "gemma2"])
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 @pytest.mark.parametrize("slots", [2, 64])
 def test_greedy_equals_generate_token_for_token(architecture: str, slots: int) -> None:
     model = build(architecture)

@@ -168,3 +168,18 @@ def test_meter_pools_sums_and_counts() -> None:
     meter.smallest("low", torch.tensor([[1.0, 2.0, -9.0]]), mask)
     meter.add("nothing", 0.0, 0.0)
     assert meter.means() == {"x": 4.0, "high": 2.0, "low": 1.0}
+
+
+def test_a_gradient_that_is_not_finite_is_counted_and_spoils_no_other_metric() -> None:
+    policy = make_policy()
+    objective = ALGORITHMS["grpo"](beta=0.0)
+    batch = with_advantage(objective, make_batch(rows=8, groups=2, seed=5))
+    spoiled = batch.advantage.clone()
+    spoiled[batch.group == 1] = math.inf
+    metrics = update(
+        replace(batch, advantage=spoiled.where(batch.mask, 0.0)), policy=policy,
+        objective=objective, settings=settings(mini_batches=2), step=1,
+    )  # fmt: skip
+    assert metrics["optim/skipped"] == 1
+    assert math.isfinite(metrics["optim/grad_norm"])
+    assert all(p.isfinite().all() for p in policy.model.model.parameters())
