@@ -26,7 +26,7 @@ class CoveyError(Exception):
         super().__init__(" ".join(message.splitlines()))
 
 
-class ConfigError(CoveyError):
+class ConfigError(CoveyError, ValueError):
     """A key, a value or a flag is not what it should be."""
 
     exit_code = 2

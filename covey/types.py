@@ -81,9 +81,9 @@ class Batch:
     """The rollouts of one update as tensors; row i of every field is the same rollout.
 
     Collate fills the first block. The policy fills the second, when the objective asks for it. The
-    objective fills the third: `advantage` over the whole rollout batch, because its statistics may
-    be; `weight` over the rows of one optimizer step, because that is what a denominator is about.
-    Micro-batches are rows of that and change neither.
+    objective fills the third: `token_penalty` and `advantage` over the whole rollout batch, because
+    its statistics may be; `weight`, `correction` and `marked` over the rows of one optimizer step,
+    because that is what a denominator is about. Micro-batches are rows of that and change nothing.
     """
 
     prompt_tokens: torch.Tensor
@@ -104,6 +104,8 @@ class Batch:
     """[B] bool."""
     group: torch.Tensor
     """[B] int64: which rows share a prompt. Any order, any size."""
+    truncated: torch.Tensor
+    """[B] bool: the answer was cut off at the length limit."""
 
     old_logp: torch.Tensor | None = None
     """[B, T] log-probability when the batch was collected. None: equal to `logp` (first step)."""
@@ -112,10 +114,16 @@ class Batch:
     entropy: torch.Tensor | None = None
     """[B, T] entropy of the sampling policy at each token, in nats. None: nobody needs it."""
 
+    token_penalty: torch.Tensor | None = None
+    """[B, T]: what the KL to the reference takes off the reward. None: it is not in the reward."""
     advantage: torch.Tensor | None = None
     """[B, T]."""
     weight: torch.Tensor | None = None
     """[B, T]: what each token's gain is multiplied by before the plain sum that is the loss."""
+    correction: torch.Tensor | None = None
+    """[B, T]: constant factor of each token's surrogate, for the sampler's sake. None: 1."""
+    marked: torch.Tensor | None = None
+    """[B, T] bool: tokens that the objective picked over the optimizer step. None: it picks none."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -145,12 +153,18 @@ class Totals:
     sequences: int
     tokens: int
     groups: int
+    group_tokens: Mapping[int, int]
+    """Tokens of each group, by its id: a group may lie in several micro-batches or ranks."""
 
     @staticmethod
     def of(batch: Batch) -> Totals:
         """Count a batch. Rows without trained tokens count as sequences: they shrink the step."""
+        ids, place = batch.group.unique(return_inverse=True)
+        lengths = batch.mask.sum(dim=1)
+        tokens = lengths.new_zeros(len(ids)).index_add(0, place, lengths)
         return Totals(
             sequences=len(batch),
-            tokens=int(batch.mask.sum()),
-            groups=int(batch.group.unique().numel()),
+            tokens=int(lengths.sum()),
+            groups=len(ids),
+            group_tokens=dict(zip(ids.tolist(), tokens.tolist(), strict=True)),
         )

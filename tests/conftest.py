@@ -107,4 +107,5 @@ def make_batch(
         rewards=torch.rand(rows, generator=generator, dtype=torch.float64).round(decimals=1),
         success=integers(0, 2, rows).bool(),
         group=torch.arange(rows) % groups,
+        truncated=torch.zeros(rows, dtype=torch.bool),
     )

@@ -1,13 +1,24 @@
 """The mathematics: pure functions of tensors and floats."""
 
 from covey.objective.algorithms import ALGORITHMS
-from covey.objective.loss import LossOutput, Objective, policy_loss, with_advantage, with_weight
+from covey.objective.build import algorithm, build
+from covey.objective.loss import (
+    Objective,
+    PolicyLoss,
+    policy_loss,
+    with_advantage,
+    with_marks,
+    with_weight,
+)
 
 __all__ = [
     "ALGORITHMS",
-    "LossOutput",
     "Objective",
+    "PolicyLoss",
+    "algorithm",
+    "build",
     "policy_loss",
     "with_advantage",
+    "with_marks",
     "with_weight",
 ]

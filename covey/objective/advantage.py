@@ -4,14 +4,23 @@ Shapes: B rollouts, T completion tokens. Rewards and statistics are float64, bec
 of equal rewards is not equal to them, and a standard deviation of 3e-8 then turns rounding into an
 advantage of order one.
 
-Every function takes the rewards of a whole rollout batch with group ids, in any order: statistics
-may be of the group or of the batch, and nothing is ever reshaped by the group size. A NaN reward
-means that scoring failed: the row enters no statistic and its advantage is 0.
+The first half takes the rewards [B] of a whole rollout batch with group ids, in any order:
+statistics may be of the group or of the batch, and nothing is ever reshaped by the group size. A
+NaN reward means that scoring failed: the row enters no statistic and its advantage is 0. The second
+half takes the batch and gives the advantage of every token, [B, T]; these are the pieces that an
+objective is made of, and their keyword arguments are its options.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal
+
 import torch
+
+from covey.objective.masked import row_sum
+from covey.types import Batch
 
 EQUAL_REWARDS = 1e-8
 """Rewards of a group that differ by less, relative to the largest in size, count as equal."""
@@ -41,17 +50,27 @@ def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     return ~(largest - smallest > EQUAL_REWARDS * size)
 
 
-def centered(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """A_i = R_i - mean_g R, and exactly 0 in a group without variance.
-
-    The numerator that every group-relative method shares; Dr.GRPO (arXiv 2503.20783) uses it alone.
-    """
+def against_baseline(
+    rewards: torch.Tensor, group: torch.Tensor, share: torch.Tensor
+) -> torch.Tensor:
+    """R_i - sum_g share R / sum_g share, and exactly 0 in a group without variance."""
     rewards = rewards.double()
     scored = ~rewards.isnan()
-    values = rewards.where(scored, 0.0)
-    count = group_sum(scored.double(), group).clamp(min=1.0)
-    difference = values - group_sum(values, group) / count
-    return difference.where(scored & ~zero_variance(rewards, group), 0.0)
+    values, share = rewards.where(scored, 0.0), share.double().where(scored, 0.0)
+    total = group_sum(share, group)
+    baseline = group_sum(share * values, group) / total.where(total > 0, 1.0)
+    return (values - baseline).where(scored & ~zero_variance(rewards, group), 0.0)
+
+
+def centered(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """A_i = R_i - mean_g R: the numerator that every group-relative method shares."""
+    return against_baseline(rewards, group, torch.ones_like(rewards))
+
+
+def leave_one_out(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """A_i = R_i - mean of the others of its group = G / (G - 1) (R_i - mean_g R)."""
+    count = group_sum((~rewards.isnan()).double(), group)
+    return centered(rewards, group) * count / (count - 1).clamp(min=1.0)
 
 
 def standardized(
@@ -63,13 +82,191 @@ def standardized(
     1 and eps from 1e-9 to 1e-4; ddof 0 multiplies every advantage by sqrt(G / (G - 1)).
     """
     difference = centered(rewards, group)
-    scored = (~rewards.isnan()).double()
-    count = group_sum(scored, group)
+    count = group_sum((~rewards.isnan()).double(), group)
     variance = group_sum(difference.square(), group) / (count - ddof).clamp(min=1.0)
-    spread = variance.sqrt() + eps
-    return difference / spread.where(spread > 0, 1.0)  # eps may be 0, and a group all equal
+    return _divided(difference, variance.sqrt() + eps)
+
+
+def batch_standardized(
+    rewards: torch.Tensor,
+    group: torch.Tensor,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    of: Literal["rewards", "centered"] = "rewards",
+) -> torch.Tensor:
+    """A_i = (R_i - mean_g R) / (std + eps), the deviation of the whole batch instead of the group.
+
+    Of the rewards themselves (LitePPO, arXiv 2508.08221), or of the centered ones.
+    """
+    difference = centered(rewards, group)
+    scored = ~rewards.isnan()
+    values = rewards.double()[scored] if of == "rewards" else difference[scored]
+    squares = (values - values.mean()).square().sum() if len(values) else values.sum()
+    return _divided(difference, (squares / max(1, len(values) - ddof)).sqrt() + eps)
+
+
+def sum_of_standardized(
+    parts: torch.Tensor,
+    group: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Standardize every part of the reward, parts [K, B], in its group, add up, and again in all.
+
+    GDPO, arXiv 2601.05242: a part with a small spread is not drowned by one with a large spread.
+    """
+    alone = [standardized(part, group, ddof=ddof, eps=eps) for part in parts]
+    total = torch.stack([w * a for w, a in zip(weights, alone, strict=True)]).sum(dim=0)
+    return _divided(total - total.mean(), total.std(correction=ddof) + eps)
+
+
+def whitened(
+    values: torch.Tensor, mask: torch.Tensor, *, ddof: int = 1, eps: float = 1e-8
+) -> torch.Tensor:
+    """(v - mean v) / sqrt(var v + eps) over the tokens of the batch; exactly 0 if all are equal."""
+    chosen = values.double()[mask]
+    result = torch.zeros_like(values, dtype=torch.float64)
+    if len(chosen) == 0:
+        return result
+    difference = chosen - chosen.mean()
+    if chosen.max() - chosen.min() <= EQUAL_REWARDS * chosen.abs().max().clamp(min=1.0):
+        return result
+    variance = difference.square().sum() / max(1, len(chosen) - ddof)
+    return result.masked_scatter(mask, difference / (variance + eps).sqrt())
 
 
 def per_token(advantage: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Give every trained token the advantage [B] of its answer: [B, T], 0 elsewhere."""
     return advantage[:, None].expand_as(mask).where(mask, 0.0)
+
+
+def answer_rewards(batch: Batch) -> torch.Tensor:
+    """Return the rewards [B], less the KL to the reference summed over the answer if it is there."""
+    if batch.token_penalty is None:
+        return batch.rewards
+    return batch.rewards - row_sum(batch.token_penalty.double(), batch.mask).squeeze(1)
+
+
+def reward_itself(batch: Batch) -> torch.Tensor:
+    """A_i = R_i, no baseline at all: REINFORCE."""
+    return per_token(answer_rewards(batch).nan_to_num(nan=0.0), batch.mask)
+
+
+def group_centered(batch: Batch) -> torch.Tensor:
+    """A_i = R_i - mean_g R. Dr.GRPO, arXiv 2503.20783."""
+    return per_token(centered(answer_rewards(batch), batch.group), batch.mask)
+
+
+def group_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
+    """A_i = (R_i - mean_g R) / (std_g R + eps). GRPO, arXiv 2402.03300."""
+    rewards = answer_rewards(batch)
+    return per_token(standardized(rewards, batch.group, ddof=ddof, eps=eps), batch.mask)
+
+
+def standardized_by_batch(
+    batch: Batch, *, ddof: int = 1, eps: float = 1e-6, of: Literal["rewards", "centered"] = "rewards"
+) -> torch.Tensor:
+    """A_i = (R_i - mean_g R) / (std over the batch + eps). LitePPO, arXiv 2508.08221."""
+    rewards = answer_rewards(batch)
+    scaled = batch_standardized(rewards, batch.group, ddof=ddof, eps=eps, of=of)
+    return per_token(scaled, batch.mask)
+
+
+def against_the_others(batch: Batch) -> torch.Tensor:
+    """A_i = R_i - mean of the others. RLOO, arXiv 2402.14740."""
+    return per_token(leave_one_out(answer_rewards(batch), batch.group), batch.mask)
+
+
+def length_weighted(batch: Batch) -> torch.Tensor:
+    """A_i = R_i - sum_g T R / sum_g T, a baseline that counts every token once. OPO, 2505.23585."""
+    lengths = batch.mask.sum(dim=1)
+    return per_token(against_baseline(answer_rewards(batch), batch.group, lengths), batch.mask)
+
+
+def scaled_up(batch: Batch) -> torch.Tensor:
+    """A_i = alpha (R_i - mean_g R), alpha = N / answers in groups with variance. GPG, 2504.02546."""
+    rewards = answer_rewards(batch)
+    advantage = centered(rewards, batch.group)
+    useful = (~zero_variance(rewards, batch.group)).sum()
+    return per_token(advantage * len(rewards) / useful.clamp(min=1), batch.mask)
+
+
+def group_whitened(
+    batch: Batch, *, weighting: Literal["answer", "token"] = "answer", eps: float = 1e-8
+) -> torch.Tensor:
+    """A = C / (std C + eps), C_i = R_i - mean_g R, over the batch. REINFORCE++-baseline.
+
+    arXiv 2501.03262. With `weighting = "token"`, as in verl, mean and deviation are over tokens,
+    which brings length back in: the mean is no longer 0.
+    """
+    if weighting == "answer":
+        return standardized_by_batch(batch, ddof=1, eps=eps, of="centered")
+    advantage = group_centered(batch)
+    return whitened(advantage, batch.mask & ~batch.rewards.isnan()[:, None], eps=eps)
+
+
+def returns_whitened(batch: Batch, *, gamma: float = 1.0, eps: float = 1e-8) -> torch.Tensor:
+    """Returns U_t = sum_{u>=t} gamma^(u-t) r_u, whitened over all tokens. REINFORCE++.
+
+    r_u = -beta k1_u, plus R_i at the last trained token; no group. arXiv 2501.03262.
+    """
+    mask = batch.mask & ~batch.rewards.isnan()[:, None]
+    return whitened(returns(token_rewards(batch), mask, gamma=gamma), mask, eps=eps)
+
+
+def token_rewards(batch: Batch) -> torch.Tensor:
+    """Return the reward of each token [B, T]: the answer's at its last one, less the KL penalty."""
+    later = batch.mask.flip(1).cumsum(dim=1).flip(1)
+    rewards = batch.rewards[:, None].expand_as(batch.mask).where(batch.mask & (later == 1), 0.0)
+    return rewards if batch.token_penalty is None else rewards - batch.token_penalty.double()
+
+
+def returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
+    """Discounted sums of what is still to come [B, T]; tokens outside the mask are passed over."""
+    total = torch.zeros_like(rewards)
+    ahead = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        ahead = torch.where(mask[:, t], rewards[:, t] + gamma * ahead, ahead)
+        total[:, t] = ahead
+    return total.where(mask, 0.0)
+
+
+def best_of_group(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
+    """(R_(1) - R_(2)) / (std_g R + eps) for the best answer, 0 for the others: pass@k training.
+
+    arXiv 2503.19595. Of several best answers the first has the advantage, and it is 0.
+    """
+    rewards = answer_rewards(batch)
+    scale = standardized(rewards, batch.group, ddof=ddof, eps=eps)
+    advantage = torch.zeros_like(scale)
+    for group in batch.group.unique():
+        rows = ((batch.group == group) & ~rewards.isnan()).nonzero().squeeze(1)
+        if len(rows) > 1:
+            best, second = scale[rows].topk(2).values
+            advantage[rows[scale[rows].argmax()]] = best - second
+    return per_token(advantage, batch.mask)
+
+
+def _divided(difference: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
+    return difference / spread.where(spread > 0, 1.0)  # eps may be 0, and rewards all equal
+
+
+Advantage = Callable[..., torch.Tensor]
+
+ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
+    {
+        "none": reward_itself,
+        "centered": group_centered,
+        "standardized": group_standardized,
+        "batch_standardized": standardized_by_batch,
+        "leave_one_out": against_the_others,
+        "length_weighted": length_weighted,
+        "scaled_up": scaled_up,
+        "group_whitened": group_whitened,
+        "returns_whitened": returns_whitened,
+        "best_of_group": best_of_group,
+    }
+)

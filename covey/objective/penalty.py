@@ -1,19 +1,89 @@
-"""Estimators of KL(policy || reference) from sampled tokens, with d = logp - ref_logp."""
+"""Estimators of KL(policy || reference) from sampled tokens.
+
+Each takes d = logp - ref_logp and the log-ratio log r = logp - old_logp of each token, both [B, T]
+and clamped to +-20, and the mask. A good value is not a good gradient:
+
+| name       | value            | gradient    | expected gradient, on policy             |
+|------------|------------------|-------------|------------------------------------------|
+| `k1`       | d                | 1           | 0: noise in a loss, right in a reward    |
+| `k2`       | d^2 / 2          | d           | of KL(policy, reference)                 |
+| `k3`       | exp(-d) - 1 + d  | 1 - exp(-d) | of KL(reference, policy)                 |
+| `k3_plus`  | that of k3       | d           | of KL(policy, reference)                 |
+| `ratio_k1` | r d              | r (d + 1)   | of KL(policy, reference), off policy too |
+| `ratio_k3` | r k3             | r d         | of KL(policy, reference), off policy too |
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Literal
+
 import torch
 
-MAX_DIFFERENCE = 20.0
-"""d is clamped to +-20, so that exp(-d) is finite; beyond it the gradient is 0."""
+from covey.objective.masked import bounded, row_sum, spread
+
+MAX_ADAPTATION = 0.2
+"""However far the KL is off target, an adaptive beta follows as if by this share."""
 
 
-def k3(*, logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """exp(-d) - 1 + d, arXiv 2402.03300 equation 4; never negative, 0 outside the mask.
+def k1(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """d."""
+    return d
 
-    Its value estimates KL(policy || reference) without bias. Its gradient, 1 - exp(-d), is in
-    expectation that of KL(reference || policy): the other direction. It is what GRPO prints.
+
+def k2(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """d^2 / 2."""
+    return d.square() / 2
+
+
+def k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """exp(-d) - 1 + d, arXiv 2402.03300 equation 4; never negative."""
+    return torch.expm1(-d) + d
+
+
+def k3_plus(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The value of k3 with the gradient of k2."""
+    slope = k2(d, log_ratio, mask)
+    return k3(d.detach(), log_ratio, mask) + (slope - slope.detach())
+
+
+def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """k3 of whole answers, d = sum_t d: DeepSeek-R1's equation as printed (arXiv 2501.12948)."""
+    return spread(k3(bounded(row_sum(d, mask)), log_ratio, mask), mask)
+
+
+def ratio_k1(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """r d: k1 corrected for tokens that an older policy sampled."""
+    return log_ratio.exp() * d
+
+
+def ratio_k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """r k3: k3 corrected for tokens that an older policy sampled. DeepSeek-V3.2."""
+    return log_ratio.exp() * k3(d, log_ratio, mask)
+
+
+def adapted_beta(beta: float, kl: float, *, target: float, horizon: float, answers: int) -> float:
+    """Move beta towards the KL that is wanted, arXiv 1909.08593.
+
+    beta (1 + clip(KL / target - 1, -0.2, 0.2) answers / horizon)
     """
-    difference = logp.where(mask, 0.0) - ref_logp.where(mask, 0.0)
-    difference = difference.clamp(-MAX_DIFFERENCE, MAX_DIFFERENCE)
-    return torch.expm1(-difference) + difference
+    error = min(max(kl / target - 1.0, -MAX_ADAPTATION), MAX_ADAPTATION)
+    return beta * (1.0 + error * answers / horizon)
+
+
+Penalty = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+Kl = Literal["k1", "k2", "k3", "k3_plus", "k3_sequence", "ratio_k1", "ratio_k3"]
+
+PENALTIES: Mapping[Kl, Penalty] = MappingProxyType(
+    {
+        "k1": k1,
+        "k2": k2,
+        "k3": k3,
+        "k3_plus": k3_plus,
+        "k3_sequence": k3_sequence,
+        "ratio_k1": ratio_k1,
+        "ratio_k3": ratio_k3,
+    }
+)

@@ -1,16 +1,67 @@
-"""Log-ratios between the policy now and the policy that the batch was collected with."""
+"""Log-ratios between the policy now and the policy that the batch was collected with.
+
+Each takes x = logp - old_logp, [B, T] and 0 outside the mask, and the mask; and gives the log-ratio
+[B, T], clamped to +-20, 0 outside the mask.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 import torch
 
-MAX_LOG_RATIO = 20.0
-"""Beyond e^20 a ratio says only that something is wrong; it must still be finite."""
+from covey.objective.masked import bounded, row_mean, row_sum, spread
 
 
-def token_log_ratio(logp: torch.Tensor, old_logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """x[i,t] = logp - old_logp, clamped to +-20 and 0 outside the mask. The ratio is exp(x)."""
-    # Padding may hold anything, NaN included, so it is replaced before the arithmetic, not after:
-    # a gradient that passes through `where` on the far side of a NaN is itself NaN.
-    difference = logp.where(mask, 0.0) - old_logp.where(mask, 0.0)
-    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """log r = x, for each token."""
+    return bounded(x)
+
+
+def sequence(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """log s = 1/T_i sum_t x, the same for every token of an answer. GSPO, arXiv 2507.18071."""
+    return spread(bounded(row_mean(x, mask)), mask)
+
+
+def sequence_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The value of log s, but the gradient of the token's own logp. GSPO-token, the same paper.
+
+    Where all tokens of an answer have one advantage it gives the gradient of `sequence`; here each
+    may have its own.
+    """
+    return sequence(x.detach(), mask) + (x - x.detach())
+
+
+def product(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """log q = sum_t x: the ratio of whole answers as single actions. RLOO, arXiv 2402.14740."""
+    return spread(bounded(row_sum(x, mask)), mask)
+
+
+def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """log w, w = 1/T_i sum_t exp(x): the mean of ratios. GRPO-S equation 8, arXiv 2508.04349."""
+    # An answer without trained tokens has no mean; any positive number keeps its log finite.
+    mean = row_mean(bounded(x).exp(), mask).where(mask.any(dim=1, keepdim=True), 1.0)
+    return spread(mean.log(), mask)
+
+
+def one(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """log 1, but with the gradient of x: REINFORCE, as if every step were the first."""
+    return x - x.detach()
+
+
+Ratio = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+RATIOS: Mapping[str, Ratio] = MappingProxyType(
+    {
+        "token": token,
+        "sequence": sequence,
+        "sequence_token": sequence_token,
+        "product": product,
+        "arithmetic": arithmetic,
+        "one": one,
+    }
+)
+
+PER_ANSWER: frozenset[Ratio] = frozenset({sequence, sequence_token, product, arithmetic})
+"""Ratios that all tokens of an answer share: diagnostics give each answer one vote."""

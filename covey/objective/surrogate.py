@@ -1,10 +1,32 @@
-"""Surrogates: the gain per token that the update raises, as a function of ratio and advantage."""
+"""Surrogates: the gain of each token that the update raises.
+
+On policy, where r = 1, the gradient of each is the advantage; they differ in what they do with
+tokens that the policy has already moved.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+
+from covey.objective.masked import bounded, row_mean
+
+
+class Tokens(NamedTuple):
+    """What a surrogate is given, each [B, T] and 0 outside the mask."""
+
+    log_ratio: torch.Tensor
+    """log r, from one of the ratios; carries the gradient."""
+    logp: torch.Tensor
+    old_logp: torch.Tensor
+    advantage: torch.Tensor
+    mask: torch.Tensor
+    marked: torch.Tensor | None = None
+    """bool: the tokens that the objective's `marks` picked. None: it has no `marks`."""
 
 
 class Gain(NamedTuple):
@@ -12,29 +34,158 @@ class Gain(NamedTuple):
 
     value: torch.Tensor
     clipped_low: torch.Tensor
-    """bool: the ratio fell below its lower bound and the gradient is therefore 0."""
+    """bool: the ratio fell below its lower bound, and the gradient is therefore 0 or smaller."""
     clipped_high: torch.Tensor
-    """bool: the ratio rose above its upper bound and the gradient is therefore 0."""
+    """bool: the ratio rose above its upper bound, and the gradient is therefore 0 or smaller."""
+    clipped_dual: torch.Tensor | None = None
+    """bool: a bad token's ratio rose above the dual bound. None: there is none."""
 
 
-def clipped(
-    *,
-    log_ratio: torch.Tensor,
-    logp: torch.Tensor,
-    advantage: torch.Tensor,
-    mask: torch.Tensor,
-    low: float,
-    high: float,
-) -> Gain:
+def clipped(tokens: Tokens, *, low: float = 0.2, high: float = 0.2, dual: float = 0.0) -> Gain:
     """min(r A, clip(r, 1 - low, 1 + high) A), the PPO surrogate (arXiv 1707.06347).
 
     The gradient is r A, except where A > 0 and r > 1 + high, or A < 0 and r < 1 - low: there it is
-    0. A bad token whose ratio has already risen, or a good one whose ratio has fallen, is not cut.
+    0. A bad token whose ratio has already risen, or a good one whose ratio has fallen, is not cut;
+    with `dual` (arXiv 1912.09729) a bad one is, above r = dual: the gain is at least dual A.
     """
-    ratio = log_ratio.exp()
+    ratio, advantage = tokens.log_ratio.exp(), tokens.advantage
     value = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    above_dual = None
+    if dual:
+        value = torch.where(advantage < 0, torch.maximum(value, dual * advantage), value)
+        above_dual = (advantage < 0) & (ratio > dual)
     return Gain(
         value=value,
-        clipped_low=mask & (advantage < 0) & (ratio < 1 - low),
-        clipped_high=mask & (advantage > 0) & (ratio > 1 + high),
+        clipped_low=(advantage < 0) & (ratio < 1 - low),
+        clipped_high=(advantage > 0) & (ratio > 1 + high),
+        clipped_dual=above_dual,
     )
+
+
+def unclipped(tokens: Tokens) -> Gain:
+    """r A: importance sampling, without a bound."""
+    return _unbounded(tokens.log_ratio.exp() * tokens.advantage, tokens)
+
+
+def log_likelihood(tokens: Tokens) -> Gain:
+    """A logp: REINFORCE, without a ratio. Its gradient is A however far the policy has moved."""
+    return _unbounded(tokens.advantage * tokens.logp, tokens)
+
+
+def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: float = 0.0) -> Gain:
+    """sg(clip(r, min_weight, max_weight)) A logp. CISPO, arXiv 2506.13585.
+
+    The ratio is a constant weight with absolute bounds, so no token ever loses its gradient.
+    """
+    ratio = tokens.log_ratio.detach().exp()
+    weight = ratio.clamp(min_weight, max_weight)
+    return Gain(
+        value=weight * tokens.advantage * tokens.logp,
+        clipped_low=tokens.mask & (ratio < min_weight),
+        clipped_high=tokens.mask & (ratio > max_weight),
+    )
+
+
+def geometric_clipped(tokens: Tokens, *, low: float = 0.4, high: float = 0.4) -> Gain:
+    """A exp(mean_t z), z = log r clipped to [-low, high] on the side that A pushes to. GMPO.
+
+    arXiv 2507.20673. The bounds are of the logarithm: 0.4 lets ratios from 0.67 to 1.49 through.
+    """
+    x, advantage = tokens.log_ratio, tokens.advantage
+    held = x.clamp(-low, high)
+    z = torch.where(advantage > 0, torch.minimum(x, held), torch.maximum(x, held))
+    return Gain(
+        value=advantage * bounded(row_mean(z, tokens.mask)).exp(),
+        clipped_low=(advantage < 0) & (x < -low),
+        clipped_high=(advantage > 0) & (x > high),
+    )
+
+
+def soft_gate(tokens: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Gain:
+    """f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)). SAPO, arXiv 2511.20347.
+
+    The slope of f is 1 at r = 1 and falls off smoothly on both sides, faster where A <= 0.
+    """
+    tau = _either(tokens.advantage > 0, tau_pos, tau_neg, tokens)
+    gate = torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * 4 / tau
+    return _unbounded(gate * tokens.advantage, tokens)
+
+
+def gamma_weight(
+    tokens: Tokens,
+    *,
+    power_pos: float = 2.0,
+    rate_pos: float = 3.0,
+    power_neg: float = 3.0,
+    rate_neg: float = 2.0,
+) -> Gain:
+    """sg(phi(r)) A logp, phi(w) = w^power exp(rate (1 - w)). VESPO, arXiv 2602.10693.
+
+    phi(1) = 1, and it vanishes for ratios near 0 and far above 1. The ratio is that of whole
+    answers, so `r` is at least 1e-8.
+    """
+    good = tokens.advantage >= 0
+    power = _either(good, power_pos, power_neg, tokens)
+    rate = _either(good, rate_pos, rate_neg, tokens)
+    log_ratio = tokens.log_ratio.detach().clamp(min=math.log(1e-8))
+    phi = (power * log_ratio - rate * torch.expm1(log_ratio)).exp()
+    return _unbounded(phi * tokens.advantage * tokens.logp, tokens)
+
+
+def trust_mask(
+    tokens: Tokens, *, low: float = 0.2, high: float = 0.2, max_weight: float = 20.0
+) -> Gain:
+    """sg(min(r, max_weight)) A logp where the probability has not moved too far. DPPO.
+
+    arXiv 2602.04879 with total variation: kept while p - p_old <= high (A > 0), or >= -low (A <= 0).
+    The bounds are of probabilities, not of their ratio: a rare token may double.
+    """
+    moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()
+    good = tokens.advantage > 0
+    outside_high = good & (moved > high)
+    outside_low = ~good & (moved < -low)
+    weight = tokens.log_ratio.detach().exp().clamp(max=max_weight)
+    kept = ~(outside_high | outside_low)
+    return Gain(
+        value=(weight * tokens.advantage * tokens.logp).where(kept, 0.0),
+        clipped_low=outside_low & (tokens.advantage < 0),
+        clipped_high=outside_high,
+    )
+
+
+def clipped_without_marked(tokens: Tokens, *, low: float = 1.0, high: float = 1.0) -> Gain:
+    """The PPO surrogate, and no gain for the tokens that were marked. Clip-Cov, arXiv 2505.22617."""
+    assert tokens.marked is not None
+    gain = clipped(tokens, low=low, high=high)
+    return gain._replace(value=gain.value.where(~tokens.marked, 0.0))
+
+
+def penalized_where_marked(tokens: Tokens, *, coefficient: float = 1.0) -> Gain:
+    """r A, less coefficient |log r| for the tokens that were marked. KL-Cov, arXiv 2505.22617."""
+    assert tokens.marked is not None
+    penalty = (coefficient * tokens.log_ratio.abs()).where(tokens.marked, 0.0)
+    return _unbounded(tokens.log_ratio.exp() * tokens.advantage - penalty, tokens)
+
+
+def _either(good: torch.Tensor, yes: float, no: float, tokens: Tokens) -> torch.Tensor:
+    # torch.where with two Python numbers would give float32, whatever the rest is.
+    return torch.full_like(tokens.logp, no).masked_fill(good, yes)
+
+
+def _unbounded(value: torch.Tensor, tokens: Tokens) -> Gain:
+    never = torch.zeros_like(tokens.mask)
+    return Gain(value=value, clipped_low=never, clipped_high=never)
+
+
+SURROGATES: Mapping[str, Callable[..., Gain]] = MappingProxyType(
+    {
+        "clipped": clipped,
+        "unclipped": unclipped,
+        "log_likelihood": log_likelihood,
+        "truncated_weight": truncated_weight,
+        "geometric_clipped": geometric_clipped,
+        "soft_gate": soft_gate,
+        "gamma_weight": gamma_weight,
+        "trust_mask": trust_mask,
+    }
+)

@@ -36,4 +36,5 @@ def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batc
         group=column(
             [number for number, group in enumerate(groups) for _ in group.rollouts], torch.long
         ),
+        truncated=column([r.finish == "length" for r in rollouts], torch.bool),
     )

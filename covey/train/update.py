@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from covey.objective import LossOutput, Objective, policy_loss, with_weight
+from covey.objective import Objective, policy_loss, with_marks, with_weight
+from covey.objective.diagnostics import (
+    Meter,
+    observe,
+    observe_correction,
+    observe_sampler,
+    summary,
+)
 from covey.policy.layout import micro_batches
 from covey.policy.policy import LogProbs, Policy
 from covey.reference import Reference
 from covey.sampler.random import mini_batch_order
-from covey.train.meter import Meter
 from covey.types import Batch
 
 
@@ -27,6 +33,7 @@ class UpdateSettings:
     learning_rate: Callable[[int], float]
     """From the policy's version: how many optimizer steps it has taken."""
     seed: int
+    skip_zero_gradient: bool = False
 
     @property
     def off_policy(self) -> bool:
@@ -44,9 +51,10 @@ def prepare(
     settings: UpdateSettings,
 ) -> Batch:
     """Fill in old_logp, entropy and ref_logp, each only if something will read it."""
-    if settings.off_policy and settings.old_logp_from_sampler and not objective.needs_entropy:
+    wanted = settings.off_policy or objective.needs_old_logp
+    if wanted and settings.old_logp_from_sampler and not objective.needs_old_entropy:
         batch = replace(batch, old_logp=batch.sampler_logp)
-    elif settings.off_policy or objective.needs_entropy:
+    elif wanted or objective.needs_old_entropy:
         old = _whole_batch(batch, settings.token_budget, policy.logp)
         batch = replace(batch, old_logp=old.logp, entropy=old.entropy)
     if objective.needs_reference:
@@ -75,15 +83,20 @@ def update(
     policy.model.model.train()
     first, skipped = True, 0
     for index in _mini_batches(batch, settings, step):
-        mini = with_weight(objective, batch.rows(index))
+        mini = _ready(batch.rows(index), policy, objective, settings)
+        observe_correction(meter, mini)
+        if settings.skip_zero_gradient and objective.only_surrogate:
+            mini = _with_gradient(mini)
         loss = 0.0
         for rows in micro_batches(mini, settings.token_budget):
             micro = mini.rows(rows)
             now = policy.logp(micro)
-            output = policy_loss(objective, micro, now.logp)
+            output = policy_loss(objective, micro, now.logp, now.entropy)
             output.loss.backward()
             loss += float(output.loss.detach())
-            _observe(meter, micro, now, output, first)
+            observe(meter, objective, micro, output, now.entropy)
+            if first:
+                observe_sampler(meter, micro, now.logp)
         rate = settings.learning_rate(policy.version)
         stepped = policy.step(rate)
         meter.add("loss/policy_avg", loss)
@@ -91,11 +104,28 @@ def update(
         if not stepped.skipped:
             meter.add("optim/grad_norm", stepped.grad_norm)
         first = False
-    metrics = meter.means()
-    metrics |= {"lr": rate, "optim/skipped": skipped}
-    # Var r = E r^2 - (E r)^2, from sums that add up over micro-batches.
-    metrics["val/ratio_var"] = max(0.0, metrics.pop("ratio_square") - metrics["val/ratio"] ** 2)
-    return metrics
+    return {**summary(meter), "lr": rate, "optim/skipped": skipped}
+
+
+def _ready(
+    mini: Batch, policy: Policy, objective: Objective, settings: UpdateSettings
+) -> Batch:
+    """Fill in what is taken over one optimizer step."""
+    mini = with_weight(objective, mini)
+    if objective.marks is None:
+        return mini
+    with torch.no_grad():
+        now = _whole_batch(mini, settings.token_budget, policy.logp)
+    return with_marks(objective, mini, now.logp)
+
+
+def _with_gradient(mini: Batch) -> Batch:
+    """Leave out rows without any advantage. The weights are fixed, so nothing else changes."""
+    assert mini.advantage is not None
+    useful = ((mini.advantage != 0) & mini.mask).any(dim=1)
+    # One row stays in any case, so that there is a gradient, if only of zeros.
+    useful[0] |= ~useful.any()
+    return mini.rows(useful.nonzero().squeeze(1))
 
 
 def _mini_batches(batch: Batch, settings: UpdateSettings, step: int) -> Iterator[torch.Tensor]:
@@ -109,27 +139,3 @@ def _mini_batches(batch: Batch, settings: UpdateSettings, step: int) -> Iterator
         )
         rows = rank[torch.searchsorted(groups, batch.group)].argsort(stable=True)
         yield from rows.tensor_split(settings.mini_batches)
-
-
-def _observe(meter: Meter, batch: Batch, now: LogProbs, output: LossOutput, first: bool) -> None:
-    mask = batch.mask
-    assert batch.advantage is not None
-    logp, ratio = now.logp.detach(), output.log_ratio.exp()
-    meter.tokens("policy/entropy_avg", now.entropy.detach(), mask)
-    meter.tokens("policy/approxkl_avg", ratio - 1 - output.log_ratio, mask)
-    meter.tokens("policy/clipfrac_low", output.clipped_low.float(), mask)
-    meter.tokens("policy/clipfrac_high", output.clipped_high.float(), mask)
-    meter.tokens("policy/clipfrac_avg", (output.clipped_low | output.clipped_high).float(), mask)
-    meter.tokens("val/ratio", ratio, mask)
-    meter.tokens("ratio_square", ratio.double().square(), mask)
-    meter.smallest("val/ratio_min", ratio, mask)
-    meter.largest("val/ratio_max", ratio, mask)
-    meter.tokens("val/advantages_mean", batch.advantage, mask)
-    meter.smallest("val/advantages_min", batch.advantage, mask)
-    meter.largest("val/advantages_max", batch.advantage, mask)
-    if output.penalty is not None:
-        meter.tokens("objective/kl_avg", output.penalty, mask)
-    if first:
-        gap = (logp - batch.sampler_logp).abs()
-        meter.tokens("debug/sampler_logp_diff_mean", gap, mask)
-        meter.largest("debug/sampler_logp_diff_max", gap, mask)

@@ -1,0 +1,213 @@
+"""The algorithms for people with their own training loop: tensors in, loss out.
+
+    out = covey.functional.loss(
+        "dapo", logp=logp, old_logp=old_logp, mask=mask, rewards=rewards, group=group, high=0.3
+    )
+    out.loss.backward()
+
+Shapes: B answers, T tokens (padded). Rows of a group may stand in any order. Log-probabilities may
+be of any float type; the arithmetic is in float32 at least, that of rewards in float64. What stands
+outside the mask, NaN included, changes nothing.
+
+The rows given are taken as the whole optimizer step. To accumulate gradients over micro-batches, or
+over ranks, use `covey.objective`: fill in advantages and weights for the whole step, and add up the
+losses of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from covey.errors import ConfigError
+from covey.objective import (
+    Objective,
+    build,
+    policy_loss,
+    with_advantage,
+    with_marks,
+    with_weight,
+)
+from covey.objective.advantage import group_sum
+from covey.objective.diagnostics import (
+    Meter,
+    observe,
+    observe_correction,
+    observe_sampler,
+    summary,
+)
+from covey.types import Batch
+
+
+class LossOutput(NamedTuple):
+    """The loss, and what it was made of."""
+
+    loss: torch.Tensor
+    """To be minimised."""
+    advantage: torch.Tensor
+    """[B, T], constant."""
+    weight: torch.Tensor
+    """[B, T]: what each token's gain is multiplied by; their sum is the loss."""
+    metrics: Mapping[str, float]
+    """Named as in docs/metrics.md."""
+
+
+def loss(
+    algorithm: str,
+    *,
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    mask: torch.Tensor,
+    rewards: torch.Tensor,
+    group: torch.Tensor,
+    ref_logp: torch.Tensor | None = None,
+    sampler_logp: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+    success: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
+    **options: Any,
+) -> LossOutput:
+    """Return the loss of an algorithm.
+
+    Args:
+        algorithm: a name of `covey algorithms`, "composed", or a dotted path to your own.
+        logp: [B, T] log-probabilities now; the gradient flows here.
+        old_logp: [B, T] log-probabilities when the batch was collected.
+        mask: [B, T] true, or not 0, for the tokens that are trained.
+        rewards: [B]; NaN for an answer that could not be scored: it enters no statistic.
+        group: [B] which answers share a prompt.
+        ref_logp: [B, T] under the reference; needed if the algorithm's beta is not 0.
+        sampler_logp: [B, T] of what was sampled from; needed for a correction.
+        entropy: [B, T] of the policy that sampled; for an entropy bonus, of the policy now.
+        success: [B] which answers are right, where an algorithm asks; by default, reward > 0.
+        tokens: [B, T] token ids, where an algorithm asks.
+        options: the algorithm's own; one that it does not have is an error.
+    """
+    objective = build(algorithm, **options)
+    batch = _batch(
+        objective, mask=mask, rewards=rewards, group=group, old_logp=old_logp, ref_logp=ref_logp,
+        sampler_logp=sampler_logp, entropy=entropy, success=success, tokens=tokens,
+    )  # fmt: skip
+    now = _at_least_float32(logp)
+    batch = with_weight(objective, with_advantage(objective, batch))
+    batch = with_marks(objective, batch, now.detach())
+    output = policy_loss(objective, batch, now, entropy)
+    assert batch.advantage is not None
+    assert batch.weight is not None
+    meter = Meter()
+    observe(meter, objective, batch, output, entropy)
+    observe_correction(meter, batch)
+    if sampler_logp is not None:
+        observe_sampler(meter, batch, old_logp)
+    return LossOutput(output.loss, batch.advantage, batch.weight, summary(meter))
+
+
+def advantages(
+    algorithm: str,
+    *,
+    mask: torch.Tensor,
+    rewards: torch.Tensor,
+    group: torch.Tensor,
+    old_logp: torch.Tensor | None = None,
+    ref_logp: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+    success: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Return the advantages [B, T] of an algorithm, float64; the arguments are those of `loss`."""
+    objective = build(algorithm, **options)
+    in_reward = objective.needs_reference and objective.kl_in == "reward"
+    if in_reward and old_logp is None:
+        raise ConfigError(f"{algorithm} with a KL in the reward needs old_logp")
+    batch = _batch(
+        objective if in_reward else replace(objective, beta=0.0),
+        mask=mask, rewards=rewards, group=group, old_logp=old_logp, ref_logp=ref_logp,
+        sampler_logp=None, entropy=entropy, success=success, tokens=tokens,
+    )  # fmt: skip
+    result = with_advantage(objective, batch).advantage
+    assert result is not None
+    return result
+
+
+def _batch(  # noqa: PLR0913, the arguments of the two functions above
+    objective: Objective,
+    *,
+    mask: torch.Tensor,
+    rewards: torch.Tensor,
+    group: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    ref_logp: torch.Tensor | None,
+    sampler_logp: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    success: torch.Tensor | None,
+    tokens: torch.Tensor | None,
+) -> Batch:
+    """Check the tensors and put them into a batch without prompts."""
+    optional = {
+        "old_logp": old_logp, "ref_logp": ref_logp, "sampler_logp": sampler_logp,
+        "entropy": entropy, "tokens": tokens, "success": success,
+    }  # fmt: skip
+    _check_shapes(mask, {"rewards": rewards, "group": group, **optional})
+    _check_needs(objective, optional)
+    if objective.compares:
+        _check_groups(group)
+    mask, rewards = mask.bool(), rewards.detach().double()
+    rows, width = mask.shape
+    zeros = mask.new_zeros(mask.shape, dtype=torch.float32)
+    old = None if old_logp is None else _at_least_float32(old_logp.detach())
+    stand_in = zeros if old is None else old
+    return Batch(
+        prompt_tokens=mask.new_zeros((rows, 0), dtype=torch.long),
+        prompt_lengths=mask.new_zeros(rows, dtype=torch.long),
+        tokens=mask.new_zeros(mask.shape, dtype=torch.long) if tokens is None else tokens,
+        lengths=mask.new_full((rows,), width, dtype=torch.long),
+        mask=mask,
+        sampler_logp=stand_in if sampler_logp is None else _at_least_float32(sampler_logp.detach()),
+        rewards=rewards,
+        success=rewards > 0 if success is None else success.bool(),
+        group=group,
+        truncated=mask.new_zeros(rows),
+        old_logp=old,
+        ref_logp=None if ref_logp is None else _at_least_float32(ref_logp.detach()),
+        entropy=None if entropy is None else entropy.detach(),
+    )
+
+
+def _check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    if mask.ndim != 2:
+        raise ConfigError(f"mask must be [B, T], not {list(mask.shape)}")
+    for name, tensor in tensors.items():
+        expected = mask.shape[:1] if name in ("rewards", "group", "success") else mask.shape
+        if tensor is not None and tensor.shape != expected:
+            raise ConfigError(f"{name} must be {list(expected)}, not {list(tensor.shape)}")
+
+
+def _check_needs(objective: Objective, given: Mapping[str, torch.Tensor | None]) -> None:
+    needs = {
+        "ref_logp": (objective.needs_reference, "its beta is not 0"),
+        "sampler_logp": (objective.corrects or objective.off_policy_limit > 0, "it corrects"),
+        "entropy": (
+            objective.needs_old_entropy or objective.entropy_bonus != 0.0,
+            "it reads entropies",
+        ),
+        "tokens": (objective.needs_tokens, "it compares tokens"),
+    }
+    for name, (needed, why) in needs.items():
+        if needed and given[name] is None:
+            raise ConfigError(f"this objective needs {name}, since {why}")
+
+
+def _check_groups(group: torch.Tensor) -> None:
+    alone = group_sum(torch.ones_like(group), group) == 1
+    if alone.any():
+        raise ConfigError(
+            f"group {int(group[alone][0])} has one answer; a group has at least two to compare"
+        )
+
+
+def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))

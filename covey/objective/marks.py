@@ -1,0 +1,75 @@
+"""Tokens picked over a whole optimizer step by how their probability and advantage move together.
+
+    cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
+
+Few tokens with a large covariance are what makes entropy collapse (arXiv 2505.22617). The picks
+need the log-probabilities of the whole step at once, so they cost it a forward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from covey.objective.masked import bounded, difference
+from covey.types import Batch
+
+
+def covariance(advantage: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return cov [B, T], 0 outside the mask."""
+    count = mask.sum().clamp(min=1)
+
+    def centered(values: torch.Tensor) -> torch.Tensor:
+        clean = values.double().where(mask, 0.0)
+        return (clean - clean.sum() / count).where(mask, 0.0)
+
+    return centered(advantage) * centered(logp)
+
+
+def random_within_bounds(  # noqa: PLR0913, the paper's five numbers
+    batch: Batch, logp: torch.Tensor, *, share: float, cov_low: float, cov_high: float,
+    low: float, high: float,
+) -> torch.Tensor:  # fmt: skip
+    """Mark at random max(1, share T) of the tokens with cov_low < cov < cov_high. Clip-Cov.
+
+    Tokens that the clip already cuts are no candidates.
+    """
+    assert batch.advantage is not None
+    mask, advantage = batch.mask, batch.advantage
+    old_logp = logp if batch.old_logp is None else batch.old_logp
+    ratio = bounded(difference(logp, old_logp, mask)).exp()
+    cut = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
+    cov = covariance(advantage, logp, mask)
+    candidates = mask & ~cut & (cov > cov_low) & (cov < cov_high)
+    return _largest(_shuffled(batch), candidates, _count(mask, share))
+
+
+def largest(batch: Batch, logp: torch.Tensor, *, share: float) -> torch.Tensor:
+    """Mark the max(1, share T) tokens with the largest cov. KL-Cov."""
+    assert batch.advantage is not None
+    cov = covariance(batch.advantage, logp, batch.mask)
+    return _largest(cov, batch.mask, _count(batch.mask, share))
+
+
+def _count(mask: torch.Tensor, share: float) -> int:
+    return max(1, int(share * int(mask.sum())))
+
+
+def _largest(values: torch.Tensor, among: torch.Tensor, count: int) -> torch.Tensor:
+    flat = values.masked_fill(~among, -torch.inf).flatten()
+    picked = flat.topk(min(count, int(among.sum()))).indices
+    return torch.zeros_like(among).flatten().index_fill(0, picked, True).view_as(among)
+
+
+def _shuffled(batch: Batch) -> torch.Tensor:
+    """Return a number [B, T] for each token that is as good as random, yet always the same.
+
+    It is a hash of the sampler's log-probabilities up to the token. So the pick does not depend on
+    the order of rows, on micro-batches or ranks, and comes out the same when a run is resumed.
+    """
+    bits = batch.sampler_logp.where(batch.mask, 0.0).double().contiguous().view(torch.int64)
+    odd, other = -7046029254386353131, -4658895280553007687  # SplitMix64's and xxHash's constants
+    mixed = (bits ^ (bits >> 29)) * other
+    history = (mixed * odd + 1).cumsum(dim=1)
+    mixed = (history ^ (history >> 32)) * odd
+    mixed = (mixed ^ (mixed >> 29)) * other
+    return (mixed ^ (mixed >> 32)).double()

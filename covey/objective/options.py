@@ -1,0 +1,105 @@
+"""Every option of an algorithm or a piece: what it means, and the values it may have. The one table.
+
+An option means the same wherever it occurs; which algorithm has which is in its signature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from covey.errors import ConfigError
+
+
+class Option(NamedTuple):
+    """What an option means, and its bounds if it is a number."""
+
+    meaning: str
+    at_least: float = -math.inf
+    at_most: float = math.inf
+
+
+OPTIONS: Mapping[str, Option] = MappingProxyType(
+    {
+        "low": Option("How far below 1 a ratio may fall (`gmpo`: its logarithm, below 0).", 0),
+        "high": Option("How far above 1 a ratio may rise (`gmpo`: its logarithm, above 0).", 0),
+        "dual": Option("Bound on the ratio of bad tokens, above 1 + high; 0: none.", 0),
+        "max_weight": Option("The largest weight, as an absolute number.", 0),
+        "min_weight": Option("The smallest weight, as an absolute number.", 0),
+        "tau_pos": Option("Steepness of the gate for good tokens.", 1e-9),
+        "tau_neg": Option("Steepness of the gate for the others.", 1e-9),
+        "power_pos": Option("Power of the weight for good answers.", 0),
+        "rate_pos": Option("Decay of the weight for good answers.", 0),
+        "power_neg": Option("Power of the weight for bad answers.", 0),
+        "rate_neg": Option("Decay of the weight for bad answers.", 0),
+        "ddof": Option(
+            "Of the standard deviation; 0 makes group advantages sqrt(G/(G-1)) times larger.", 0, 1
+        ),
+        "eps": Option("Added to the standard deviation, or to the variance where one whitens.", 0),
+        "of": Option("Whose deviation: that of the `rewards`, or of the `centered` ones."),
+        "weighting": Option("Whether every `answer` or every `token` counts once in the deviation."),
+        "gamma": Option("Discount of what comes later in the answer.", 0, 1),
+        "length": Option("Constant that token sums are divided by: the generation budget.", 1),
+        "aggregation": Option("How tokens add up: one of the weights."),
+        "alpha1": Option("Reward of a right answer, and minus that of a wrong one."),
+        "alpha2": Option("Size of the entropy part of a token's reward.", 0),
+        "beta1": Option("Reward of a right answer, and minus that of a wrong one."),
+        "beta2": Option("Size of the entropy part of an answer's reward.", 0),
+        "scope": Option("Whether entropies are compared within the `group` or over the `batch`."),
+        "norm": Option("Whether shaped rewards are normalized over the `batch` or by `polarity`."),
+        "entropy_floor": Option("Entropies below it count as this in 1/H.", 1e-12),
+        "mean": Option("Whether an answer's ratio is the `geometric` or `arithmetic` mean."),
+        "bonus": Option("Factor of a conflict token in a good answer.", 0),
+        "max_entropy": Option("An answer whose mean entropy is larger is left out.", 0),
+        "entropy_cost": Option("What is taken off the advantage per nat of mean entropy."),
+        "share": Option("Share of the step's tokens that are picked, at least one.", 0, 1),
+        "cov_low": Option("Tokens with a covariance above this are candidates."),
+        "cov_high": Option("Tokens with a covariance below this are candidates."),
+        "coefficient": Option("Weight of |logp - old_logp| on the tokens that were picked.", 0),
+        "beta": Option("Weight of the KL to the reference; with 0 no reference is loaded.", 0),
+        "kl": Option("Estimator of that KL."),
+        "kl_in": Option("Whether it is taken off each token in the `loss`, or off the `reward`."),
+        "kl_target": Option("Adapt beta so as to keep the KL near this; 0: beta is fixed.", 0),
+        "kl_horizon": Option("Answers over which an adaptive beta makes up for a wrong KL.", 1),
+        "entropy_bonus": Option("Weight of the policy's entropy, added to each token's gain."),
+        "top_entropy": Option("Share of tokens, the most uncertain, whose surrogate counts.", 0, 1),
+        "correction": Option("Correction for a sampler that differs from the trainer."),
+        "correction_low": Option("Lower bound of the correction.", 0),
+        "correction_high": Option("Upper bound of the correction.", 0),
+        "correction_mean_one": Option("Divide corrections by their mean over the step."),
+        "veto": Option(
+            "Drop an answer if the trainer finds a token less likely than this times the "
+            "sampler's word; 0: never.",
+            0,
+        ),
+        "off_policy_limit": Option(
+            "Drop a bad answer whose mean logp has fallen by more than this since it was sampled; "
+            "0: never.",
+            0,
+        ),
+        "advantage": Option("How advantages are computed."),
+        "ratio": Option("What is compared with the policy that sampled."),
+        "surrogate": Option("What ratio and advantage become: the gain of a token."),
+        "weights": Option("How the gains of tokens add up."),
+    }
+)
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse values outside their bounds, and those that do not go together."""
+    for key, value in options.items():
+        option = OPTIONS.get(key)
+        if option is None or isinstance(value, bool | str):
+            continue
+        if not option.at_least <= value <= option.at_most:
+            bounds = f"at least {option.at_least:g}"
+            if option.at_most < math.inf:
+                bounds += f" and at most {option.at_most:g}"
+            raise ConfigError(f"objective.{key} = {value} of {name} must be {bounds}")
+    dual = options.get("dual", 0.0)
+    if dual and dual <= 1 + options.get("high", 0.0):
+        raise ConfigError(
+            f"objective.dual = {dual} of {name} must exceed 1 + high = {1 + options['high']:g}"
+        )

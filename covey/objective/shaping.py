@@ -1,0 +1,174 @@
+"""Advantages that read more than rewards: entropies, or the tokens themselves.
+
+The first two are the entropy-shaping pair of arXiv 2508.04349 (v5), GTPO and GRPO-S; the third is
+the other GTPO, arXiv 2508.03772. Entropy H is that of the policy that collected the batch.
+
+Right answers form O+, wrong ones O-. A group that is all right or all wrong has advantage 0 and
+enters no statistic, as if dynamic sampling had dropped it: the paper's runs do drop it, and without
+that an all-wrong group is pushed about by its entropies alone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from covey.objective.advantage import (
+    answer_rewards,
+    centered,
+    group_sum,
+    per_token,
+    standardized,
+    zero_variance,
+)
+from covey.objective.masked import row_mean
+from covey.types import Batch
+
+Scope = Literal["group", "batch"]
+
+
+class Polarity(NamedTuple):
+    """Which answers [B] count as right and which as wrong. Neither: the answer is left out."""
+
+    right: torch.Tensor
+    wrong: torch.Tensor
+
+
+def polarity(batch: Batch) -> Polarity:
+    """Split the scored answers of groups that have both right and wrong ones."""
+    scored = ~batch.rewards.isnan()
+    right, wrong = scored & batch.success, scored & ~batch.success
+    mixed = (group_sum(right.double(), batch.group) > 0) & (
+        group_sum(wrong.double(), batch.group) > 0
+    )
+    return Polarity(right=right & mixed, wrong=wrong & mixed)
+
+
+def entropy_shaped_tokens(
+    batch: Batch,
+    *,
+    alpha1: float = 1.0,
+    alpha2: float = 0.1,
+    scope: Scope = "group",
+    norm: Literal["batch", "polarity"] = "batch",
+    ddof: int = 0,
+    eps: float = 1e-6,
+    entropy_floor: float = 1e-3,
+) -> torch.Tensor:
+    """GTPO, equations 2 to 4: a bonus for uncertain tokens of right answers, and a malus for sure
+    tokens of wrong ones, each normalized over all tokens of the batch."""  # noqa: D205, D209
+    right, wrong = polarity(batch)
+    of_right, of_wrong = batch.mask & right[:, None], batch.mask & wrong[:, None]
+    entropy = _entropy(batch)
+    group = batch.group if scope == "group" else torch.zeros_like(batch.group)
+    shaped_right = alpha1 + alpha2 * _share(entropy.clamp(min=1e-12), of_right, group)
+    shaped_wrong = -alpha1 - alpha2 * _share(1 / entropy.clamp(min=entropy_floor), of_wrong, group)
+    advantage = torch.zeros_like(entropy)
+    for shaped, mine in ((shaped_right, of_right), (shaped_wrong, of_wrong)):
+        among = mine if norm == "polarity" else of_right | of_wrong
+        values = shaped.where(mine, 0.0)[among]
+        if len(values):
+            deviation = ((values - values.mean()).square().sum() / max(1, len(values) - ddof)).sqrt()
+            advantage += ((shaped - values.mean()) / (deviation + eps)).where(mine, 0.0)
+    return advantage
+
+
+def _share(values: torch.Tensor, mask: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """Return v / (sum of v) times how many there are, over the group's answers at each position."""
+    _, index = group.unique(return_inverse=True)
+
+    def at_position(of: torch.Tensor) -> torch.Tensor:
+        sums = of.new_zeros(int(index.max()) + 1, of.shape[1])
+        return sums.index_add(0, index, of)[index]
+
+    total = at_position(values.where(mask, 0.0))
+    return values / total.where(total > 0, 1.0) * at_position(mask.double())
+
+
+def entropy_shaped_answers(
+    batch: Batch,
+    *,
+    beta1: float = 1.0,
+    beta2: float = 0.1,
+    scope: Scope = "group",
+    ddof: int = 1,
+    eps: float = 1e-6,
+    entropy_floor: float = 1e-3,
+) -> torch.Tensor:
+    """GRPO-S, equation 6: the same by answer, with the mean entropy, standardized in the group."""
+    right, wrong = polarity(batch)
+    entropy = row_mean(_entropy(batch), batch.mask)
+    group = batch.group if scope == "group" else torch.zeros_like(batch.group)
+    bonus = _share(entropy.clamp(min=1e-12), right[:, None], group)
+    malus = _share(1 / entropy.clamp(min=entropy_floor), wrong[:, None], group)
+    shaped = torch.where(right[:, None], beta1 + beta2 * bonus, -beta1 - beta2 * malus).squeeze(1)
+    shaped = shaped.where(right | wrong, torch.nan)
+    return per_token(standardized(shaped, batch.group, ddof=ddof, eps=eps), batch.mask)
+
+
+def without_conflicts(
+    batch: Batch,
+    *,
+    bonus: float = 2.0,
+    max_entropy: float = 0.7,
+    entropy_cost: float = 0.1,
+) -> torch.Tensor:
+    """The other GTPO (arXiv 2508.03772): what good and bad answers share is not pushed down.
+
+    A_i = R_i - mean_g R - entropy_cost H_i, or 0 where the mean entropy H_i of an answer exceeds
+    max_entropy. A conflict token is one that some good and some bad answer of the group have at the
+    same place, in an unbroken run from the start or, counted backwards, from the end. There A is
+    multiplied by `bonus` in good answers and by 0 in bad ones, and the answer's advantage is
+    divided by its number of conflict tokens.
+    """
+    rewards = answer_rewards(batch)
+    difference = centered(rewards, batch.group)
+    factor, conflicts = _conflicts(batch, difference, bonus)
+    entropy = row_mean(_entropy(batch), batch.mask).squeeze(1)
+    flat = zero_variance(rewards, batch.group) | rewards.isnan()
+    advantage = (difference - entropy_cost * entropy).where(~flat & (entropy <= max_entropy), 0.0)
+    return per_token(advantage / conflicts.clamp(min=1), batch.mask) * factor
+
+
+def _conflicts(
+    batch: Batch, advantage: torch.Tensor, bonus: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factor of each token [B, T] and the number of conflict tokens of each answer."""
+    forward = _conflict_run(batch.tokens, batch.mask, batch.group, advantage)
+    order = _from_the_end(batch.mask)
+    reverse = _conflict_run(
+        batch.tokens.gather(1, order), batch.mask.gather(1, order), batch.group, advantage
+    )
+    backward = torch.zeros_like(reverse).scatter(1, order, reverse)
+    good = (advantage > 0)[:, None]
+    factor = torch.ones_like(batch.mask, dtype=torch.float64)
+    for run in (forward, backward):
+        factor = factor.where(~run, factor * torch.where(good, bonus, 0.0))
+    return factor, (forward | backward).sum(dim=1)
+
+
+def _from_the_end(mask: torch.Tensor) -> torch.Tensor:
+    """Return an order of columns that puts the last trained token first, [B, T]."""
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    return columns.where(mask, -1).argsort(dim=1, descending=True, stable=True)
+
+
+def _conflict_run(
+    tokens: torch.Tensor, mask: torch.Tensor, group: torch.Tensor, advantage: torch.Tensor
+) -> torch.Tensor:
+    """Mark the tokens [B, T] before the first that is not shared by good and bad answers."""
+    shared = torch.zeros_like(mask)
+    for each in group.unique():
+        rows = (group == each).nonzero().squeeze(1)
+        ids, seen, sign = tokens[rows], mask[rows], advantage[rows]
+        same = (ids[:, None] == ids[None]) & seen[:, None] & seen[None]  # [G, G, T]
+        with_good = (same & (sign > 0)[None, :, None]).any(dim=1)
+        with_bad = (same & (sign < 0)[None, :, None]).any(dim=1)
+        shared[rows] = with_good & with_bad
+    return shared & (shared | ~mask).long().cumprod(dim=1).bool()
+
+
+def _entropy(batch: Batch) -> torch.Tensor:
+    assert batch.entropy is not None, "an objective that reads entropies says so"
+    return batch.entropy.double().where(batch.mask, 0.0)
