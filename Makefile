@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check lint types fix bench images embedded clean
+.PHONY: demo test check lint types fix docs bench images embedded clean
 
 demo: $(STAMP)  ## train GRPO on the embedded model and print before and after
 	$(BIN)/covey train arithmetic
@@ -24,6 +24,10 @@ types: $(STAMP)
 fix: $(STAMP)  ## format, and repair what can be repaired
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)  ## write the pages that are generated from the code
+	$(BIN)/python -m covey.objective.describe docs/algorithms
+	$(BIN)/python -m covey.run.metrics docs/metrics.md
 
 bench: $(STAMP)  ## seconds per step beside TRL, on this machine's CPU
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[bench]"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from covey.errors import DataError, RewardError
 from covey.policy.model import LanguageModel
 from covey.rewards import Reward
 from covey.sampler.protocol import Question, Sampler, Sampling
-from covey.sampler.random import prompt_indices
+from covey.sampler.random import prompt_indices, refill_order
 from covey.types import Group, Prompt, Rollout
 
 
@@ -24,6 +25,25 @@ class Collected:
     """One line for every answer that could not be scored."""
     rollout_seconds: float
     score_seconds: float
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All answers."""
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were sampled."""
+        return sum(len(rollout.tokens) for rollout in self.rollouts)
+
+    def joined(self, more: Collected) -> Collected:
+        """Put two rounds of the same step together."""
+        return Collected(
+            groups=self.groups + more.groups,
+            failures=self.failures + more.failures,
+            rollout_seconds=self.rollout_seconds + more.rollout_seconds,
+            score_seconds=self.score_seconds + more.score_seconds,
+        )
 
 
 def ask(model: LanguageModel, prompts: Iterable[Prompt]) -> list[Question]:
@@ -41,6 +61,21 @@ def draw_prompts(prompts: Sequence[Prompt], *, seed: int, step: int, count: int)
         )
     picks = prompt_indices(seed=seed, step=step, count=count, size=len(prompts))
     return [prompts[i] for i in picks]
+
+
+def draw_refill(
+    prompts: Sequence[Prompt],
+    *,
+    asked: Collection[str],
+    seed: int,
+    step: int,
+    round_number: int,
+    count: int,
+) -> list[Prompt]:
+    """Return more prompts for a step, none that it has asked already; as many as there are."""
+    order = refill_order(seed=seed, step=step, round_number=round_number, size=len(prompts))
+    fresh = (prompts[i] for i in order if prompts[i].id not in asked)
+    return list(itertools.islice(fresh, count))
 
 
 def score(prompt: Prompt, rollout: Rollout, reward: Reward) -> tuple[Rollout, str | None]:

@@ -133,7 +133,7 @@ def advantages(
     return result
 
 
-def _batch(  # noqa: PLR0913, the arguments of the two functions above
+def _batch(
     objective: Objective,
     *,
     mask: torch.Tensor,

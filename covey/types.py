@@ -123,7 +123,7 @@ class Batch:
     correction: torch.Tensor | None = None
     """[B, T]: constant factor of each token's surrogate, for the sampler's sake. None: 1."""
     marked: torch.Tensor | None = None
-    """[B, T] bool: tokens that the objective picked over the optimizer step. None: it picks none."""
+    """[B, T] bool: tokens that the objective picked over the optimizer step. None: none."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

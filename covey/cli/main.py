@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from covey._version import __version__
+from covey.cli.algorithms import algorithms_command
 from covey.cli.eval import eval_command
 from covey.cli.runs import runs_command
 from covey.cli.train import train_command
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("runs")(runs_command)
+app.command("algorithms")(algorithms_command)
 
 
 def _version(show: bool) -> None:

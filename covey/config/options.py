@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -25,8 +26,16 @@ def choose(
     return registry[section.name]
 
 
-def resolve_options(function: Callable[..., Any], section: Named, where: str) -> dict[str, Any]:
-    """Return all options of `function`: those given, checked, and the defaults of the others."""
+def resolve_options(
+    function: Callable[..., Any],
+    section: Named,
+    where: str,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return all options of `function`: those given, checked, and the defaults of the others.
+
+    `defaults` stand in where the function itself has none.
+    """
     parameters = {
         name: p for name, p in inspect.signature(function).parameters.items() if name != "name"
     }
@@ -41,6 +50,8 @@ def resolve_options(function: Callable[..., Any], section: Named, where: str) ->
             resolved[key] = _checked(types[key], section.options[key], f"{where}.{key}")
         elif parameter.default is not parameter.empty:
             resolved[key] = parameter.default
+        elif key in defaults:
+            resolved[key] = defaults[key]
         else:
             raise ConfigError(f"config: {where}.{key} must be given for {section.name}")
     return resolved

@@ -60,10 +60,28 @@ class Reward(Named):
     name: str = Field("think_answer", description="A reward.")
 
 
+class LengthPenalty(Named):
+    """[length_penalty]"""
+
+    name: str = Field("none", description="A punishment of long answers, added to rewards.")
+
+
 class Objective(Named):
     """[objective]"""
 
-    name: str = Field("grpo", description="An algorithm.")
+    name: str = Field(
+        "grpo",
+        description="An algorithm, a dotted path to one, or 'composed', which is understood when "
+        "pieces are named instead.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _composed(cls, data: Any) -> Any:
+        pieces = {"advantage", "ratio", "surrogate", "weights"}
+        if isinstance(data, dict) and "name" not in data and pieces & data.keys():
+            return {"name": "composed", **data}
+        return data
 
 
 class Rollout(Section):
@@ -84,6 +102,28 @@ class Rollout(Section):
     slots: Positive = Field(256, description="Answers written at the same time.")
     max_unscored: Annotated[float, Field(ge=0, le=1)] = Field(
         0.1, description="Stop the run when more than this share of a step cannot be scored."
+    )
+
+
+class Select(Section):
+    """[select]"""
+
+    dynamic: bool = Field(
+        False, description="Learn only from groups that are neither all right nor all wrong."
+    )
+    max_rounds: Positive = Field(
+        4, description="With dynamic: sample at most so often to fill a step."
+    )
+    mask_truncated: bool = Field(
+        False, description="Train no token of answers that were cut off; statistics keep them."
+    )
+    skip_zero_gradient: bool = Field(
+        False,
+        description="No forward pass for answers without advantage: the same gradient, sooner, but "
+        "metrics over tokens are then of the others only.",
+    )
+    max_age: Count = Field(
+        0, description="Drop groups sampled more than so many optimizer steps ago; 0: keep all."
     )
 
 
@@ -154,8 +194,10 @@ class Config(Section):
     model: Model = Model()
     task: Task = Task()
     reward: Reward = Reward()
+    length_penalty: LengthPenalty = LengthPenalty()
     objective: Objective = Objective()
     rollout: Rollout = Rollout()
+    select: Select = Select()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
     evaluate: Evaluate = Evaluate()

@@ -5,6 +5,7 @@ from covey.objective.build import algorithm, build
 from covey.objective.loss import (
     Objective,
     PolicyLoss,
+    next_beta,
     policy_loss,
     with_advantage,
     with_marks,
@@ -17,6 +18,7 @@ __all__ = [
     "PolicyLoss",
     "algorithm",
     "build",
+    "next_beta",
     "policy_loss",
     "with_advantage",
     "with_marks",

@@ -118,9 +118,17 @@ def sum_of_standardized(
 
     GDPO, arXiv 2601.05242: a part with a small spread is not drowned by one with a large spread.
     """
-    alone = [standardized(part, group, ddof=ddof, eps=eps) for part in parts]
+    scored = ~parts.isnan().any(dim=0)
+    alone = [standardized(p.where(scored, torch.nan), group, ddof=ddof, eps=eps) for p in parts]
     total = torch.stack([w * a for w, a in zip(weights, alone, strict=True)]).sum(dim=0)
-    return _divided(total - total.mean(), total.std(correction=ddof) + eps)
+    # The mean of each group is 0 already, up to rounding.
+    return batch_standardized(total.where(scored, torch.nan), group, ddof=ddof, eps=eps)
+
+
+def all_equal(values: torch.Tensor) -> bool:
+    """Whether values differ by rounding at most; there is at least one."""
+    bound = EQUAL_REWARDS * values.abs().max().clamp(min=1.0)
+    return bool(values.max() - values.min() <= bound)
 
 
 def whitened(
@@ -132,7 +140,7 @@ def whitened(
     if len(chosen) == 0:
         return result
     difference = chosen - chosen.mean()
-    if chosen.max() - chosen.min() <= EQUAL_REWARDS * chosen.abs().max().clamp(min=1.0):
+    if all_equal(chosen):
         return result
     variance = difference.square().sum() / max(1, len(chosen) - ddof)
     return result.masked_scatter(mask, difference / (variance + eps).sqrt())
@@ -144,7 +152,7 @@ def per_token(advantage: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def answer_rewards(batch: Batch) -> torch.Tensor:
-    """Return the rewards [B], less the KL to the reference summed over the answer if it is there."""
+    """Return the rewards [B], less the answer's KL to the reference if that is in the reward."""
     if batch.token_penalty is None:
         return batch.rewards
     return batch.rewards - row_sum(batch.token_penalty.double(), batch.mask).squeeze(1)
@@ -167,7 +175,11 @@ def group_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> tor
 
 
 def standardized_by_batch(
-    batch: Batch, *, ddof: int = 1, eps: float = 1e-6, of: Literal["rewards", "centered"] = "rewards"
+    batch: Batch,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    of: Literal["rewards", "centered"] = "rewards",
 ) -> torch.Tensor:
     """A_i = (R_i - mean_g R) / (std over the batch + eps). LitePPO, arXiv 2508.08221."""
     rewards = answer_rewards(batch)
@@ -187,11 +199,11 @@ def length_weighted(batch: Batch) -> torch.Tensor:
 
 
 def scaled_up(batch: Batch) -> torch.Tensor:
-    """A_i = alpha (R_i - mean_g R), alpha = N / answers in groups with variance. GPG, 2504.02546."""
+    """A_i = alpha (R_i - mean_g R), alpha = N / answers in mixed groups. GPG, arXiv 2504.02546."""
     rewards = answer_rewards(batch)
-    advantage = centered(rewards, batch.group)
-    useful = (~zero_variance(rewards, batch.group)).sum()
-    return per_token(advantage * len(rewards) / useful.clamp(min=1), batch.mask)
+    advantage, scored = centered(rewards, batch.group), ~rewards.isnan()
+    useful = scored & ~zero_variance(rewards, batch.group)
+    return per_token(advantage * scored.sum() / useful.sum().clamp(min=1), batch.mask)
 
 
 def group_whitened(

@@ -21,11 +21,6 @@ from covey.objective import ratio
 from covey.objective.masked import bounded, row_mean
 
 
-def none(log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float) -> torch.Tensor:
-    """1 everywhere."""
-    return torch.ones_like(log_rho)
-
-
 def token_truncate(
     log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
 ) -> torch.Tensor:
@@ -98,7 +93,6 @@ def _within(value: torch.Tensor, low: float, high: float) -> torch.Tensor:
 
 CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
     {
-        "none": none,
         "token_truncate": token_truncate,
         "token_mask": token_mask,
         "sequence_truncate": sequence_truncate,

@@ -41,7 +41,7 @@ class Meter:
             self._largest.setdefault(name, []).append(values.where(mask, -torch.inf).max())
 
     def read(self) -> dict[str, float]:
-        """Return means, and extremes as `name_min` and `name_max`; what was not seen is left out."""
+        """Return means, and extremes as `name_min` and `name_max`, of all that was seen."""
         sums, counts = self._total(self._sums), self._total(self._counts)
         result = {name: sums[name] / count for name, count in counts.items() if count}
         for kept, sign, suffix in ((self._smallest, 1, "min"), (self._largest, -1, "max")):

@@ -3,9 +3,9 @@
     gain   = correction * surrogate(ratio, advantage) - beta * penalty + entropy_bonus * entropy
     loss   = - sum over tokens of weight * gain
 
-Nothing here knows about models, configuration, micro-batches or ranks. Advantages are filled in over
-a rollout batch, weights, corrections and marks over an optimizer step, and the loss of a micro-batch
-is then a plain sum.
+Nothing here knows about models, configuration, micro-batches or ranks. Advantages are filled in
+over a rollout batch, weights, corrections and marks over an optimizer step, and the loss of a
+micro-batch is then a plain sum.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from covey.objective.correction import mean_one, no_veto
-from covey.objective.correction import none as no_correction
 from covey.objective.masked import bounded, difference, row_mean
-from covey.objective.penalty import Penalty, k3
+from covey.objective.penalty import Penalty, adapted_beta, k3
 from covey.objective.ratio import PER_ANSWER, Ratio
 from covey.objective.surrogate import Gain, Tokens
 from covey.types import Batch, Totals
@@ -134,7 +133,9 @@ def _uncertain(batch: Batch, share: float) -> torch.Tensor:
     """Mark the tokens [B, T] whose entropy is among the largest `share` of the batch."""
     assert batch.entropy is not None, "a mask by entropy needs it"
     entropy = batch.entropy.double()
-    chosen = entropy[batch.mask].sort().values
+    chosen = entropy[batch.mask & ~batch.rewards.isnan()[:, None]].sort().values
+    if len(chosen) == 0:
+        return torch.zeros_like(batch.mask)
     # The quantile with linear interpolation; torch's own stops at 16 million tokens.
     place = (1.0 - share) * (len(chosen) - 1)
     below = int(place)
@@ -154,8 +155,9 @@ def with_weight(objective: Objective, batch: Batch, totals: Totals | None = None
         return batch
     assert batch.old_logp is not None, "a correction needs old_logp"
     log_rho = difference(batch.old_logp, batch.sampler_logp, batch.mask)
-    correct = objective.correction or no_correction
-    factor = correct(log_rho, batch.mask).detach()
+    factor = torch.ones_like(log_rho)
+    if objective.correction is not None:
+        factor = objective.correction(log_rho, batch.mask).detach()
     if objective.veto > 0.0:
         factor = factor.where(no_veto(log_rho, veto=objective.veto), 0.0)
     if objective.correction_mean_one:
@@ -168,6 +170,19 @@ def with_marks(objective: Objective, batch: Batch, logp: torch.Tensor) -> Batch:
     if objective.marks is None:
         return batch
     return replace(batch, marked=objective.marks(batch, logp.detach()))
+
+
+def next_beta(objective: Objective, kl: float, *, answers: int) -> float:
+    """Return the beta of the next step, given the mean KL of this one over so many answers."""
+    if not objective.kl_target:
+        return objective.beta
+    return adapted_beta(
+        objective.beta,
+        kl,
+        target=objective.kl_target,
+        horizon=objective.kl_horizon,
+        answers=answers,
+    )
 
 
 def policy_loss(

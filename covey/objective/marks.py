@@ -25,7 +25,7 @@ def covariance(advantage: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor) 
     return centered(advantage) * centered(logp)
 
 
-def random_within_bounds(  # noqa: PLR0913, the paper's five numbers
+def random_within_bounds(
     batch: Batch, logp: torch.Tensor, *, share: float, cov_low: float, cov_high: float,
     low: float, high: float,
 ) -> torch.Tensor:  # fmt: skip
@@ -34,7 +34,7 @@ def random_within_bounds(  # noqa: PLR0913, the paper's five numbers
     Tokens that the clip already cuts are no candidates.
     """
     assert batch.advantage is not None
-    mask, advantage = batch.mask, batch.advantage
+    mask, advantage = _scored(batch), batch.advantage
     old_logp = logp if batch.old_logp is None else batch.old_logp
     ratio = bounded(difference(logp, old_logp, mask)).exp()
     cut = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
@@ -46,8 +46,13 @@ def random_within_bounds(  # noqa: PLR0913, the paper's five numbers
 def largest(batch: Batch, logp: torch.Tensor, *, share: float) -> torch.Tensor:
     """Mark the max(1, share T) tokens with the largest cov. KL-Cov."""
     assert batch.advantage is not None
-    cov = covariance(batch.advantage, logp, batch.mask)
-    return _largest(cov, batch.mask, _count(batch.mask, share))
+    mask = _scored(batch)
+    return _largest(covariance(batch.advantage, logp, mask), mask, _count(mask, share))
+
+
+def _scored(batch: Batch) -> torch.Tensor:
+    """Return the mask [B, T] without answers that could not be scored: no statistic has them."""
+    return batch.mask & ~batch.rewards.isnan()[:, None]
 
 
 def _count(mask: torch.Tensor, share: float) -> int:
@@ -63,13 +68,16 @@ def _largest(values: torch.Tensor, among: torch.Tensor, count: int) -> torch.Ten
 def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a number [B, T] for each token that is as good as random, yet always the same.
 
-    It is a hash of the sampler's log-probabilities up to the token. So the pick does not depend on
-    the order of rows, on micro-batches or ranks, and comes out the same when a run is resumed.
+    It is a hash of the sampler's log-probabilities, of those up to the token and of those of the
+    whole answer, which tells answers apart that begin alike. So the pick does not depend on the
+    order of rows, on micro-batches or ranks, and comes out the same when a run is resumed.
     """
     bits = batch.sampler_logp.where(batch.mask, 0.0).double().contiguous().view(torch.int64)
     odd, other = -7046029254386353131, -4658895280553007687  # SplitMix64's and xxHash's constants
     mixed = (bits ^ (bits >> 29)) * other
-    history = (mixed * odd + 1).cumsum(dim=1)
+    each = mixed * odd + 1
+    answer = each.where(batch.mask, 0).sum(dim=1, keepdim=True)
+    history = each.cumsum(dim=1) + (answer ^ (answer >> 31)) * other
     mixed = (history ^ (history >> 32)) * odd
     mixed = (mixed ^ (mixed >> 29)) * other
     return (mixed ^ (mixed >> 32)).double()

@@ -1,4 +1,4 @@
-"""Every option of an algorithm or a piece: what it means, and the values it may have. The one table.
+"""Every option of an algorithm or a piece: what it means, what values it may have. The one table.
 
 An option means the same wherever it occurs; which algorithm has which is in its signature.
 """
@@ -39,7 +39,9 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         ),
         "eps": Option("Added to the standard deviation, or to the variance where one whitens.", 0),
         "of": Option("Whose deviation: that of the `rewards`, or of the `centered` ones."),
-        "weighting": Option("Whether every `answer` or every `token` counts once in the deviation."),
+        "weighting": Option(
+            "Whether every `answer` or every `token` counts once in the deviation."
+        ),
         "gamma": Option("Discount of what comes later in the answer.", 0, 1),
         "length": Option("Constant that token sums are divided by: the generation budget.", 1),
         "aggregation": Option("How tokens add up: one of the weights."),
@@ -60,7 +62,9 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "coefficient": Option("Weight of |logp - old_logp| on the tokens that were picked.", 0),
         "beta": Option("Weight of the KL to the reference; with 0 no reference is loaded.", 0),
         "kl": Option("Estimator of that KL."),
-        "kl_in": Option("Whether it is taken off each token in the `loss`, or off the `reward`."),
+        "kl_in": Option(
+            "Whether the KL is taken off every token in the `loss` or off the `reward`."
+        ),
         "kl_target": Option("Adapt beta so as to keep the KL near this; 0: beta is fixed.", 0),
         "kl_horizon": Option("Answers over which an adaptive beta makes up for a wrong KL.", 1),
         "entropy_bonus": Option("Weight of the policy's entropy, added to each token's gain."),

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from covey.objective.advantage import (
+    all_equal,
     answer_rewards,
     centered,
     group_sum,
@@ -57,7 +58,7 @@ def entropy_shaped_tokens(
     entropy_floor: float = 1e-3,
 ) -> torch.Tensor:
     """GTPO, equations 2 to 4: a bonus for uncertain tokens of right answers, and a malus for sure
-    tokens of wrong ones, each normalized over all tokens of the batch."""  # noqa: D205, D209
+    tokens of wrong ones, each normalized over all tokens of the batch."""
     right, wrong = polarity(batch)
     of_right, of_wrong = batch.mask & right[:, None], batch.mask & wrong[:, None]
     entropy = _entropy(batch)
@@ -68,8 +69,9 @@ def entropy_shaped_tokens(
     for shaped, mine in ((shaped_right, of_right), (shaped_wrong, of_wrong)):
         among = mine if norm == "polarity" else of_right | of_wrong
         values = shaped.where(mine, 0.0)[among]
-        if len(values):
-            deviation = ((values - values.mean()).square().sum() / max(1, len(values) - ddof)).sqrt()
+        if len(values) and not all_equal(values):
+            difference = values - values.mean()
+            deviation = (difference.square().sum() / max(1, len(values) - ddof)).sqrt()
             advantage += ((shaped - values.mean()) / (deviation + eps)).where(mine, 0.0)
     return advantage
 

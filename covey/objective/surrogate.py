@@ -137,7 +137,7 @@ def trust_mask(
 ) -> Gain:
     """sg(min(r, max_weight)) A logp where the probability has not moved too far. DPPO.
 
-    arXiv 2602.04879 with total variation: kept while p - p_old <= high (A > 0), or >= -low (A <= 0).
+    arXiv 2602.04879 with total variation: kept while p - p_old <= high (A > 0), or >= -low (else).
     The bounds are of probabilities, not of their ratio: a rare token may double.
     """
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()
@@ -154,7 +154,7 @@ def trust_mask(
 
 
 def clipped_without_marked(tokens: Tokens, *, low: float = 1.0, high: float = 1.0) -> Gain:
-    """The PPO surrogate, and no gain for the tokens that were marked. Clip-Cov, arXiv 2505.22617."""
+    """The PPO surrogate, and no gain for the tokens that were marked. Clip-Cov, 2505.22617."""
     assert tokens.marked is not None
     gain = clipped(tokens, low=low, high=high)
     return gain._replace(value=gain.value.where(~tokens.marked, 0.0))

@@ -126,6 +126,7 @@ def trial_batch(prompt: torch.Tensor, lengths: torch.Tensor) -> Batch:
         rewards=zeros.double(),
         success=zeros.bool(),
         group=torch.zeros_like(lengths),
+        truncated=zeros.bool(),
     )
 
 

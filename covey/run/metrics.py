@@ -7,8 +7,10 @@ of means. A name with `*` stands for several.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MappingProxyType
 
 METRICS: Mapping[str, str] = MappingProxyType(
@@ -21,26 +23,45 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "objective/success": "Share of answers that are right.",
         "objective/parts/*": "Mean of one unweighted part of the reward.",
         "objective/unscored": "Answers whose scoring failed. They belong to no statistic.",
-        "objective/kl_avg": "Mean over tokens of the KL estimate that is in the loss, against the "
-        "reference. Only with a reference.",
+        "objective/kl_avg": "Mean over tokens of the KL estimate in use, against the reference. "
+        "Only with a reference.",
+        "objective/beta": "Weight of the KL in this step. Only with a reference.",
         "policy/entropy_avg": "Mean entropy in nats of the next-token distribution.",
         "policy/approxkl_avg": "Mean of r - 1 - log r: the k3 estimate of KL(old, now).",
-        "policy/clipfrac_avg": "Share of tokens whose gradient the clip removed.",
-        "policy/clipfrac_low": "Share removed at the lower bound (A < 0).",
-        "policy/clipfrac_high": "Share removed at the upper bound (A > 0).",
+        "policy/approxkl_k1": "Mean of old_logp - logp; may be negative.",
+        "policy/approxkl_k2": "Half the mean of (logp - old_logp)^2.",
+        "policy/clipfrac_avg": "Share of tokens whose gradient the clip removed (of weights that "
+        "were cut down, where weights are truncated). Where all tokens of an answer share one "
+        "ratio: of answers.",
+        "policy/clipfrac_low": "Of these, at the lower bound.",
+        "policy/clipfrac_high": "Of these, at the upper bound.",
+        "policy/clipfrac_dual": "Share with A < 0 and a ratio above the dual clip. Only with one.",
+        "policy/ratio_overflow": "Share of tokens with |logp - old_logp| above 20, where ratios "
+        "are cut off. Anything but 0 means that something is wrong.",
         "loss/policy_avg": "Mean over optimizer steps of the loss. Its size is not progress.",
         "optim/grad_norm": "Mean over optimizer steps, but those skipped, of the gradient "
         "norm before clipping.",
         "optim/skipped": "Optimizer steps left out because their gradient was not finite.",
-        "val/ratio": "Mean of the ratio r = exp(logp - old_logp).",
-        "val/ratio_var": "Variance of r over tokens.",
+        "val/ratio": "Mean of the ratio that the objective uses, over tokens; over answers where "
+        "all tokens of an answer share it.",
+        "val/ratio_var": "Variance of r, likewise.",
         "val/ratio_max": "Largest r.",
         "val/ratio_min": "Smallest r.",
         "val/advantages_mean": "Mean advantage over tokens.",
         "val/advantages_min": "Smallest advantage.",
         "val/advantages_max": "Largest advantage.",
         "val/zero_variance_groups": "Share of groups whose rewards are all equal.",
-        "val/dropped_groups": "Groups left out: fewer than two of their answers were scored.",
+        "val/learned_groups": "Groups that the update learned from.",
+        "val/rounds": "How often answers were sampled; more than once only to fill a step.",
+        "val/dropped_unscored": "Groups left out: fewer than two of their answers were scored.",
+        "val/dropped_stale": "Groups left out: sampled too many optimizer steps ago.",
+        "val/dropped_uniform": "Groups left out by dynamic sampling: all right or all wrong.",
+        "val/dropped_surplus": "Groups left out because the step was full.",
+        "val/off_policy_dropped": "Share of tokens dropped as bad and too unlikely by now. Only "
+        "with off_policy_limit.",
+        "val/correction_mean": "Mean correction for the sampler. Only with one.",
+        "val/correction_dropped": "Share of tokens whose correction is 0.",
+        "val/correction_ess": "Effective sample size, (mean w)^2 / mean w^2, as a share.",
         "val/sequence_lengths": "Mean number of tokens of an answer, its end token included.",
         "val/sequence_lengths_min": "Shortest answer.",
         "val/sequence_lengths_max": "Longest answer.",
@@ -51,6 +72,13 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "before the first update.",
         "debug/sampler_logp_diff_max": "Largest absolute difference of sampler_logp and logp "
         "before the first update.",
+        "debug/sampler_kl": "Mean of sampler_logp - logp, before the first update.",
+        "debug/sampler_k3": "Mean of rho - 1 - log rho, rho = exp(logp - sampler_logp), likewise.",
+        "debug/sampler_chi2": "Mean of rho^2, less 1, likewise.",
+        "debug/sampler_ppl_ratio": "Mean over answers of exp(mean_t (sampler_logp - logp)).",
+        "debug/rho_mean": "Mean of rho, before the first update.",
+        "debug/rho_min": "Smallest rho.",
+        "debug/rho_max": "Largest rho.",
         "time/rollout": "Seconds spent sampling.",
         "time/score": "Seconds spent scoring.",
         "time/update": "Seconds spent on log-probabilities, gradients and optimizer steps.",
@@ -74,4 +102,6 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    page = Path(sys.argv[1])
+    introduction = page.read_text(encoding="utf-8").partition("| metric |")[0]
+    page.write_text(introduction + table(), encoding="utf-8")

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-_PROMPT_ORDER, _TOKENS, _MINI_BATCHES = range(3)
+_PROMPT_ORDER, _TOKENS, _MINI_BATCHES, _REFILL = range(4)
 """Purposes, each a stream of its own."""
 
 
@@ -52,6 +52,12 @@ def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
     epoch, place = divmod(step, size // count)
     order = _epoch_order(seed, epoch, size)
     return [int(index) for index in order[place * count : (place + 1) * count]]
+
+
+def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[int]:
+    """Return an order of all prompts, from which a round that fills up a step takes the first."""
+    generator = np.random.Generator(_philox(seed, step, _REFILL, index=round_number))
+    return [int(index) for index in generator.permutation(size)]
 
 
 def mini_batch_order(*, seed: int, step: int, epoch: int, groups: int) -> list[int]:

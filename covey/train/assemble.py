@@ -12,12 +12,12 @@ from covey.config import Config, parse_config
 from covey.config.options import choose, resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
-from covey.objective import ALGORITHMS, Objective
+from covey.objective import Objective, algorithm, build
 from covey.policy.model import LanguageModel, load_language_model
 from covey.policy.optimizer import MasterAdamW, learning_rate
 from covey.policy.policy import Policy
 from covey.reference import FrozenReference, Reference
-from covey.rewards import REWARDS, Reward
+from covey.rewards import LENGTH_PENALTIES, REWARDS, LengthPenalty, Reward
 from covey.sampler.native import NativeSampler
 from covey.sampler.pick import Distribution
 from covey.sampler.protocol import Sampler, Sampling
@@ -34,6 +34,7 @@ class Parts:
     train_prompts: Sequence[Prompt]
     held_out_prompts: Sequence[Prompt]
     reward: Reward
+    length_penalty: LengthPenalty
     policy: Policy
     reference: Reference | None
     sampler: Sampler
@@ -45,11 +46,20 @@ class Parts:
 def resolve(config: Config) -> Config:
     """Write out the options of task, reward and objective that were left to default."""
     data = config.model_dump()
-    for where, registry in (("task", TASKS), ("reward", REWARDS), ("objective", ALGORITHMS)):
+    budget = config.rollout.max_tokens
+    defaults = {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
+    functions = {
+        "task": choose(TASKS, config.task, "task"),
+        "reward": choose(REWARDS, config.reward, "reward"),
+        "length_penalty": choose(LENGTH_PENALTIES, config.length_penalty, "length_penalty"),
+        "objective": algorithm(config.objective.name, config.objective.options),
+    }
+    for where, function in functions.items():
         section: Named = getattr(config, where)
-        function = choose(registry, section, where)
-        data[where] = {"name": section.name, **resolve_options(function, section, where)}
+        options = resolve_options(function, section, where, defaults)
+        data[where] = {"name": section.name, **options}
     resolved = parse_config(data)
+    objective_of(resolved)
     if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' does not go with rollout.top_k, top_p or min_p: "
@@ -66,6 +76,11 @@ def task_of(config: Config) -> Task:
 def reward_of(config: Config) -> Reward:
     """Build the reward."""
     return REWARDS[config.reward.name](**config.reward.options)
+
+
+def objective_of(config: Config) -> Objective:
+    """Build the objective."""
+    return build(config.objective.name, **config.objective.options)
 
 
 def sampling_of(config: Config) -> Sampling:
@@ -101,7 +116,7 @@ def assemble(config: Config) -> Parts:
     train_prompts, held_out = task.train(), held_out_of(config, task)
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
-    objective = ALGORITHMS[config.objective.name](**config.objective.options)
+    objective = objective_of(config)
     model = load_model(config)
     reference = None
     if objective.needs_reference:
@@ -116,6 +131,9 @@ def assemble(config: Config) -> Parts:
         train_prompts=train_prompts,
         held_out_prompts=held_out,
         reward=reward_of(config),
+        length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
+            **config.length_penalty.options
+        ),
         policy=_policy(config, model),
         reference=reference,
         sampler=NativeSampler(model),
@@ -167,4 +185,5 @@ def _update_settings(config: Config, model: LanguageModel, sampling: Sampling) -
             total_steps=config.train.steps * config.train.updates,
         ),
         seed=config.seed,
+        skip_zero_gradient=config.select.skip_zero_gradient,
     )

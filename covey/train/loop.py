@@ -12,21 +12,22 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
-from covey.collect import Collected, ask, check_failures, collect, draw_prompts
-from covey.errors import RewardError, RunError
+from covey.collect import ask
+from covey.errors import RunError
 from covey.evaluate import Evaluation, evaluate
-from covey.objective import with_advantage
+from covey.objective import next_beta, with_advantage
 from covey.policy.checkpoint import load_policy, save_policy
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
 from covey.train.assemble import Parts
 from covey.train.collate import collate
-from covey.train.report import Reporter, mean_advantages, rollout_metrics
-from covey.train.select import Selected, select
+from covey.train.gather import gather
+from covey.train.report import Reporter, mean_advantages, rollout_metrics, selection_metrics
+from covey.train.select import Selected, without_truncated
 from covey.train.update import prepare, update
 from covey.types import Batch
 
@@ -56,104 +57,104 @@ def stop_signal() -> Iterator[StopSignal]:
             signal.signal(number, handler)
 
 
+@dataclass(slots=True, kw_only=True)
+class State:
+    """What a step hands on to the next, beside the policy. It is saved with the policy."""
+
+    step: int = 0
+    episode: int = 0
+    """Answers sampled so far."""
+    beta: float
+    """Weight of the KL, which an objective may adapt."""
+
+
 def train(parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal) -> int:
     """Train until the configured number of steps, or a signal. Return the last step done."""
     config = parts.config
-    done = _restore(parts, run)
+    state = _restore(parts, run)
     reporter.started(
-        steps=config.train.steps, done=done, answers=config.rollout.prompts * config.rollout.samples
+        steps=config.train.steps,
+        done=state.step,
+        answers=config.rollout.prompts * config.rollout.samples,
     )
-    if done == 0 and config.evaluate.every:
+    if state.step == 0 and config.evaluate.every:
         _evaluate(parts, run, reporter, step=0)
-    saved = done
-    while done < config.train.steps and stop.received is None:
-        done += 1
-        _step(parts, run, reporter, done)
-        last = done == config.train.steps
-        if config.evaluate.every and (done % config.evaluate.every == 0 or last):
-            _evaluate(parts, run, reporter, done)
-        if last or (config.save.every and done % config.save.every == 0):
-            save(parts, run, done)
-            saved = done
-    if saved < done:
-        save(parts, run, done)
-    return done
+    saved = state.step
+    while state.step < config.train.steps and stop.received is None:
+        state.step += 1
+        _step(parts, run, reporter, state)
+        last = state.step == config.train.steps
+        if config.evaluate.every and (state.step % config.evaluate.every == 0 or last):
+            _evaluate(parts, run, reporter, state.step)
+        if last or (config.save.every and state.step % config.save.every == 0):
+            save(parts, run, state)
+            saved = state.step
+    if saved < state.step:
+        save(parts, run, state)
+    return state.step
 
 
-def _restore(parts: Parts, run: RunFolder) -> int:
-    """Load the newest checkpoint, if any, and return its step."""
+def _restore(parts: Parts, run: RunFolder) -> State:
+    """Load the newest checkpoint, if any, and return the state saved with it."""
     checkpoints = run.checkpoints()
     if not checkpoints:
         run.forget_after(-1)  # the evaluation of step 0 comes again as well
-        return 0
+        return State(beta=parts.objective.beta)
     step, folder = checkpoints[-1]
-    state = load_policy(parts.policy, folder)
-    if state["step"] != step:
-        raise RunError(f"{folder} holds step {state['step']}")
+    saved = load_policy(parts.policy, folder)
+    if saved["step"] != step:
+        raise RunError(f"{folder} holds step {saved['step']}")
     run.forget_after(step)
-    return step
+    return State(step=step, episode=saved["episode"], beta=saved["beta"])
 
 
-def _step(parts: Parts, run: RunFolder, reporter: Reporter, step: int) -> None:
+def _step(parts: Parts, run: RunFolder, reporter: Reporter, state: State) -> None:
     started = time.perf_counter()
-    collected = _collect(parts, reporter, step)
-    selected = select(collected.groups)
-    if not selected.groups:
-        raise RewardError(f"step {step}: no group has two scored answers")
+    gathered = gather(parts, reporter, state.step)
+    collected, selected = gathered.collected, gathered.selected
+    state.episode += len(collected.rollouts)
     updating = time.perf_counter()
-    batch, learned = _learn(parts, selected, step)
+    batch, learned = _learn(parts, selected, state)
     ended = time.perf_counter()
 
-    answers = [rollout for group in collected.groups for rollout in group.rollouts]
     metrics: dict[str, Any] = {
-        "step": step,
-        "episode": step * len(answers),
-        **rollout_metrics(collected, batch),
-        "val/dropped_groups": selected.dropped,
+        "step": state.step,
+        "episode": state.episode,
+        **rollout_metrics(collected),
+        **selection_metrics(gathered),
         **learned,
         "time/rollout": collected.rollout_seconds,
         "time/score": collected.score_seconds,
         "time/update": ended - updating,
         "time/total": ended - started,
-        "time/tokens_per_second": sum(len(r.tokens) for r in answers) / (ended - started),
+        "time/tokens_per_second": collected.tokens / (ended - started),
     }
     assert all(meaning(name) for name in metrics), "every metric has a meaning"
     if parts.config.save.rollouts:
-        run.write_rollouts(step, collected.groups, mean_advantages(collected, selected, batch))
+        advantages = mean_advantages(collected, selected, batch)
+        run.write_rollouts(state.step, collected.groups, advantages)
     run.log_step(metrics)
     reporter.step(metrics)
 
 
-def _collect(parts: Parts, reporter: Reporter, step: int) -> Collected:
-    """Sample and judge the answers of a step."""
-    config, policy = parts.config, parts.policy
-    prompts = draw_prompts(
-        parts.train_prompts, seed=config.seed, step=step - 1, count=config.rollout.prompts
-    )
-    collected = collect(
-        ask(policy.model, prompts),
-        sampler=parts.sampler,
-        reward=parts.reward,
-        step=step,
-        sampling=parts.sampling,
-        version=policy.version,
-        progress=reporter.sampled,
-    )
-    if collected.failures:
-        reporter.note(f"step {step}: {len(collected.failures)} unscored, {collected.failures[0]}")
-    check_failures(collected, config.rollout.max_unscored)
-    return collected
-
-
-def _learn(parts: Parts, selected: Selected, step: int) -> tuple[Batch, dict[str, float]]:
+def _learn(parts: Parts, selected: Selected, state: State) -> tuple[Batch | None, dict[str, float]]:
     """Take the optimizer steps of a step; return the batch they saw, and their metrics."""
-    policy, objective, settings = parts.policy, parts.objective, parts.update_settings
+    if not selected.groups:
+        return None, {}
+    policy, settings = parts.policy, parts.update_settings
+    objective = replace(parts.objective, beta=state.beta)
     batch = collate(selected.groups, policy.model.device)
     batch = prepare(
         batch, policy=policy, objective=objective, reference=parts.reference, settings=settings
     )
     batch = with_advantage(objective, batch)
-    return batch, update(batch, policy=policy, objective=objective, settings=settings, step=step)
+    if parts.config.select.mask_truncated:
+        batch = without_truncated(batch)
+    metrics = update(batch, policy=policy, objective=objective, settings=settings, step=state.step)
+    if objective.needs_reference:
+        metrics["objective/beta"] = state.beta
+        state.beta = next_beta(objective, metrics["objective/kl_avg"], answers=len(batch))
+    return batch, metrics
 
 
 def _evaluate(parts: Parts, run: RunFolder, reporter: Reporter, step: int) -> Evaluation:
@@ -171,8 +172,8 @@ def _evaluate(parts: Parts, run: RunFolder, reporter: Reporter, step: int) -> Ev
     return evaluation
 
 
-def save(parts: Parts, run: RunFolder, step: int) -> None:
+def save(parts: Parts, run: RunFolder, state: State) -> None:
     """Write a checkpoint, whole or not at all, and remove those that are too old."""
-    with run.new_checkpoint(step) as folder:
-        save_policy(parts.policy, folder, {"step": step})
+    with run.new_checkpoint(state.step) as folder:
+        save_policy(parts.policy, folder, asdict(state))
     run.prune_checkpoints(parts.config.save.keep)

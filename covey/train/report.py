@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
 
 from covey.collect import Collected
 from covey.evaluate import Evaluation
 from covey.objective.advantage import zero_variance
+from covey.objective.masked import row_mean
 from covey.train.select import Selected
-from covey.types import Batch, Rollout
+from covey.types import Batch, Group, Rollout
+
+if TYPE_CHECKING:
+    from covey.train.gather import Gathered
 
 
 class Reporter(Protocol):
@@ -33,9 +39,9 @@ class Reporter(Protocol):
         """Something the user should read."""
 
 
-def rollout_metrics(collected: Collected, batch: Batch) -> dict[str, float]:
-    """Return the metrics of a step that need no model."""
-    rollouts = [r for group in collected.groups for r in group.rollouts]
+def rollout_metrics(collected: Collected) -> dict[str, float]:
+    """Return the metrics of all answers of a step, learned from or not."""
+    rollouts = collected.rollouts
     scored = [r for r in rollouts if r.reward is not None]
     rewards = np.array([r.reward for r in scored], dtype=float)
     metrics = {
@@ -43,7 +49,7 @@ def rollout_metrics(collected: Collected, batch: Batch) -> dict[str, float]:
         "objective/reward_std": float(rewards.std()),
         "objective/success": _mean([float(bool(r.success)) for r in scored]),
         "objective/unscored": len(rollouts) - len(scored),
-        "val/zero_variance_groups": _zero_variance_share(batch),
+        "val/zero_variance_groups": _zero_variance_share(collected.groups),
         "val/stop_rate": _mean([float(r.finish == "stop") for r in rollouts]),
     }
     for name in sorted({name for r in scored for name in r.parts}):
@@ -51,14 +57,28 @@ def rollout_metrics(collected: Collected, batch: Batch) -> dict[str, float]:
     return metrics | _length_metrics(rollouts)
 
 
+def selection_metrics(gathered: Gathered) -> dict[str, float]:
+    """Return what was left out, and how often answers were sampled."""
+    selected = gathered.selected
+    return {
+        "val/dropped_unscored": selected.unscored,
+        "val/dropped_stale": selected.stale,
+        "val/dropped_uniform": selected.uniform,
+        "val/dropped_surplus": selected.surplus,
+        "val/learned_groups": len(selected.groups),
+        "val/rounds": gathered.rounds,
+    }
+
+
 def mean_advantages(
-    collected: Collected, selected: Selected, batch: Batch
+    collected: Collected, selected: Selected, batch: Batch | None
 ) -> list[list[float | None]]:
     """Return the mean advantage of every answer, group by group; None where it was left out."""
-    assert batch.advantage is not None
-    tokens = batch.mask.sum(dim=1).clamp(min=1)
-    rows = iter((batch.advantage.sum(dim=1) / tokens).tolist())
     kept = {group.prompt.id for group in selected.groups}
+    rows: Iterator[float] = iter(())
+    if batch is not None:
+        assert batch.advantage is not None
+        rows = iter(row_mean(batch.advantage, batch.mask).squeeze(1).tolist())
     return [
         [next(rows) if group.prompt.id in kept else None for _ in group.rollouts]
         for group in collected.groups
@@ -79,10 +99,13 @@ def _length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return metrics
 
 
-def _zero_variance_share(batch: Batch) -> float:
-    flat = zero_variance(batch.rewards, batch.group)
-    groups = batch.group.unique()
-    return len(batch.group[flat].unique()) / len(groups)
+def _zero_variance_share(groups: Sequence[Group]) -> float:
+    rows = [(n, math.nan if r.reward is None else r.reward) for n, g in enumerate(groups)
+            for r in g.rollouts]  # fmt: skip
+    index, rewards = zip(*rows, strict=True)
+    group = torch.tensor(index)
+    flat = zero_variance(torch.tensor(rewards, dtype=torch.float64), group)
+    return len(group[flat].unique()) / len(groups)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -107,9 +107,7 @@ def update(
     return {**summary(meter), "lr": rate, "optim/skipped": skipped}
 
 
-def _ready(
-    mini: Batch, policy: Policy, objective: Objective, settings: UpdateSettings
-) -> Batch:
+def _ready(mini: Batch, policy: Policy, objective: Objective, settings: UpdateSettings) -> Batch:
     """Fill in what is taken over one optimizer step."""
     mini = with_weight(objective, mini)
     if objective.marks is None:
@@ -138,4 +136,4 @@ def _mini_batches(batch: Batch, settings: UpdateSettings, step: int) -> Iterator
             len(groups), device=groups.device
         )
         rows = rank[torch.searchsorted(groups, batch.group)].argsort(stable=True)
-        yield from rows.tensor_split(settings.mini_batches)
+        yield from (part for part in rows.tensor_split(settings.mini_batches) if len(part))

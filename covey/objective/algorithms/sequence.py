@@ -175,8 +175,8 @@ def grpo_s(
     Choices: the paper prints w as a mean of ratios (equation 8, `mean = "arithmetic"`) and as a
     geometric mean (algorithm 1), which is our default; its sums over k are of the group in the
     equations, and of the batch in its runs (`scope`). Clip 0.2 and 0.28 practically never acts on a
-    geometric mean. 1/H is taken of H no smaller than entropy_floor. Right is what the reward calls a
-    success.
+    geometric mean. 1/H is taken of H no smaller than entropy_floor. Right is what the reward calls
+    a success.
 
     Departure: a group that is all right or all wrong has advantage 0, as dynamic sampling, which
     the paper's runs use, would have it.

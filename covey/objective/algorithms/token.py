@@ -36,10 +36,10 @@ def gtpo(
 
     Choices: mean and deviation are over all tokens of the batch, rp being 0 on tokens of wrong
     answers and rn on those of right ones. The paper can also be read as "over tokens of the same
-    polarity" (`norm = "polarity"`), but then alpha1 and alpha2 cancel and half of every right answer
-    is pushed down. The sums over k are of the group, as in the equations; the paper's runs took the
-    batch (`scope`). 1/H is taken of H no smaller than entropy_floor. Right is what the reward calls
-    a success.
+    polarity" (`norm = "polarity"`), but then alpha1 and alpha2 cancel and half of every right
+    answer is pushed down. The sums over k are of the group, as in the equations; the paper's runs
+    took the batch (`scope`). 1/H is taken of H no smaller than entropy_floor. Right is what the
+    reward calls a success.
 
     Departure: a group that is all right or all wrong has advantage 0, as dynamic sampling, which
     the paper's runs use, would have it.
@@ -74,8 +74,8 @@ def gtpo_trajectory(
         A_i  = R_i - mean_g R - entropy_cost H_i;  0 if H_i > max_entropy
         loss = - 1/N sum_i 1/T_i sum_t exp(logp - sg(logp)) A_i delta[i,t] / max(1, conflicts_i)
 
-    H_i is the mean entropy of the answer. A conflict token stands at the same place in a good and in
-    a bad answer of the group, in an unbroken run from the start or from the end. On it delta is
+    H_i is the mean entropy of the answer. A conflict token stands at the same place in a good and
+    in a bad answer of the group, in an unbroken run from the start or from the end. On it delta is
     `bonus` in a good answer, 0 in a bad one, for each of the two runs; elsewhere 1. So the form
     that all answers share is not pushed down with the bad ones. No ratio, no clip, no reference.
 
@@ -118,9 +118,9 @@ def clip_cov(
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-low, 1+high) A), but 0 for max(1, share T)
                random tokens with cov_low < cov < cov_high that the clip does not cut
 
-    Choices: cov is over the whole optimizer step, not over a micro-batch, so it takes a forward pass
-    more. The random tokens are picked by a hash of what was sampled: the same whatever the order of
-    rows and the micro-batches.
+    Choices: cov is over the whole optimizer step, not over a micro-batch, so it takes a forward
+    pass more. The random tokens are picked by a hash of what was sampled: the same whatever the
+    order of rows and the micro-batches.
     """
     return Objective(
         advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),

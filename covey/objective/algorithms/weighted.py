@@ -30,9 +30,7 @@ def cispo(
     return Objective(
         advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.token,
-        surrogate=partial(
-            surrogate.truncated_weight, max_weight=max_weight, min_weight=min_weight
-        ),
+        surrogate=partial(surrogate.truncated_weight, max_weight=max_weight, min_weight=min_weight),
         weights=weights.token_mean,
         penalty=PENALTIES[kl],
         beta=beta,

@@ -1,0 +1,114 @@
+"""An objective put together from named pieces, with whatever options those pieces have."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from covey.errors import ConfigError, nearest
+from covey.objective.advantage import ADVANTAGES
+from covey.objective.loss import Objective
+from covey.objective.penalty import PENALTIES, Kl
+from covey.objective.ratio import RATIOS
+from covey.objective.shaping import (
+    entropy_shaped_answers,
+    entropy_shaped_tokens,
+    without_conflicts,
+)
+from covey.objective.surrogate import SURROGATES
+from covey.objective.weights import WEIGHTS
+
+Pieces = Mapping[str, Callable[..., Any]]
+
+SHAPED: Pieces = MappingProxyType(
+    {
+        "entropy_shaped_tokens": entropy_shaped_tokens,
+        "entropy_shaped_answers": entropy_shaped_answers,
+        "without_conflicts": without_conflicts,
+    }
+)
+PIECES: Mapping[str, Pieces] = MappingProxyType(
+    {
+        "advantage": {**ADVANTAGES, **SHAPED},
+        "ratio": RATIOS,
+        "surrogate": SURROGATES,
+        "weights": WEIGHTS,
+    }
+)
+DEFAULTS: Mapping[str, str] = MappingProxyType(
+    {
+        "advantage": "standardized",
+        "ratio": "token",
+        "surrogate": "clipped",
+        "weights": "token_mean",
+    }
+)
+
+
+def composer(given: Mapping[str, Any]) -> Callable[..., Objective]:
+    """Return a function of all options of the pieces that `given` names, or of the default ones."""
+    chosen = {kind: _chosen(kind, given.get(kind, DEFAULTS[kind])) for kind in PIECES}
+
+    def composed(*, beta: float = 0.0, kl: Kl = "k3", **options: Any) -> Objective:
+        """Put together from pieces."""
+        pieces: dict[str, Any] = {k: _settled(f, options) for k, f in chosen.items()}
+        shaped = chosen["advantage"] in SHAPED.values()
+        compares_tokens = chosen["advantage"] is without_conflicts
+        return Objective(
+            **pieces,
+            penalty=PENALTIES[kl],
+            beta=beta,
+            needs_entropy=shaped,
+            needs_tokens=compares_tokens,
+            needs_success=shaped and not compares_tokens,
+        )
+
+    parameters, hints = dict(_kinds()), {kind: str for kind in PIECES}
+    for function in (*chosen.values(), composed):
+        parameters |= options_of(function)
+        hints |= hints_of(function)
+    return signed(composed, parameters, hints)
+
+
+def _chosen(kind: str, name: Any) -> Callable[..., Any]:
+    registry = PIECES[kind]
+    if name not in registry:
+        hint = nearest(str(name), registry)
+        raise ConfigError(f"config: objective.{kind} = {name!r} is not known{hint}")
+    return registry[name]
+
+
+def _settled(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    mine = {k: options[k] for k in options_of(function) if k in options}
+    return partial(function, **mine) if mine else function
+
+
+def _kinds() -> Mapping[str, inspect.Parameter]:
+    only = inspect.Parameter.KEYWORD_ONLY
+    return {k: inspect.Parameter(k, only, default=d, annotation=str) for k, d in DEFAULTS.items()}
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the keyword-only parameters: what is not data is an option."""
+    parameters = inspect.signature(function).parameters.items()
+    return {k: p for k, p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of the options."""
+    return {k: h for k, h in typing.get_type_hints(function).items() if k in options_of(function)}
+
+
+def signed(
+    function: Callable[..., Objective],
+    parameters: Mapping[str, inspect.Parameter],
+    hints: Mapping[str, Any],
+) -> Callable[..., Objective]:
+    """Give a function that takes anything the signature of what it really takes."""
+    function.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    function.__annotations__ = dict(hints)
+    return function

@@ -1,0 +1,198 @@
+"""What an algorithm is, in words: for `covey algorithms` and for the pages under docs/algorithms.
+
+All of it is read off the code: the docstring, the signature, the table of options, and the pieces
+of the objective that the algorithm builds.
+
+    python -m covey.objective.describe docs/algorithms      writes the pages
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from covey.objective.algorithms import ALGORITHMS
+from covey.objective.build import algorithm, build, extended
+from covey.objective.compose import PIECES, options_of
+from covey.objective.loss import Objective
+from covey.objective.options import OPTIONS
+from covey.objective.penalty import PENALTIES
+
+
+class OptionLine(NamedTuple):
+    """One option of an algorithm."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+class Description(NamedTuple):
+    """An algorithm in words."""
+
+    name: str
+    title: str
+    text: str
+    """The docstring below its first line: formulas are indented."""
+    own: list[OptionLine]
+    pieces: dict[str, str]
+    """Advantage, ratio, surrogate, weights: the names they have as pieces."""
+    clip: str
+    kl: str
+    needs: list[str]
+
+
+def describe(name: str) -> Description:
+    """Describe an algorithm."""
+    function = algorithm(name)
+    own = options_of(ALGORITHMS.get(name, function))
+    required = {k: 1 for k, p in own.items() if p.default is p.empty}
+    objective = build(name, **required)
+    title, _, text = (inspect.getdoc(function) or name).partition("\n")
+    return Description(
+        name=name,
+        title=title,
+        text=text.strip("\n"),
+        own=[_option(k, p) for k, p in own.items()],
+        pieces={kind: _piece_name(kind, getattr(objective, kind)) for kind in PIECES},
+        clip=_clip(own),
+        kl=_kl(objective),
+        needs=_needs(objective),
+    )
+
+
+def shared_options() -> list[OptionLine]:
+    """Return the options that every algorithm has."""
+    return [_option(k, p) for k, p in options_of(extended).items()]
+
+
+def _option(name: str, parameter: inspect.Parameter) -> OptionLine:
+    given = parameter.default is parameter.empty
+    return OptionLine(name, "given" if given else _text(parameter.default), OPTIONS[name].meaning)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float | int):
+        return re.sub(r"e([+-])0*(\d)", r"e\1\2", f"{value:g}").replace("e+", "e")
+    return str(value)
+
+
+def _piece_name(kind: str, piece: Callable[..., Any]) -> str:
+    function = piece.func if isinstance(piece, partial) else piece
+    names = {f: n for n, f in PIECES[kind].items()}
+    return names.get(function, getattr(function, "__name__", "own"))
+
+
+def _clip(own: dict[str, inspect.Parameter]) -> str:
+    if "low" in own:
+        return f"{_text(own['low'].default)} / {_text(own['high'].default)}"
+    if "max_weight" in own:
+        return f"weight up to {_text(own['max_weight'].default)}"
+    return "none"
+
+
+def _kl(objective: Objective) -> str:
+    if not objective.beta:
+        return "off"
+    names = {f: n for n, f in PENALTIES.items()}
+    return f"{_text(objective.beta)} {names[objective.penalty]} in {objective.kl_in}"
+
+
+def _needs(objective: Objective) -> list[str]:
+    needs = {
+        "reference": objective.needs_reference,
+        "entropy": objective.needs_old_entropy,
+        "success": objective.needs_success,
+        "tokens": objective.needs_tokens,
+        "extra forward": objective.marks is not None,
+    }
+    return [name for name, needed in needs.items() if needed]
+
+
+COLUMNS = ("name", "advantage", "ratio", "surrogate", "clip", "weights", "KL", "needs")
+
+
+def row(description: Description) -> tuple[str, ...]:
+    """Return one algorithm as a row under `COLUMNS`."""
+    pieces = description.pieces
+    return (
+        description.name,
+        pieces["advantage"],
+        pieces["ratio"],
+        pieces["surrogate"],
+        description.clip,
+        pieces["weights"],
+        description.kl,
+        ", ".join(description.needs) or "-",
+    )
+
+
+def page(name: str) -> str:
+    """Return an algorithm's page as Markdown."""
+    description = describe(name)
+    pieces = "\n".join(f"| {kind} | `{piece}` |" for kind, piece in description.pieces.items())
+    return "\n".join(
+        [
+            f"# {name}",
+            "",
+            description.title,
+            "",
+            _markdown(description.text),
+            "",
+            "| piece | |",
+            "|---|---|",
+            pieces,
+            f"| KL to the reference | {description.kl} |",
+            f"| needs | {', '.join(description.needs) or 'nothing more than rewards'} |",
+            "",
+            _options_table(description.own),
+            "",
+            "It also has the [options of every algorithm](README.md#options-of-every-algorithm).",
+            "",
+        ]
+    )
+
+
+def index() -> str:
+    """Return the generated part of docs/algorithms/README.md."""
+    rows = [row(describe(name)) for name in ALGORITHMS]
+    lines = [f"| [{r[0]}]({r[0]}.md) | {' | '.join(r[1:])} |" for r in rows]
+    header = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    options = ["", "## Options of every algorithm", "", _options_table(shared_options()), ""]
+    return "\n".join([*header, *lines, *options])
+
+
+def _options_table(options: list[OptionLine]) -> str:
+    rows = [f"| `{o.name}` | {o.default} | {o.meaning} |" for o in options]
+    return "\n".join(["| option | default | |", "|---|---|---|", *rows])
+
+
+def _markdown(text: str) -> str:
+    """Fence the indented formulas, and set the first word of departures and choices in bold."""
+    blocks = []
+    for block in text.split("\n\n"):
+        if block.startswith("    "):
+            blocks.append("```\n" + inspect.cleandoc(block) + "\n```")
+        else:
+            blocks.append(re.sub(r"^([A-Z][a-z ]{4,60}):", r"**\1:**", block))
+    return "\n\n".join(blocks)
+
+
+def write_pages(folder: Path) -> None:
+    """Write every page, and the tables of the index below its introduction."""
+    for name in ALGORITHMS:
+        (folder / f"{name}.md").write_text(page(name), encoding="utf-8")
+    readme = folder / "README.md"
+    introduction = readme.read_text(encoding="utf-8").partition("| name |")[0]
+    readme.write_text(introduction + index(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_pages(Path(sys.argv[1]))

@@ -1,0 +1,219 @@
+"""Laws 5, 6 and 7: what must not change anything, of every algorithm.
+
+How a step is split over ranks and micro-batches, what stands in the padding, the order of rows, the
+names of groups, and rows that could not be scored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.objective import with_advantage, with_marks, with_weight
+from covey.objective.diagnostics import Meter, observe_correction, summary
+from covey.types import Batch, Totals
+from tests.objective.laws import (
+    CASES,
+    Outcome,
+    Step,
+    close,
+    descend,
+    extras,
+    make_step,
+    objective_of,
+    outcome,
+    ready,
+    rows_of,
+    seeds,
+    shuffled,
+)
+
+PADDED = ("tokens", "mask", "sampler_logp", "old_logp", "ref_logp", "entropy")
+GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e30]
+
+every_algorithm = pytest.mark.parametrize("case", CASES)
+
+
+def same_numbers(ours: dict[str, float], theirs: dict[str, float]) -> None:
+    assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-11)
+
+
+def same_outcome(ours: Outcome, theirs: Outcome) -> None:
+    close(ours.loss[None], theirs.loss[None])
+    close(ours.gradient, theirs.gradient)
+    same_numbers(ours.metrics, theirs.metrics)
+
+
+def pieces(seed: int, rows: int, parts: int) -> list[torch.Tensor]:
+    """Cut shuffled rows into uneven parts, none of them empty."""
+    generator = torch.Generator().manual_seed(seed)
+    cuts = torch.randperm(rows - 1, generator=generator)[: parts - 1].sort().values + 1
+    return list(torch.randperm(rows, generator=generator).tensor_split(cuts.tolist()))
+
+
+def on_ranks(objective: Any, step: Step, seed: int, ranks: int, micro: int) -> Outcome:
+    """Train a step as ranks do: each has its own rows, and only totals of the others'."""
+    totals = Totals.of(step.batch)
+    known = with_marks(objective, with_advantage(objective, step.batch), step.logp)
+    loss, gradient, meter = torch.zeros((), dtype=torch.float64), step.logp * 0, Meter()
+    for rank, mine in enumerate(pieces(seed, len(known), ranks)):
+        rows = rows_of(Step(known, step.logp), mine)
+        batch = with_weight(objective, rows.batch, totals)
+        observe_correction(meter, batch)
+        for part in pieces(seed + 1 + rank, len(mine), micro):
+            small = rows_of(Step(batch, rows.logp), part)
+            one, grad = descend(objective, small.batch, small.logp, meter)
+            loss = loss + one
+            gradient[mine[part], : grad.shape[1]] += grad
+    return Outcome(loss, gradient, summary(meter))
+
+
+@every_algorithm
+@settings(max_examples=15)
+@given(data=st.data(), seed=seeds)
+def test_law_5_two_ranks_of_three_micro_batches_add_up_to_the_step(
+    case: str, data: st.DataObject, seed: int
+) -> None:
+    objective = objective_of(case, **data.draw(extras(case)))
+    step = make_step(seed)
+    same_outcome(on_ranks(objective, step, seed, ranks=2, micro=3), outcome(objective, step))
+
+
+@every_algorithm
+def test_law_5_micro_batches_of_single_answers_add_up_to_the_step(case: str) -> None:
+    objective, step = objective_of(case), make_step(5)
+    alone = on_ranks(objective, step, 5, ranks=1, micro=len(step.batch))
+    same_outcome(alone, outcome(objective, step))
+
+
+def test_law_5_a_correction_of_mean_one_is_filled_in_over_the_step() -> None:
+    # Not from ranks, as above: totals do not hold the sum of corrections, so that ranks which fill
+    # in their own rows would each divide by their own mean.
+    objective = objective_of("dapo", correction="token_truncate", correction_mean_one=True)
+    step = make_step(1)
+    batch = ready(objective, step)
+    _, whole = descend(objective, batch, step.logp)
+    parts = torch.zeros_like(whole)
+    for index in pieces(1, len(batch), 4):
+        small = rows_of(Step(batch, step.logp), index)
+        grad = descend(objective, small.batch, small.logp)[1]
+        parts[index, : grad.shape[1]] = grad
+    close(parts, whole)
+
+
+def spoiled(step: Step, garbage: float) -> Step:
+    def spoil(values: torch.Tensor) -> torch.Tensor:
+        return values.where(step.batch.mask, garbage)
+
+    changes: dict[str, Any] = {
+        name: spoil(getattr(step.batch, name)) for name in PADDED if name not in ("tokens", "mask")
+    }
+    tokens = step.batch.tokens.where(step.batch.mask, 2**62)
+    return Step(replace(step.batch, tokens=tokens, **changes), spoil(step.logp))
+
+
+@every_algorithm
+@pytest.mark.parametrize("garbage", GARBAGE)
+@settings(max_examples=5)
+@given(data=st.data(), seed=seeds)
+def test_law_6_garbage_in_the_padding_changes_nothing(
+    case: str, garbage: float, data: st.DataObject, seed: int
+) -> None:
+    objective = objective_of(case, **data.draw(extras(case)))
+    clean = make_step(seed)
+    ours, theirs = outcome(objective, spoiled(clean, garbage)), outcome(objective, clean)
+    assert torch.equal(ours.loss, theirs.loss)
+    assert torch.equal(ours.gradient, theirs.gradient)
+    assert (ours.gradient[~clean.batch.mask] == 0).all()
+    assert ours.metrics == theirs.metrics
+
+
+@every_algorithm
+@settings(max_examples=15)
+@given(data=st.data(), seed=seeds, more=st.integers(1, 9))
+def test_law_6_wider_padding_changes_nothing(
+    case: str, data: st.DataObject, seed: int, more: int
+) -> None:
+    objective = objective_of(case, **data.draw(extras(case)))
+    narrow = make_step(seed)
+
+    def widen(values: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(values, (0, more))
+
+    changes: dict[str, Any] = {name: widen(getattr(narrow.batch, name)) for name in PADDED}
+    wide = outcome(objective, Step(replace(narrow.batch, **changes), widen(narrow.logp)))
+    expected = outcome(objective, narrow)
+    same_outcome(expected._replace(gradient=widen(expected.gradient)), wide)
+
+
+@every_algorithm
+@settings(max_examples=15)
+@given(data=st.data(), seed=seeds)
+def test_law_7_order_of_rows_and_names_of_groups_change_nothing(
+    case: str, data: st.DataObject, seed: int
+) -> None:
+    objective = objective_of(case, **data.draw(extras(case)))
+    step = make_step(seed)
+    names = torch.tensor([907, -3, 41])[torch.randperm(3, generator=torch.Generator().manual_seed(seed))]
+    order = torch.randperm(len(step.batch), generator=torch.Generator().manual_seed(seed + 1))
+    other = rows_of(Step(replace(step.batch, group=names[step.batch.group]), step.logp), order)
+    expected = outcome(objective, step)
+    same_outcome(outcome(objective, other), expected._replace(gradient=expected.gradient[order]))
+
+
+@every_algorithm
+@settings(max_examples=15)
+@given(seed=seeds)
+def test_law_7_interleaved_groups_are_as_good_as_contiguous_ones(case: str, seed: int) -> None:
+    objective, step = objective_of(case), shuffled(make_step(seed), seed)
+    order = step.batch.group.argsort(stable=True)
+    expected = outcome(objective, step)
+    ours = outcome(objective, rows_of(step, order))
+    same_outcome(ours, expected._replace(gradient=expected.gradient[order]))
+
+
+def unscored(step: Step, rows: torch.Tensor) -> Step:
+    """Let the scoring of some rows fail."""
+    rewards = step.batch.rewards.clone()
+    rewards[rows] = torch.nan
+    return Step(replace(step.batch, rewards=rewards), step.logp)
+
+
+@every_algorithm
+@settings(max_examples=20)
+@given(data=st.data(), seed=seeds, failures=st.integers(1, 6))
+def test_rows_that_could_not_be_scored_enter_no_statistic(
+    case: str, data: st.DataObject, seed: int, failures: int
+) -> None:
+    # beta and entropy_bonus act on tokens without advantage too, so they stay out.
+    objective = objective_of(
+        case, **{**data.draw(extras(case, "beta", "entropy_bonus")), "beta": 0.0}
+    )
+    step = make_step(seed)
+    order = torch.randperm(len(step.batch), generator=torch.Generator().manual_seed(seed + 1))
+    failed, scored = order[:failures], order[failures:]
+    with_failures = unscored(step, failed)
+    without = rows_of(step, scored)
+    width = without.batch.mask.shape[1]
+
+    ours = ready(objective, with_failures)
+    assert ours.advantage is not None
+    theirs = filled_with_totals(objective, without, Totals.of(step.batch))
+    assert theirs.advantage is not None
+    close(ours.advantage[scored, :width], theirs.advantage)
+    assert (ours.advantage[failed] == 0).all()
+
+    # N and T still count the rows, so that a failure shrinks the step; nothing else of them stays.
+    _, gradient = descend(objective, ours, step.logp)
+    assert (gradient[failed] == 0).all()
+    close(gradient[scored, :width], descend(objective, theirs, without.logp)[1])
+
+
+def filled_with_totals(objective: Any, step: Step, totals: Totals) -> Batch:
+    batch = with_weight(objective, with_advantage(objective, step.batch), totals)
+    return with_marks(objective, batch, step.logp)
