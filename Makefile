@@ -30,7 +30,6 @@ docs: $(STAMP)  ## write the pages that are generated from the code
 	$(BIN)/python -m covey.run.metrics docs/metrics.md
 
 bench: $(STAMP)  ## seconds per step beside TRL, on this machine's CPU
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[bench]"
 	$(BIN)/python benchmarks/step_vs_trl.py
 
 images: $(STAMP)  ## make the pictures of the docs again, from a real run

@@ -1,6 +1,6 @@
 """Seconds per training step: covey and TRL's `GRPOTrainer`, same model, prompts and settings, CPU.
 
-    pip install -c constraints.txt -e ".[bench]"
+    pip install -c constraints.txt -e ".[dev]"
     python benchmarks/step_vs_trl.py
 
 A step is one rollout batch: 16 prompts x 8 answers sampled and judged, then four AdamW steps of 32
@@ -47,7 +47,7 @@ from step_workers import (
 
 LENGTH_TOLERANCE = 0.05
 """Mean answer lengths further apart than this mean that the two did not do the same work."""
-INSTALL = 'pip install -c constraints.txt -e ".[bench]"'
+INSTALL = 'pip install -c constraints.txt -e ".[dev]"'
 OUTPUT = Path(__file__).parent / "results" / "step_vs_trl.json"
 NAMES = ("covey", "trl")
 

@@ -26,8 +26,9 @@ def load_dotted(path: str, where: str) -> Callable[..., Any]:
     sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{where} = {path!r}: cannot import {module_name!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # a module may do anything while it is imported
+        why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{where} = {path!r}: cannot import {module_name!r}: {why}") from error
     finally:
         sys.path.remove(folder)
     function = getattr(module, name, None)

@@ -80,13 +80,14 @@ def loss(
         rewards: [B]; NaN for an answer that could not be scored: it enters no statistic.
         group: [B] which answers share a prompt.
         ref_logp: [B, T] under the reference; needed if the algorithm's beta is not 0.
-        sampler_logp: [B, T] of what was sampled from; needed for a correction.
+        sampler_logp: [B, T] of what was sampled from; needed to correct for the sampler.
         entropy: [B, T] of the policy that sampled; for an entropy bonus, of the policy now.
         success: [B] which answers are right, where an algorithm asks; by default, reward > 0.
         tokens: [B, T] token ids, where an algorithm asks.
         options: the algorithm's own; one that it does not have is an error.
     """
     objective = build(algorithm, **options)
+    _check_shapes(mask, {"logp": logp})
     batch = _batch(
         objective, mask=mask, rewards=rewards, group=group, old_logp=old_logp, ref_logp=ref_logp,
         sampler_logp=sampler_logp, entropy=entropy, success=success, tokens=tokens,
@@ -123,8 +124,13 @@ def advantages(
     in_reward = objective.needs_reference and objective.kl_in == "reward"
     if in_reward and old_logp is None:
         raise ConfigError(f"{algorithm} with a KL in the reward needs old_logp")
+    # What only the loss needs is not asked for here.
+    only = replace(
+        objective, beta=objective.beta if in_reward else 0.0, correction=None, veto=0.0,
+        off_policy_limit=0.0, entropy_bonus=0.0,
+    )  # fmt: skip
     batch = _batch(
-        objective if in_reward else replace(objective, beta=0.0),
+        only,
         mask=mask, rewards=rewards, group=group, old_logp=old_logp, ref_logp=ref_logp,
         sampler_logp=None, entropy=entropy, success=success, tokens=tokens,
     )  # fmt: skip
@@ -189,7 +195,10 @@ def _check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]
 def _check_needs(objective: Objective, given: Mapping[str, torch.Tensor | None]) -> None:
     needs = {
         "ref_logp": (objective.needs_reference, "its beta is not 0"),
-        "sampler_logp": (objective.corrects or objective.off_policy_limit > 0, "it corrects"),
+        "sampler_logp": (
+            objective.corrects or objective.off_policy_limit > 0,
+            "it compares with the sampler",
+        ),
         "entropy": (
             objective.needs_old_entropy or objective.entropy_bonus != 0.0,
             "it reads entropies",
@@ -202,7 +211,7 @@ def _check_needs(objective: Objective, given: Mapping[str, torch.Tensor | None])
 
 
 def _check_groups(group: torch.Tensor) -> None:
-    alone = group_sum(torch.ones_like(group), group) == 1
+    alone = group_sum(torch.ones_like(group, dtype=torch.long), group) == 1
     if alone.any():
         raise ConfigError(
             f"group {int(group[alone][0])} has one answer; a group has at least two to compare"

@@ -36,19 +36,24 @@ def algorithms_command(
 
 
 def _table(names: list[str]) -> Table:
-    """Return two lines for each algorithm: eight columns do not fit side by side."""
+    """Return three lines for each algorithm, so that 80 columns hold every name in one piece."""
     from covey.objective.describe import describe
 
-    headings = ("name", "advantage\nratio, surrogate", "weights\nclip", "KL\nneeds")
-    table = Table(*(Column(heading, overflow="fold") for heading in headings), box=SIMPLE)
+    table = Table(
+        Column("name", no_wrap=True),
+        Column("advantage\nratio\nsurrogate", overflow="fold"),
+        Column("weights\nclip\nKL; needs", overflow="fold"),
+        box=SIMPLE,
+        pad_edge=False,
+    )
     for name in names:
         one = describe(name)
         pieces = one.pieces
+        kl_and_needs = "; ".join(filter(None, [one.kl, ", ".join(one.needs)]))
         table.add_row(
             f"[bold]{name}[/]",
-            f"{pieces['advantage']}\n{pieces['ratio']}, {pieces['surrogate']}",
-            f"{pieces['weights']}\n{one.clip}",
-            f"{one.kl}\n{', '.join(one.needs) or '-'}",
+            f"{pieces['advantage']}\n{pieces['ratio']}\n{pieces['surrogate']}",
+            f"{pieces['weights']}\n{one.clip}\n{kl_and_needs}",
         )
     return table
 
@@ -64,11 +69,13 @@ def _show(name: str, console: Console) -> None:
         console.print(f"{kind:10} {piece}", markup=False, highlight=False)
     console.print(f"{'KL':10} {description.kl}", highlight=False)
     console.print(f"{'needs':10} {', '.join(description.needs) or '-'}\n", highlight=False)
-    for title, options in (
-        ("options", description.own),
-        ("options of every algorithm", shared_options()),
-    ):
-        table = Table("", "default", "", title=title, title_justify="left", box=None)
+    own = {option.name for option in description.own}
+    shared = [option for option in shared_options() if option.name not in own]
+    for title, options in (("options", description.own), ("options of every algorithm", shared)):
+        table = Table(
+            Column("", no_wrap=True), "default", Column("", overflow="fold"),
+            title=title, title_justify="left", box=None,
+        )  # fmt: skip
         for option in options:
             table.add_row(f"objective.{option.name}", option.default, option.meaning)
         console.print(table)

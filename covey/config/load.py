@@ -136,7 +136,8 @@ def to_toml(config: Config) -> str:
         values = section.model_dump()
         if isinstance(section, Named):
             values = {"name": section.name, **section.options}
-        lines += [f"{key} = {toml_value(value)}" for key, value in values.items()]
+        # TOML has no null; what is None by default is None when it is left out.
+        lines += [f"{k} = {toml_value(v)}" for k, v in values.items() if v is not None]
     return "\n".join(lines) + "\n"
 
 

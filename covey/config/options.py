@@ -47,7 +47,7 @@ def resolve_options(
     resolved = {}
     for key, parameter in parameters.items():
         if key in section.options:
-            resolved[key] = _checked(types[key], section.options[key], f"{where}.{key}")
+            resolved[key] = _checked(types.get(key, Any), section.options[key], f"{where}.{key}")
         elif parameter.default is not parameter.empty:
             resolved[key] = parameter.default
         elif key in defaults:

@@ -78,10 +78,16 @@ class Objective(Named):
     @model_validator(mode="before")
     @classmethod
     def _composed(cls, data: Any) -> Any:
-        pieces = {"advantage", "ratio", "surrogate", "weights"}
-        if isinstance(data, dict) and "name" not in data and pieces & data.keys():
-            return {"name": "composed", **data}
-        return data
+        if not isinstance(data, dict):
+            return data
+        pieces = sorted({"advantage", "ratio", "surrogate", "weights"} & data.keys())
+        if not pieces:
+            return data
+        name = str(data.get("name", "composed"))
+        if name != "composed" and "." not in name and ":" not in name:
+            what = f"objective.{pieces[0]} needs objective.name = 'composed'"
+            raise ValueError(f"{what}; {name!r} has pieces of its own")
+        return {"name": name, **data}
 
 
 class Rollout(Section):

@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any, Literal
 
 from covey.dotted import is_dotted, load_dotted
-from covey.errors import ConfigError, nearest
+from covey.errors import ConfigError, CoveyError, nearest
 from covey.objective.algorithms import ALGORITHMS
 from covey.objective.compose import composer, hints_of, options_of, signed
 from covey.objective.correction import CORRECTIONS
 from covey.objective.loss import Objective
-from covey.objective.options import check_options
+from covey.objective.options import check_options, check_types
 from covey.objective.ratio import RATIOS
+from covey.objective.surrogate import geometric_clipped
 
 COMPOSED = "composed"
 Correction = Literal[
@@ -50,22 +51,23 @@ def extended(
     veto: float = 0.0,
     off_policy_limit: float = 0.0,
 ) -> Objective:
-    """Add what combines with every algorithm. The defaults add nothing."""
-    corrects = None
+    """Add what combines with every algorithm. The defaults add nothing, and take nothing away."""
+    given = {
+        "kl_in": kl_in,
+        "kl_target": kl_target,
+        "kl_horizon": kl_horizon,
+        "entropy_bonus": entropy_bonus,
+        "top_entropy": top_entropy,
+        "correction_mean_one": correction_mean_one,
+        "veto": veto,
+        "off_policy_limit": off_policy_limit,
+    }
+    usual = {k: p.default for k, p in options_of(extended).items()}
+    changes: dict[str, Any] = {k: v for k, v in given.items() if v != usual[k]}
     if correction != "none":
-        corrects = partial(CORRECTIONS[correction], low=correction_low, high=correction_high)
-    return replace(
-        objective,
-        kl_in=kl_in,
-        kl_target=kl_target,
-        kl_horizon=kl_horizon,
-        entropy_bonus=entropy_bonus,
-        top_entropy=top_entropy,
-        correction=corrects,
-        correction_mean_one=correction_mean_one,
-        veto=veto,
-        off_policy_limit=off_policy_limit,
-    )
+        bounds = {"low": correction_low, "high": correction_high}
+        changes["correction"] = partial(CORRECTIONS[correction], **bounds)
+    return replace(objective, **changes)
 
 
 def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..., Objective]:
@@ -77,7 +79,7 @@ def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..
     if name == COMPOSED:
         own = composer(pieces or {})
     elif is_dotted(name):
-        own = load_dotted(name, "objective.name")
+        own = _users(name, load_dotted(name, "objective.name"))
     elif name in ALGORITHMS:
         own = ALGORITHMS[name]
     else:
@@ -99,30 +101,58 @@ def build(name: str, **options: Any) -> Objective:
     return function(**options)
 
 
+def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
+    """Turn what goes wrong in a function of the user's own into one line."""
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except ValueError as error:
+        raise ConfigError(f"objective.name = {name!r}: {error}") from error
+    for key, parameter in parameters.items():
+        if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            raise ConfigError(
+                f"objective.name = {name!r} must take options by keyword, unlike {str(parameter)!r}"
+            )
+        parameters[key] = parameter.replace(kind=parameter.KEYWORD_ONLY)
+
+    def own(**options: Any) -> Objective:
+        try:
+            objective = function(**options)
+        except CoveyError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"objective.name = {name!r} fails: {what}") from error
+        if not isinstance(objective, Objective):
+            raise ConfigError(f"objective.name = {name!r} gives no covey.objective.Objective")
+        return objective
+
+    own.__doc__ = function.__doc__
+    return signed(own, parameters, hints_of(function, parameters))
+
+
 def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., Objective]:
     """Join the options of an algorithm with those of `extended`; its own come first."""
     mine = inspect.signature(own).parameters
     more = {k: p for k, p in options_of(extended).items() if k not in mine}
     parameters = {**mine, **more}
+    hints = {**hints_of(extended), **hints_of(own)}
 
     def whole(**options: Any) -> Objective:
+        check_types(name, options, hints)
         given = {k: options.get(k, p.default) for k, p in parameters.items()}
         check_options(name, given)
         objective = own(**{k: given[k] for k in mine})
-        if not isinstance(objective, Objective):
-            raise ConfigError(f"objective.name = {name!r} gives no covey.objective.Objective")
-        own_fields = {k: getattr(objective, k) for k in mine if k in options_of(extended)}
-        shared = {k: given[k] for k in more}
-        return _checked(name, replace(extended(objective, **shared), **own_fields))
+        return _checked(name, extended(objective, **{k: given[k] for k in more}))
 
     whole.__name__, whole.__doc__ = getattr(own, "__name__", name), own.__doc__
-    return signed(whole, parameters, {**hints_of(extended), **hints_of(own)})
+    return signed(whole, parameters, hints)
 
 
 def _checked(name: str, objective: Objective) -> Objective:
     """Refuse what would silently not do what it says."""
     by_answer = objective.per_answer and objective.ratio is not RATIOS["sequence_token"]
-    if objective.top_entropy < 1.0 and (by_answer or name == "gmpo"):
+    surrogate = getattr(objective.surrogate, "func", objective.surrogate)
+    if objective.top_entropy < 1.0 and (by_answer or surrogate is geometric_clipped):
         raise ConfigError(
             f"objective.top_entropy of {name}: its gain is of whole answers, so tokens cannot be "
             "left out; gspo_token takes the ratio of the answer token by token"

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from covey.errors import ConfigError, nearest
-from covey.objective.advantage import ADVANTAGES
+from covey.objective.advantage import ADVANTAGES, returns_whitened, reward_itself
 from covey.objective.loss import Objective
 from covey.objective.penalty import PENALTIES, Kl
 from covey.objective.ratio import RATIOS
@@ -62,6 +62,7 @@ def composer(given: Mapping[str, Any]) -> Callable[..., Objective]:
             **pieces,
             penalty=PENALTIES[kl],
             beta=beta,
+            compares=chosen["advantage"] not in (reward_itself, returns_whitened),
             needs_entropy=shaped,
             needs_tokens=compares_tokens,
             needs_success=shaped and not compares_tokens,
@@ -76,7 +77,7 @@ def composer(given: Mapping[str, Any]) -> Callable[..., Objective]:
 
 def _chosen(kind: str, name: Any) -> Callable[..., Any]:
     registry = PIECES[kind]
-    if name not in registry:
+    if not isinstance(name, str) or name not in registry:
         hint = nearest(str(name), registry)
         raise ConfigError(f"config: objective.{kind} = {name!r} is not known{hint}")
     return registry[name]
@@ -98,9 +99,16 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {k: p for k, p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of the options."""
-    return {k: h for k, h in typing.get_type_hints(function).items() if k in options_of(function)}
+def hints_of(
+    function: Callable[..., Any], options: Mapping[str, inspect.Parameter] | None = None
+) -> dict[str, Any]:
+    """Return the types of the options, by default of those that are keyword-only."""
+    try:
+        hints = typing.get_type_hints(function)
+    except (NameError, TypeError):  # a user's annotations may be there for type checkers only
+        return {}
+    options = options_of(function) if options is None else options
+    return {k: h for k, h in hints.items() if k in options}
 
 
 def signed(

@@ -50,7 +50,8 @@ class Description(NamedTuple):
 def describe(name: str) -> Description:
     """Describe an algorithm."""
     function = algorithm(name)
-    own = options_of(ALGORITHMS.get(name, function))
+    shared = {} if name in ALGORITHMS else options_of(extended)
+    own = {k: p for k, p in options_of(ALGORITHMS.get(name, function)).items() if k not in shared}
     required = {k: 1 for k, p in own.items() if p.default is p.empty}
     objective = build(name, **required)
     title, _, text = (inspect.getdoc(function) or name).partition("\n")
@@ -73,7 +74,8 @@ def shared_options() -> list[OptionLine]:
 
 def _option(name: str, parameter: inspect.Parameter) -> OptionLine:
     given = parameter.default is parameter.empty
-    return OptionLine(name, "given" if given else _text(parameter.default), OPTIONS[name].meaning)
+    meaning = OPTIONS[name].meaning if name in OPTIONS else ""  # a user's own has none
+    return OptionLine(name, "given" if given else _text(parameter.default), meaning)
 
 
 def _text(value: Any) -> str:
@@ -91,7 +93,7 @@ def _piece_name(kind: str, piece: Callable[..., Any]) -> str:
 
 
 def _clip(own: dict[str, inspect.Parameter]) -> str:
-    if "low" in own:
+    if {"low", "high"} <= own.keys():
         return f"{_text(own['low'].default)} / {_text(own['high'].default)}"
     if "max_weight" in own:
         return f"weight up to {_text(own['max_weight'].default)}"
@@ -102,7 +104,8 @@ def _kl(objective: Objective) -> str:
     if not objective.beta:
         return "off"
     names = {f: n for n, f in PENALTIES.items()}
-    return f"{_text(objective.beta)} {names[objective.penalty]} in {objective.kl_in}"
+    penalty = names.get(objective.penalty, getattr(objective.penalty, "__name__", "own"))
+    return f"{_text(objective.beta)} {penalty} in {objective.kl_in}"
 
 
 def _needs(objective: Objective) -> list[str]:

@@ -44,10 +44,14 @@ def random_within_bounds(
 
 
 def largest(batch: Batch, logp: torch.Tensor, *, share: float) -> torch.Tensor:
-    """Mark the max(1, share T) tokens with the largest cov. KL-Cov."""
+    """Mark the max(1, share T) tokens with the largest cov, if it is positive. KL-Cov.
+
+    In a step without any advantage all are 0, and there is none to pick.
+    """
     assert batch.advantage is not None
     mask = _scored(batch)
-    return _largest(covariance(batch.advantage, logp, mask), mask, _count(mask, share))
+    cov = covariance(batch.advantage, logp, mask)
+    return _largest(cov, mask & (cov > 0), _count(mask, share))
 
 
 def _scored(batch: Batch) -> torch.Tensor:

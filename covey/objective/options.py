@@ -6,11 +6,13 @@ An option means the same wherever it occurs; which algorithm has which is in its
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Mapping
+from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, nearest
 
 
 class Option(NamedTuple):
@@ -68,7 +70,9 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "kl_target": Option("Adapt beta so as to keep the KL near this; 0: beta is fixed.", 0),
         "kl_horizon": Option("Answers over which an adaptive beta makes up for a wrong KL.", 1),
         "entropy_bonus": Option("Weight of the policy's entropy, added to each token's gain."),
-        "top_entropy": Option("Share of tokens, the most uncertain, whose surrogate counts.", 0, 1),
+        "top_entropy": Option(
+            "Share of tokens, the most uncertain, whose surrogate counts.", 1e-9, 1
+        ),
         "correction": Option("Correction for a sampler that differs from the trainer."),
         "correction_low": Option("Lower bound of the correction.", 0),
         "correction_high": Option("Upper bound of the correction.", 0),
@@ -91,19 +95,46 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
 )
 
 
+# Of each pair, the first must not exceed the second.
+PAIRS = (
+    ("min_weight", "max_weight"),
+    ("cov_low", "cov_high"),
+    ("correction_low", "correction_high"),
+)
+
+
+def check_types(name: str, options: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Refuse values that are not of the type that the function asks for."""
+    for key, value in options.items():
+        hint, what = hints.get(key), f"objective.{key} = {value!r} of {name}"
+        if typing.get_origin(hint) is Literal:
+            choices = typing.get_args(hint)
+            if value not in choices:
+                raise ConfigError(f"{what} is not known{nearest(str(value), choices)}")
+        elif hint is bool and not isinstance(value, bool):
+            raise ConfigError(f"{what} must be true or false")
+        elif hint in (int, float) and not _is_number(value, Integral if hint is int else Real):
+            raise ConfigError(f"{what} must be {'an integer' if hint is int else 'a number'}")
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def check_options(name: str, options: Mapping[str, Any]) -> None:
     """Refuse values outside their bounds, and those that do not go together."""
-    for key, value in options.items():
-        option = OPTIONS.get(key)
-        if option is None or isinstance(value, bool | str):
-            continue
+    numbers = {k: v for k, v in options.items() if k in OPTIONS and _is_number(v, Real)}
+    for key, value in numbers.items():
+        option = OPTIONS[key]
         if not option.at_least <= value <= option.at_most:
             bounds = f"at least {option.at_least:g}"
             if option.at_most < math.inf:
                 bounds += f" and at most {option.at_most:g}"
             raise ConfigError(f"objective.{key} = {value} of {name} must be {bounds}")
-    dual = options.get("dual", 0.0)
-    if dual and dual <= 1 + options.get("high", 0.0):
-        raise ConfigError(
-            f"objective.dual = {dual} of {name} must exceed 1 + high = {1 + options['high']:g}"
-        )
+    dual, bound = numbers.get("dual"), 1 + numbers.get("high", 0.0)
+    if dual and dual <= bound:
+        raise ConfigError(f"objective.dual = {dual} of {name} must exceed 1 + high = {bound:g}")
+    for low, high in PAIRS:
+        if low in numbers and high in numbers and numbers[low] > numbers[high]:
+            what = f"objective.{low} = {numbers[low]} of {name}"
+            raise ConfigError(f"{what} exceeds {high} = {numbers[high]}")

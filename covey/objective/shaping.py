@@ -81,7 +81,7 @@ def _share(values: torch.Tensor, mask: torch.Tensor, group: torch.Tensor) -> tor
     _, index = group.unique(return_inverse=True)
 
     def at_position(of: torch.Tensor) -> torch.Tensor:
-        sums = of.new_zeros(int(index.max()) + 1, of.shape[1])
+        sums = of.new_zeros(int(index.max()) + 1 if index.numel() else 0, of.shape[1])
         return sums.index_add(0, index, of)[index]
 
     total = at_position(values.where(mask, 0.0))

@@ -92,23 +92,31 @@ def _short(
     mask: torch.Tensor | None,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attention as two batched products; heads that share keys are rows of one product."""
-    batch, heads, positions, size = query.shape
-    shared = heads // key.shape[1]
+    positions, size = query.shape[2:]
     if mask is None and positions > 1:
-        mask = torch.ones(positions, positions, dtype=torch.bool, device=query.device).tril()
+        mask = torch.ones(1, 1, positions, positions, dtype=torch.bool, device=query.device).tril()
     bias = query.new_zeros(1, 1, 1)
     if mask is not None:
-        floor = torch.finfo(query.dtype).min
-        bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, floor)
-        bias = bias.reshape(-1, positions, bias.shape[-1])  # [batch or 1, positions, length]
-        bias = bias.repeat_interleave(key.shape[1], 0) if len(bias) > 1 else bias
-        bias = bias.repeat(1, shared, 1)
-    rows = query.reshape(batch * key.shape[1], shared * positions, size)
-    keys, values = key.flatten(0, 1), value.flatten(0, 1)
-    scale = size**-0.5 if scaling is None else scaling
-    scores = torch.baddbmm(bias, rows, keys.transpose(1, 2), alpha=scale)
-    attended = torch.bmm(scores.softmax(dim=-1), values)
+        bias = short_bias(mask, query.dtype, key.shape[1], query.shape[1] // key.shape[1])
+    return short_attention(query, key, value, bias, size**-0.5 if scaling is None else scaling)
+
+
+def short_bias(mask: torch.Tensor, dtype: torch.dtype, key_heads: int, shared: int) -> torch.Tensor:
+    """Turn a mask [batch or 1, 1, positions, length] into what is added to scores."""
+    bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+    bias = bias.flatten(0, 1)
+    bias = bias.repeat_interleave(key_heads, 0) if len(bias) > 1 else bias
+    return bias.repeat(1, shared, 1) if shared > 1 else bias
+
+
+def short_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention as two batched products; heads that share keys are rows of one product."""
+    batch, heads, positions, size = query.shape
+    rows = query.reshape(batch * key.shape[1], heads // key.shape[1] * positions, size)
+    scores = torch.baddbmm(bias, rows, key.flatten(0, 1).transpose(1, 2), alpha=scale)
+    attended = torch.bmm(scores.softmax(dim=-1), value.flatten(0, 1))
     return attended.view(batch, heads, positions, size).transpose(1, 2)
 
 

@@ -16,10 +16,11 @@ from transformers import DynamicCache
 
 from covey.errors import DataError
 from covey.policy.model import LanguageModel
+from covey.sampler.decoder import Decoder, decoder_for
 from covey.sampler.pick import pick_tokens
 from covey.sampler.protocol import Question, Sampling
 from covey.sampler.random import token_uniforms
-from covey.sampler.slots import SlotCache, attention_mask
+from covey.sampler.slots import SlotCache
 from covey.types import Finish, Rollout
 
 PREFILL_TOKENS = 16_384
@@ -53,6 +54,10 @@ class NativeSampler:
     """Samples from a language model that somebody else may be training."""
 
     model: LanguageModel
+    decoder: Decoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.decoder = decoder_for(self.model)
 
     @torch.inference_mode()
     def generate(
@@ -69,7 +74,7 @@ class NativeSampler:
         training = self.model.model.training
         self.model.model.eval()
         try:
-            writer = _Writer(self.model, questions, step, sampling)
+            writer = _Writer(self.model, self.decoder, questions, step, sampling)
             rollouts: dict[_Answer, Rollout] = {}
             for answer, tokens, logps, finish in writer.run():
                 question = questions[answer.question]
@@ -142,11 +147,13 @@ class _Writer:
     def __init__(
         self,
         model: LanguageModel,
+        decoder: Decoder,
         questions: Sequence[Question],
         step: int,
         sampling: Sampling,
     ) -> None:
         self.model = model
+        self.decoder = decoder
         self.questions = questions
         self.step = step
         self.sampling = sampling
@@ -246,6 +253,7 @@ class _Writer:
     def _make_slots(self, width: int, prefix: DynamicCache) -> _Slots:
         device, room = self.model.device, self.sampling.max_tokens
         longest = max(len(q.tokens) for q in self.questions)
+        self.decoder.begin(longest + room)
         return _Slots(
             answers=[None] * width,
             cache=SlotCache(width, longest + room, prefix),
@@ -272,20 +280,11 @@ class _Writer:
         if not self.queue and 2 * int(slots.active.sum()) <= cache.width:
             slots.keep(slots.active[: cache.width].nonzero().flatten())
         width = cache.width
-        place = cache.place[:width]
-        cache.reach = int(place.max()) + 1
+        cache.reach = int(cache.place[:width].max()) + 1
         last = slots.tokens[:width].gather(1, (slots.count[:width, None] - 1).clamp(min=0))
-        hidden = self.model.backbone(
-            input_ids=last,
-            attention_mask=attention_mask(
-                self.model.model.config, place, cache.reach, self.model.head.linear.weight.dtype
-            ),
-            position_ids=place[:, None],
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
+        hidden = self.decoder.step(last.squeeze(1), cache)
         index = slots.active[:width].nonzero().flatten()
-        self._write(index, self.model.head.logits(hidden[index, 0]))
+        self._write(index, self.model.head.logits(hidden[index]))
 
     def _write(self, index: torch.Tensor, logits: torch.Tensor) -> None:
         """Draw the next token of the slots `index` from their `logits`, row by row."""

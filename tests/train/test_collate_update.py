@@ -4,13 +4,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from covey.objective import ALGORITHMS, with_advantage
+from covey.objective import build as build_objective
+from covey.objective import with_advantage
+from covey.objective.diagnostics import Meter
 from covey.policy.optimizer import MasterAdamW
 from covey.policy.policy import Policy, batch_logp
 from covey.reference import FrozenReference
 from covey.train.collate import collate
-from covey.train.meter import Meter
-from covey.train.select import select
+from covey.train.select import Selected, select
 from covey.train.update import UpdateSettings, _mini_batches, prepare, update
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import build, make_batch
@@ -61,9 +62,7 @@ def test_collate_keeps_rows_masks_and_failures() -> None:
 def test_select_drops_groups_with_nothing_to_compare() -> None:
     whole = Group(prompt=PROMPT, rollouts=(rollout(1, 1.0), rollout(1, 0.0)))
     lonely = Group(prompt=PROMPT, rollouts=(rollout(1, 1.0), rollout(1, None)))
-    selected = select([whole, lonely])
-    assert selected.groups == (whole,)
-    assert selected.dropped == 1
+    assert select([whole, lonely], version=0) == Selected(groups=(whole,), unscored=1)
 
 
 @pytest.mark.parametrize(("mini_batches", "epochs"), [(1, 1), (3, 1), (2, 2), (5, 3)])
@@ -82,7 +81,7 @@ def test_every_epoch_visits_every_row_once_and_keeps_groups_together(
 
 def test_old_logp_is_computed_only_when_something_reads_it() -> None:
     policy = make_policy()
-    objective = ALGORITHMS["grpo"](beta=0.0)
+    objective = build_objective("grpo", beta=0.0)
     batch = make_batch()
     calls = []
     original = policy.model.backbone.forward
@@ -108,7 +107,7 @@ def test_old_logp_is_computed_only_when_something_reads_it() -> None:
 def test_a_frozen_reference_is_the_starting_policy_and_stays_so() -> None:
     policy = make_policy()
     reference = FrozenReference(model=build("llama"), temperature=1.0, logits_megabytes=64.0)
-    objective = ALGORITHMS["grpo"](beta=0.1)
+    objective = build_objective("grpo", beta=0.1)
     batch = make_batch(rows=8)
     fill = lambda: prepare(  # noqa: E731
         batch, policy=policy, objective=objective, reference=reference, settings=settings()
@@ -126,7 +125,7 @@ def test_a_frozen_reference_is_the_starting_policy_and_stays_so() -> None:
 
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
 def test_metrics_and_weights_do_not_depend_on_the_token_budget(budget: int) -> None:
-    objective = ALGORITHMS["grpo"](beta=0.0)
+    objective = build_objective("grpo", beta=0.0)
     results = []
     for tokens in (budget, 10_000):
         policy = make_policy()
@@ -147,7 +146,7 @@ def test_metrics_and_weights_do_not_depend_on_the_token_budget(budget: int) -> N
 
 def test_update_raises_the_probability_of_better_answers() -> None:
     policy = make_policy()
-    objective = ALGORITHMS["grpo"](beta=0.0)
+    objective = build_objective("grpo", beta=0.0)
     batch = with_advantage(objective, make_batch(rows=8, groups=2, seed=5))
     before = batch_logp(policy.model, batch).logp.detach()
     for step in range(5):
@@ -162,17 +161,18 @@ def test_update_raises_the_probability_of_better_answers() -> None:
 def test_meter_pools_sums_and_counts() -> None:
     meter = Meter()
     mask = torch.tensor([[True, True, False]])
-    meter.tokens("x", torch.tensor([[1.0, 2.0, math.nan]]), mask)
-    meter.tokens("x", torch.tensor([[9.0, math.inf, 5.0]]), torch.tensor([[True, False, False]]))
-    meter.largest("high", torch.tensor([[1.0, 2.0, 9.0]]), mask)
-    meter.smallest("low", torch.tensor([[1.0, 2.0, -9.0]]), mask)
+    meter.mean("x", torch.tensor([[1.0, 2.0, math.nan]]), mask)
+    meter.mean("x", torch.tensor([[9.0, math.inf, 5.0]]), torch.tensor([[True, False, False]]))
+    meter.extremes("y", torch.tensor([[1.0, 2.0, 9.0]]), mask)
+    meter.extremes("y", torch.tensor([[1.5, 2.0, -9.0]]), mask)
+    meter.extremes("unseen", torch.tensor([[1.0, 2.0, 9.0]]), torch.zeros_like(mask))
     meter.add("nothing", 0.0, 0.0)
-    assert meter.means() == {"x": 4.0, "high": 2.0, "low": 1.0}
+    assert meter.read() == {"x": 4.0, "y_min": 1.0, "y_max": 2.0}
 
 
 def test_a_gradient_that_is_not_finite_is_counted_and_spoils_no_other_metric() -> None:
     policy = make_policy()
-    objective = ALGORITHMS["grpo"](beta=0.0)
+    objective = build_objective("grpo", beta=0.0)
     batch = with_advantage(objective, make_batch(rows=8, groups=2, seed=5))
     spoiled = batch.advantage.clone()
     spoiled[batch.group == 1] = math.inf

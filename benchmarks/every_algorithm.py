@@ -1,0 +1,80 @@
+"""Train the embedded model with every algorithm, each with its own defaults, and write what came out.
+
+    python benchmarks/every_algorithm.py --steps 30 --jobs 2
+
+Not a comparison: one seed, few steps, and one learning rate for all. It shows that every algorithm
+trains without a number that is not finite, and in which direction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from covey.objective import ALGORITHMS
+from covey.run.environment import describe_environment
+from covey.run.folder import RunFolder
+
+RESULT = Path(__file__).parent / "results" / "every_algorithm.json"
+
+
+def train(name: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:
+    """Train with one algorithm in a process of its own."""
+    settings = [f"objective.name={name}", f"train.steps={steps}", f"evaluate.every={steps}"]
+    settings += [f"seed={seed}", "save.every=0"]
+    command = [sys.executable, "-m", "covey", "train", "arithmetic", "--run", str(folder / name)]
+    for setting in settings:
+        command += ["--set", setting]
+    started = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr}")
+    run = RunFolder.open(folder / name)
+    first, last = run.evaluations()[0], run.evaluations()[-1]
+    numbers = [v for row in run.steps() for v in row.values()]
+    result = {
+        "algorithm": name,
+        "before": first["greedy"]["value"],
+        "after": last["greedy"]["value"],
+        "low": last["greedy"]["low"],
+        "high": last["greedy"]["high"],
+        "finite": all(v is not None and math.isfinite(v) for v in numbers),
+        "skipped_updates": sum(row["optim/skipped"] for row in run.steps()),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    print(f"{name:22} {result['before']:6.1%} -> {result['after']:6.1%}  finite {result['finite']}")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="Runs at a time.")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    threads = max(1, (os.cpu_count() or 1) // arguments.jobs)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        one = partial(train, folder=Path(folder), steps=arguments.steps, seed=arguments.seed)
+        results = list(pool.map(one, ALGORITHMS))
+    report = {
+        "steps": arguments.steps,
+        "environment": describe_environment(arguments.seed, "cpu", threads),
+        "results": results,
+    }
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

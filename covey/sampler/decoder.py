@@ -1,0 +1,260 @@
+"""One step of decoding: from the last token of every slot to the hidden state of the next.
+
+Any model can take its own forward pass in transformers. Most have the shape of Llama, though, and
+for these the same arithmetic is written out here: at one token a slot, the layers of Python between
+a model's operations cost more than the operations do. The weights are the model's own, and whether
+the shape is understood is tried when the sampler is made.
+
+Shapes: W slots in use, H heads, K key-value heads, D head size, L positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention
+from transformers import DynamicCache
+
+from covey.policy.attention import SHORT, short_attention, short_bias
+from covey.policy.model import LanguageModel
+from covey.sampler.slots import SlotCache, attention_mask
+
+PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose angles depend on the position alone."""
+
+
+class Decoder(Protocol):
+    """Whatever can go one token further."""
+
+    def begin(self, capacity: int) -> None:
+        """Make ready for answers of up to so many positions, with the weights as they are now."""
+
+    def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+        """Return hidden states [W, hidden size] after `tokens` [W], writing to the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersDecoder:
+    """The model's own forward pass."""
+
+    model: LanguageModel
+
+    def begin(self, capacity: int) -> None:
+        """There is nothing to prepare."""
+
+    def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+        """Run the model on one token a slot."""
+        place = cache.place[: cache.width]
+        dtype = self.model.head.linear.weight.dtype
+        hidden: torch.Tensor = self.model.backbone(
+            input_ids=tokens[:, None],
+            attention_mask=attention_mask(self.model.model.config, place, cache.reach, dtype),
+            position_ids=place[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        return hidden[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The parts of one layer; modules, so that their weights are always those of now."""
+
+    input_norm: nn.Module
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    output: nn.Linear
+    query_norm: nn.Module | None
+    key_norm: nn.Module | None
+    post_norm: nn.Module
+    gate: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    head_size: int
+    scaling: float
+
+
+class _NotUnderstood(Exception):
+    pass
+
+
+class LlamaDecoder:
+    """The arithmetic of a model with the shape of Llama, without the model's Python."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        backbone: Any = model.backbone
+        self.embedding: nn.Embedding = backbone.embed_tokens
+        self.blocks = [_block(layer) for layer in backbone.layers]
+        self.final_norm: nn.Module = backbone.norm
+        self.rotary: nn.Module = backbone.rotary_emb
+        self.cosine = self.signed_sine = torch.empty(0)
+        if type(self.embedding) is not nn.Embedding or not _plain_positions(model.model.config):
+            raise _NotUnderstood
+
+    def begin(self, capacity: int) -> None:
+        """Tabulate the rotary embedding."""
+        weight = self.embedding.weight
+        places = torch.arange(capacity, device=weight.device)
+        cosine, sine = self.rotary(weight[:1, None], places[None])
+        half = sine.shape[-1] // 2
+        # rotate_half(x) is (-x2, x1); with the sign in the table it is a mere swap of halves.
+        sign = torch.cat([-torch.ones_like(sine[0, 0, :half]), torch.ones_like(sine[0, 0, half:])])
+        self.cosine, self.signed_sine = cosine[0][:, None], (sine[0] * sign)[:, None]
+
+    def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+        """Go through all layers."""
+        place = cache.place[: cache.width]
+        rope = self.cosine[place], self.signed_sine[place]
+        seen = torch.arange(cache.reach, device=place.device) <= place[:, None]
+        heads = cache.layer_keys[0].shape[1]
+        rows = _rows(place, heads, cache.layer_keys[0].shape[2])
+        attend = _attention(seen, heads, self.blocks[0], self.embedding.weight)
+        hidden = embedding(tokens, self.embedding.weight)
+        for number, block in enumerate(self.blocks):
+            normed = _norm(block.input_norm, hidden)
+            query = _turned(_heads(block.query, normed, block, block.query_norm), rope)
+            keys, values = cache.layer_keys[number], cache.layer_values[number]
+            key = _turned(_heads(block.key, normed, block, block.key_norm), rope)
+            keys.view(-1, block.head_size).index_copy_(0, rows, key.flatten(0, 1))
+            value = _heads(block.value, normed, block, None)
+            values.view(-1, block.head_size).index_copy_(0, rows, value.flatten(0, 1))
+            width, reach = cache.width, cache.reach
+            attended = attend(query, keys[:width, :, :reach], values[:width, :, :reach])
+            hidden = hidden + _linear(block.output, attended)
+            normed = _norm(block.post_norm, hidden)
+            gate = block.activation(_linear(block.gate, normed))
+            hidden = hidden + _linear(block.down, gate * _linear(block.up, normed))
+        return _norm(self.final_norm, hidden)
+
+
+def decoder_for(model: LanguageModel) -> Decoder:
+    """Return the fastest decoder that says what the model says."""
+    plain = TransformersDecoder(model)
+    try:
+        lean = LlamaDecoder(model)
+        expected, got = _trial(model, plain), _trial(model, lean)
+    except (_NotUnderstood, AttributeError, TypeError, ValueError, RuntimeError, IndexError):
+        return plain
+    tolerance = 3e-2 if expected.dtype == torch.bfloat16 else 1e-4
+    same = float((got - expected).abs().max()) <= tolerance * float(expected.abs().max())
+    return lean if same else plain
+
+
+@torch.inference_mode()
+def _trial(model: LanguageModel, decoder: Decoder) -> torch.Tensor:
+    """Decode two tokens in three slots of different length."""
+    device = model.device
+    ids = torch.arange(2, 17, device=device).view(3, 5) % model.model.config.vocab_size
+    prefix = DynamicCache()
+    model.backbone(input_ids=ids, past_key_values=prefix, use_cache=True)
+    slots = torch.arange(3, device=device)
+    cache = SlotCache(3, 9, prefix)
+    cache.write_prefix(slots, prefix, slots)
+    cache.place[:] = torch.tensor([5, 2, 4], device=device)
+    decoder.begin(9)
+    states: list[torch.Tensor] = []
+    for _ in range(2):
+        cache.reach = int(cache.place.max()) + 1
+        states.append(decoder.step(ids[:, len(states)], cache))
+        cache.place += 1
+    return torch.stack(states)
+
+
+def _block(layer: Any) -> _Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    block = _Block(
+        input_norm=layer.input_layernorm,
+        query=attention.q_proj,
+        key=attention.k_proj,
+        value=attention.v_proj,
+        output=attention.o_proj,
+        query_norm=getattr(attention, "q_norm", None),
+        key_norm=getattr(attention, "k_norm", None),
+        post_norm=layer.post_attention_layernorm,
+        gate=mlp.gate_proj,
+        up=mlp.up_proj,
+        down=mlp.down_proj,
+        activation=mlp.act_fn,
+        head_size=attention.head_dim,
+        scaling=attention.scaling,
+    )
+    linears = (
+        block.query, block.key, block.value, block.output, block.gate, block.up, block.down
+    )  # fmt: skip
+    # An adapter, a quantized layer or a hook is more than the product that is written out here.
+    if any(type(each) is not nn.Linear or each._forward_hooks for each in linears):
+        raise _NotUnderstood
+    return block
+
+
+def _plain_positions(config: Any) -> bool:
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+    window = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
+    return (
+        rope.get("rope_type", "default") in PLAIN_ROPE
+        and kinds == {"full_attention"}
+        and not (window)
+    )
+
+
+def _linear(layer: nn.Linear, values: torch.Tensor) -> torch.Tensor:
+    return linear(values, layer.weight, layer.bias)
+
+
+def _norm(module: Any, values: torch.Tensor) -> torch.Tensor:
+    # Norms compute in float32: from any other precision they round in places of their own.
+    if values.dtype != torch.float32:
+        normed: torch.Tensor = module(values)
+        return normed
+    return rms_norm(values, values.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def _heads(
+    layer: nn.Linear, values: torch.Tensor, block: _Block, norm: nn.Module | None
+) -> torch.Tensor:
+    """Project to heads [W, H, D]."""
+    heads = _linear(layer, values).view(len(values), -1, block.head_size)
+    return heads if norm is None else _norm(norm, heads)
+
+
+def _turned(heads: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    cosine, signed_sine = rope
+    first, second = heads.chunk(2, dim=-1)
+    return torch.addcmul(heads * cosine, torch.cat((second, first), dim=-1), signed_sine)
+
+
+def _rows(place: torch.Tensor, heads: int, capacity: int) -> torch.Tensor:
+    """Return which rows of a cache, flattened to [S * K * L, D], the new positions are."""
+    slots = torch.arange(len(place) * heads, device=place.device)
+    return slots * capacity + place.repeat_interleave(heads)
+
+
+def _attention(
+    seen: torch.Tensor, key_heads: int, block: _Block, weight: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return attention [W, H * D] from query [W, H, D], keys and values [W, K, L, D]."""
+    mask = seen[:, None, None]
+    shared = block.query.out_features // (key_heads * block.head_size)
+    if weight.device.type == "cpu" and seen.shape[1] <= SHORT:
+        bias = short_bias(mask, weight.dtype, key_heads, shared)
+
+        def short(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            attended = short_attention(query[:, :, None], keys, values, bias, block.scaling)
+            return attended.flatten(1)
+
+        return short
+
+    def fused(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        attended = scaled_dot_product_attention(
+            query[:, :, None], keys, values, mask, scale=block.scaling, enable_gqa=shared > 1
+        )
+        return attended.flatten(1)
+
+    return fused

@@ -1,0 +1,543 @@
+"""From a name and options to an objective: pieces, functions of one's own, bounds, configuration."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from covey.cli.main import run
+from covey.config import load_config, to_toml
+from covey.errors import ConfigError
+from covey.functional import LossOutput, loss
+from covey.objective import ALGORITHMS, algorithm, build
+from covey.objective.build import Correction, extended
+from covey.objective.compose import PIECES, hints_of, options_of
+from covey.objective.correction import CORRECTIONS
+from covey.objective.options import OPTIONS
+from covey.objective.penalty import PENALTIES, Kl
+from covey.train.assemble import objective_of, resolve
+
+NEEDED: dict[str, dict[str, Any]] = {"dr_grpo": {"length": 12}}
+SHARED = options_of(extended)
+
+
+def step() -> dict[str, torch.Tensor]:
+    """Return a random step, off policy: two groups of three answers, one of them without a token."""
+    generator = torch.Generator().manual_seed(1)
+    noise = [torch.randn(6, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
+    old_logp = -noise[0].abs() - 0.5
+    return {
+        "logp": old_logp + 0.3 * noise[1],
+        "old_logp": old_logp,
+        "ref_logp": old_logp + 0.3 * noise[2],
+        "sampler_logp": old_logp + 0.1 * noise[2],
+        "entropy": noise[3].abs() / 3,
+        "tokens": torch.randint(0, 2, (6, 4), generator=generator),
+        "mask": torch.arange(4) < torch.tensor([4, 2, 3, 1, 0, 3])[:, None],
+        "rewards": torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 2.0], dtype=torch.float64),
+        "group": torch.tensor([3, 8, 3, 8, 3, 8]),
+    }
+
+
+def descend(name: str, **options: Any) -> tuple[LossOutput, torch.Tensor]:
+    given = step()
+    logp = given["logp"].requires_grad_()
+    out = loss(name, **given, **options)
+    (gradient,) = torch.autograd.grad(out.loss, logp)
+    return out, gradient
+
+
+def refused(name: str, **options: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        build(name, **options)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+def from_toml(folder: Path, text: str, *overrides: str) -> Any:
+    (folder / "own.toml").write_text(text)
+    return resolve(load_config(str(folder / "own.toml"), overrides))
+
+
+# Pieces
+
+
+@pytest.mark.parametrize("advantage", PIECES["advantage"])
+def test_all_pieces_go_together(advantage: str) -> None:
+    others = [PIECES[kind] for kind in ("ratio", "surrogate", "weights")]
+    for choice in itertools.product([advantage], *others):
+        pieces = dict(zip(PIECES, choice, strict=True))
+        length = {"length": 7} if pieces["weights"] == "sequence_mean_token_sum_norm" else {}
+        objective = build("composed", **pieces, **length)
+        for kind, piece in pieces.items():
+            chosen = getattr(objective, kind)
+            assert getattr(chosen, "func", chosen) is PIECES[kind][piece]
+        out, gradient = descend("composed", **pieces, **length)
+        assert out.loss.isfinite(), pieces
+        assert gradient.isfinite().all(), pieces
+        assert gradient.any(), pieces
+
+
+# Every algorithm but the two that mark tokens, as pieces.
+AS_PIECES: dict[str, dict[str, Any]] = {
+    "grpo": {"weights": "sequence_mean_token_mean"},
+    "dr_grpo": {"advantage": "centered", "weights": "sequence_mean_token_sum_norm", "length": 12},
+    "dapo": {"high": 0.28},
+    "gspo": {"ratio": "sequence", "weights": "sequence_mean_token_mean", "low": 3e-4, "high": 4e-4},
+    "gspo_token": {"ratio": "sequence_token", "weights": "sequence_mean_token_mean", "low": 3e-4, "high": 4e-4},
+    "luspo": {"ratio": "sequence", "weights": "sequence_mean_token_sum", "low": 2e-3, "high": 2.5e-3},
+    "gmpo": {"surrogate": "geometric_clipped", "weights": "sequence_mean_token_mean"},
+    "rloo": {"advantage": "leave_one_out", "ratio": "product", "weights": "sequence_mean_token_mean"},
+    "grpo_s": {"advantage": "entropy_shaped_answers", "ratio": "sequence", "weights": "sequence_mean_token_mean", "high": 0.28},
+    "gtpo": {"advantage": "entropy_shaped_tokens", "high": 0.28},
+    "gtpo_trajectory": {"advantage": "without_conflicts", "ratio": "one", "surrogate": "unclipped", "weights": "sequence_mean_token_mean"},
+    "reinforce_pp": {"advantage": "returns_whitened"},
+    "reinforce_pp_baseline": {"advantage": "group_whitened"},
+    "lite_ppo": {"advantage": "batch_standardized"},
+    "opo": {"advantage": "length_weighted"},
+    "gpg": {"advantage": "scaled_up", "surrogate": "log_likelihood"},
+    "cispo": {"surrogate": "truncated_weight"},
+    "sapo": {"surrogate": "soft_gate", "weights": "sequence_mean_token_mean"},
+    "vespo": {"ratio": "product", "surrogate": "gamma_weight"},
+    "dppo": {"surrogate": "trust_mask"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+@pytest.mark.parametrize("name", AS_PIECES)
+def test_an_algorithm_is_its_pieces(name: str, beta: float) -> None:
+    kl = {"kl": "k2", "kl_in": "reward", "beta": beta}
+    out, gradient = descend(name, **NEEDED.get(name, {}), **kl)
+    composed, same = descend("composed", **AS_PIECES[name], **kl)
+    assert torch.equal(composed.loss, out.loss)
+    assert torch.equal(same, gradient)
+    assert torch.equal(composed.weight, out.weight)
+    assert composed.metrics == out.metrics
+    needs = ("compares", "needs_entropy", "needs_tokens", "needs_success", "needs_old_logp")
+    one, other = (
+        build(name, **NEEDED.get(name, {}), **kl),
+        build("composed", **AS_PIECES[name], **kl),
+    )
+    assert {n: getattr(one, n) for n in needs} == {n: getattr(other, n) for n in needs}
+
+
+def test_all_other_algorithms_mark_tokens() -> None:
+    marking = {n for n in ALGORITHMS if build(n, **NEEDED.get(n, {})).marks is not None}
+    assert marking == {"clip_cov", "kl_cov"}
+    assert marking | AS_PIECES.keys() == ALGORITHMS.keys()
+
+
+def another(value: Any, hint: Any) -> Any:
+    """Return a value of an option that is not its default."""
+    if typing.get_origin(hint) is typing.Literal:
+        return next(choice for choice in typing.get_args(hint) if choice != value)
+    if hint is int:
+        return 7 if value is inspect.Parameter.empty else 1 - value
+    return value / 2 if value else 3.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "piece", "option"),
+    [(k, p, o) for k, of in PIECES.items() for p, f in of.items() for o in options_of(f)],
+)
+def test_an_option_reaches_its_piece(kind: str, piece: str, option: str) -> None:
+    function = PIECES[kind][piece]
+    default, hint = options_of(function)[option].default, hints_of(function)[option]
+    value = another(default, hint)
+    assert value != default
+    objective = build("composed", **{kind: piece, option: value})
+    assert getattr(objective, kind).func is function
+    assert getattr(objective, kind).keywords[option] == value
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": "sequenc"}, "config: objective.ratio = 'sequenc' is not known; did you mean 'sequence'?"),
+        ({"advantage": "centred"}, "config: objective.advantage = 'centred' is not known; did you mean 'centered'?"),
+        ({"surrogate": "clip"}, "config: objective.surrogate = 'clip' is not known; did you mean 'clipped'?"),
+        ({"weights": "mean"}, "config: objective.weights = 'mean' is not known; did you mean 'token_mean'?"),
+        ({"ratio": "zzz"}, "config: objective.ratio = 'zzz' is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
+        ({"ratio": [1]}, "config: objective.ratio = [1] is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
+        ({"weights": "sequence_mean_token_sum_norm"}, "composed needs the option 'length'"),
+        ({"kl": "k9"}, "objective.kl = 'k9' of composed is not known; did you mean 'k3'?"),
+    ],
+)  # fmt: skip
+def test_a_piece_that_is_not_there(options: dict[str, Any], message: str) -> None:
+    assert refused("composed", **options) == message
+
+
+@pytest.mark.parametrize(
+    ("option", "pieces"),
+    [
+        ("max_weight", {}),
+        ("low", {"surrogate": "unclipped"}),
+        ("ddof", {"advantage": "centered"}),
+        ("length", {"weights": "token_mean"}),
+        ("dual", {"surrogate": "trust_mask"}),
+    ],
+)
+def test_an_option_of_a_piece_that_was_not_chosen(option: str, pieces: dict[str, str]) -> None:
+    message = refused("composed", **pieces, **{option: 1})
+    start = f"composed has no option '{option}'; it has advantage, ratio, surrogate, weights, "
+    assert message.startswith(start)
+    assert option not in message.removeprefix(start).split(", ")
+    assert message.endswith(", ".join(SHARED))
+
+
+# In the configuration
+
+
+def test_pieces_need_no_name_in_a_file(tmp_path: Path) -> None:
+    config = from_toml(tmp_path, '[objective]\nratio = "sequence"\nlow = 3e-4\nkl_in = "reward"\n')
+    assert config.objective.name == "composed"
+    assert config.objective.options == {
+        "advantage": "standardized", "ratio": "sequence", "surrogate": "clipped", "weights": "token_mean",
+        "ddof": 1, "eps": 1e-6, "low": 3e-4, "high": 0.2, "dual": 0.0, "beta": 0.0, "kl": "k3",
+        **{k: p.default for k, p in SHARED.items()}, "kl_in": "reward",
+    }  # fmt: skip
+    objective = objective_of(config)
+    assert objective.ratio is PIECES["ratio"]["sequence"]
+    assert objective.surrogate.keywords["low"] == 3e-4
+    # What is written out reads back as the same.
+    again = from_toml(tmp_path, to_toml(config))
+    assert again == config
+    assert to_toml(again) == to_toml(config)
+    assert load_config(None, ["objective.ratio=sequence"]).objective.name == "composed"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_resolved_algorithm_reads_back_as_the_same(name: str, tmp_path: Path) -> None:
+    config = resolve(load_config(None, [f"objective.name={name}"]))
+    assert from_toml(tmp_path, to_toml(config)) == config
+    assert set(config.objective.options) == {*options_of(ALGORITHMS[name]), *SHARED}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('ratio = "sequenc"', "config: objective.ratio = 'sequenc' is not known; did you mean 'sequence'?"),
+        ("ratio = [1]", "config: objective.ratio = [1] is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
+        ('ratio = "token"\nmin_weight = 1.0', "config: objective.min_weight is not an option of composed; did you mean 'weights'?"),
+        ('ratio = "token"\nlow = "x"', "config: objective.low = 'x': input should be a valid number"),
+        ('name = "gspo"\nratio = "token"', "config: objective.ratio needs objective.name = 'composed'; 'gspo' has pieces of its own"),
+        ('name = "gspo"\nlow = -0.1', "objective.low = -0.1 of gspo must be at least 0"),
+        ('name = "gspo"\ntop_entropy = 0.2', "objective.top_entropy of gspo: its gain is of whole answers, so tokens cannot be left out; gspo_token takes the ratio of the answer token by token"),
+        ('name = "composd"', "config: objective.name = 'composd' is not known; did you mean 'composed'?"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_file(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        from_toml(tmp_path, f"[objective]\n{text}\n")
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "length"),
+    [
+        (["objective.name=dr_grpo", "rollout.max_tokens=37"], 37),
+        (["objective.name=dr_grpo", "objective.length=50", "rollout.max_tokens=37"], 50),
+        (["objective.weights=sequence_mean_token_sum_norm", "rollout.max_tokens=37"], 37),
+    ],
+)
+def test_the_length_of_dr_grpo_is_the_budget_unless_given(settings: list[str], length: int) -> None:
+    config = resolve(load_config(None, settings))
+    assert config.objective.options["length"] == length
+    assert objective_of(config).weights.keywords == {"length": length}
+
+
+def test_print_config_shows_the_length(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--set", "objective.name=dr_grpo", "--set", "rollout.max_tokens=37"]
+    assert run(["train", *settings, "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert '[objective]\nname = "dr_grpo"\nlength = 37\nlow = 0.2\n' in printed
+
+
+# Functions of one's own
+
+OWN = '''
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from covey.objective import build
+
+if TYPE_CHECKING:
+    from covey.objective import Objective
+
+
+def steady(*, strength: float = 0.5, mode: Literal["hot", "cold"] = "hot"):
+    """Clip less."""
+    return build("grpo", beta=0.0, low=strength, high=2 * strength)
+
+
+def needy(*, strength: float):
+    return build("dapo", high=strength)
+
+
+def bare(strength=0.5, other=None):
+    return build("dapo", high=strength)
+
+
+def for_type_checkers(*, strength: float = 0.5) -> Objective:
+    return build("dapo", high=strength)
+
+
+def corrected():
+    return build("rloo", correction="token_mask", entropy_bonus=0.1, top_entropy=1.0)
+
+
+def lenient(*, low: float | None = None, dual: float = 3.0):
+    return build("dapo", dual=dual)
+
+
+def nothing():
+    return "an objective"
+
+
+def fails():
+    raise RuntimeError("first line\\nsecond line")
+
+
+def careless():
+    return build("grpo", low=-1.0)
+
+
+def open_ended(**options):
+    return build("grpo", **options)
+
+
+def positional(strength, /):
+    return build("grpo")
+
+
+value = 5
+'''
+BROKEN = {
+    "raises": "raise RuntimeError('first line\\nsecond line')",
+    "unfinished": "def f(:",
+    "leaves": "import sys\nsys.exit(3)",
+    "missing": "import no_such_package",
+    "key": "{}['k']",
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder with modules of a user's own, which nobody remembers afterwards."""
+    before, path = set(sys.modules), list(sys.path)
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package/inner.py").write_text(OWN)
+    (tmp_path / "own_module.py").write_text(OWN)
+    for name, text in BROKEN.items():
+        (tmp_path / f"own_{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield tmp_path
+    assert sys.path == path
+    for name in set(sys.modules) - before:
+        if name.startswith("own_"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["own_module:steady", "own_module.steady", "own_package.inner:steady", "own_package.inner.steady"],
+)  # fmt: skip
+def test_a_function_in_the_working_folder(name: str, own: Path) -> None:
+    out, gradient = descend(name, strength=0.05)
+    expected, same = descend("grpo", beta=0.0, low=0.05, high=0.1)
+    assert torch.equal(out.loss, expected.loss)
+    assert torch.equal(gradient, same)
+    config = from_toml(own, f'[objective]\nname = "{name}"\nstrength = 1\nveto = 0.1\n')
+    assert config.objective.options == {
+        "strength": 1.0, "mode": "hot", **{k: p.default for k, p in SHARED.items()}, "veto": 0.1,
+    }  # fmt: skip
+    assert objective_of(config).surrogate.keywords["high"] == 2.0
+    assert objective_of(config).veto == 0.1
+    assert from_toml(own, to_toml(config)) == config
+
+
+@pytest.mark.parametrize("function", ["bare", "for_type_checkers", "lenient"])
+def test_annotations_and_bare_stars_are_not_asked_for(function: str, own: Path) -> None:
+    option = "dual" if function == "lenient" else "strength"
+    text = f'[objective]\nname = "own_module:{function}"\n{option} = 1.5\n'
+    config = from_toml(own, text)
+    assert objective_of(config).surrogate.keywords["dual" if option == "dual" else "high"] == 1.5
+    assert from_toml(own, to_toml(config)) == config  # what is None is left out
+
+
+def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own: Path) -> None:
+    objective = build("own_module:corrected")
+    assert (objective.kl_in, objective.beta, objective.entropy_bonus) == ("reward", 0.05, 0.1)
+    assert objective.correction.func is CORRECTIONS["token_mask"]
+    other = build("own_module:corrected", correction="sequence_mask", entropy_bonus=0.2)
+    assert (other.kl_in, other.entropy_bonus) == ("reward", 0.2)
+    assert other.correction.func is CORRECTIONS["sequence_mask"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_module:f", "objective.name = 'no_module:f': cannot import 'no_module': No module named 'no_module'"),
+        ("own_module.f.g", "objective.name = 'own_module.f.g': cannot import 'own_module.f': No module named 'own_module.f'; 'own_module' is not a package"),
+        ("own_module:nope", "objective.name = 'own_module:nope': 'own_module' has no function 'nope'"),
+        ("own_module:value", "objective.name = 'own_module:value': 'own_module' has no function 'value'"),
+        ("own_module:", "objective.name = 'own_module:': 'own_module' has no function ''"),
+        (":f", "objective.name = ':f': cannot import '': ValueError: Empty module name"),
+        ("..f", "objective.name = '..f': cannot import '.': TypeError: the 'package' argument is required to perform a relative import for '.'"),
+        ("own_raises:f", "objective.name = 'own_raises:f': cannot import 'own_raises': RuntimeError: first line second line"),
+        ("own_unfinished:f", "objective.name = 'own_unfinished:f': cannot import 'own_unfinished': SyntaxError: invalid syntax (own_unfinished.py, line 1)"),
+        ("own_leaves:f", "objective.name = 'own_leaves:f': cannot import 'own_leaves': SystemExit: 3"),
+        ("own_missing:f", "objective.name = 'own_missing:f': cannot import 'own_missing': No module named 'no_such_package'"),
+        ("own_key:f", "objective.name = 'own_key:f': cannot import 'own_key': KeyError: 'k'"),
+        ("own_module:nothing", "objective.name = 'own_module:nothing' gives no covey.objective.Objective"),
+        ("own_module:fails", "objective.name = 'own_module:fails' fails: RuntimeError: first line second line"),
+        ("own_module:careless", "objective.low = -1.0 of grpo must be at least 0"),
+        ("own_module:open_ended", "objective.name = 'own_module:open_ended' must take options by keyword, unlike '**options'"),
+        ("own_module:positional", "objective.name = 'own_module:positional' must take options by keyword, unlike 'strength'"),
+        ("own_module:needy", "config: objective.strength must be given for own_module:needy"),
+        ("builtins:int", "objective.name = 'builtins:int': no signature found for builtin type <class 'int'>"),
+    ],
+)  # fmt: skip
+def test_a_function_that_does_not_work_is_one_line(
+    name: str, message: str, own: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", "--set", f"objective.name={name}", "--print-config"]) == 2
+    captured = capfd.readouterr()
+    assert captured.err == f"covey: {message}\n"
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("stregnth = 1.0", "config: objective.stregnth is not an option of own_module:steady; did you mean 'strength'?"),
+        ('strength = "much"', "config: objective.strength = 'much': input should be a valid number"),
+        ('mode = "warm"', "config: objective.mode = 'warm': input should be 'hot' or 'cold'"),
+    ],
+)  # fmt: skip
+def test_options_of_ones_own_are_checked(setting: str, message: str, own: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        from_toml(own, f'[objective]\nname = "own_module:steady"\n{setting}\n')
+    assert str(raised.value).startswith(message)
+
+
+# Options
+
+
+def test_the_table_of_options_is_complete_and_has_nothing_else() -> None:
+    functions = [
+        *ALGORITHMS.values(),
+        extended,
+        *(f for of in PIECES.values() for f in of.values()),
+    ]
+    used = {option for function in functions for option in options_of(function)}
+    assert used | PIECES.keys() == OPTIONS.keys()
+    assert used & PIECES.keys() == set()
+    for function in functions:
+        assert hints_of(function).keys() == options_of(function).keys(), function
+
+
+def test_every_option_says_what_it_means() -> None:
+    meanings = [option.meaning for option in OPTIONS.values()]
+    assert all(m.endswith(".") and len(m) < 110 for m in meanings)
+    assert all(m[0].isupper() for m in meanings)
+
+
+def test_types_name_what_there_is() -> None:
+    assert set(typing.get_args(Kl)) == PENALTIES.keys()
+    assert set(typing.get_args(Correction)) == {"none", *CORRECTIONS}
+
+
+def bounded() -> list[tuple[str, str, float]]:
+    cases = []
+    for name in ALGORITHMS:
+        for key in inspect.signature(algorithm(name)).parameters:
+            low, high = OPTIONS[key].at_least, OPTIONS[key].at_most
+            cases += [(name, key, low)] if low > -math.inf else []
+            cases += [(name, key, high)] if high < math.inf else []
+    return cases
+
+
+@pytest.mark.parametrize(("name", "key", "bound"), bounded())
+def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
+    kind = hints_of(algorithm(name))[key]
+    lowest = bound == OPTIONS[key].at_least
+    beyond = kind(bound + (-1 if lowest else 1) * (1 if kind is int else max(1e-3, bound)))
+    needed = {**NEEDED.get(name, {}), "beta": 0.1}
+    message = refused(name, **{**needed, key: beyond})
+    assert message.startswith(f"objective.{key} = {beyond} of {name} must be at least ")
+    if key != "top_entropy":  # some refuse anything but 1; see below
+        assert build(name, **{**needed, key: kind(bound)}) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("grpo", {"low": -0.1}, "objective.low = -0.1 of grpo must be at least 0"),
+        ("grpo", {"low": math.nan}, "objective.low = nan of grpo must be at least 0"),
+        ("grpo", {"ddof": 2}, "objective.ddof = 2 of grpo must be at least 0 and at most 1"),
+        ("grpo", {"dual": 1.2}, "objective.dual = 1.2 of grpo must exceed 1 + high = 1.2"),
+        ("dapo", {"dual": 1.25}, "objective.dual = 1.25 of dapo must exceed 1 + high = 1.28"),
+        ("grpo", {"dual": -1.0}, "objective.dual = -1.0 of grpo must be at least 0"),
+        ("dapo", {"top_entropy": 0.0}, "objective.top_entropy = 0.0 of dapo must be at least 1e-09 and at most 1"),
+        ("dapo", {"top_entropy": 1.1}, "objective.top_entropy = 1.1 of dapo must be at least 1e-09 and at most 1"),
+        ("reinforce_pp", {"gamma": 1.01}, "objective.gamma = 1.01 of reinforce_pp must be at least 0 and at most 1"),
+        ("dr_grpo", {"length": 0}, "objective.length = 0 of dr_grpo must be at least 1"),
+        ("sapo", {"tau_pos": 0.0}, "objective.tau_pos = 0.0 of sapo must be at least 1e-09"),
+        ("cispo", {"min_weight": 6.0}, "objective.min_weight = 6.0 of cispo exceeds max_weight = 5.0"),
+        ("clip_cov", {"cov_low": 7.0}, "objective.cov_low = 7.0 of clip_cov exceeds cov_high = 5.0"),
+        ("gspo", {"correction_low": 3.0}, "objective.correction_low = 3.0 of gspo exceeds correction_high = 2.0"),
+        ("dapo", {"kl_target": 0.1}, "objective.kl_target adapts beta, which is 0; start with a beta above 0"),
+        ("dapo", {"low": "0.2"}, "objective.low = '0.2' of dapo must be a number"),
+        ("dapo", {"low": None}, "objective.low = None of dapo must be a number"),
+        ("dapo", {"low": True}, "objective.low = True of dapo must be a number"),
+        ("dapo", {"ddof": 0.5}, "objective.ddof = 0.5 of dapo must be an integer"),
+        ("dapo", {"correction_mean_one": 1}, "objective.correction_mean_one = 1 of dapo must be true or false"),
+        ("dapo", {"kl": "k9"}, "objective.kl = 'k9' of dapo is not known; did you mean 'k3'?"),
+        ("dapo", {"kl_in": "rewards"}, "objective.kl_in = 'rewards' of dapo is not known; did you mean 'reward'?"),
+        ("dapo", {"correction": "token"}, "objective.correction = 'token' of dapo is not known; did you mean 'token_mask'?"),
+        ("dapo", {"aggregation": "mean"}, "objective.aggregation = 'mean' of dapo is not known; did you mean 'token_mean'?"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_refused(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    assert refused(name, **options) == message
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp"])
+def test_beta_adapts_where_there_is_one(name: str) -> None:
+    assert build(name, kl_target=0.1).kl_target == 0.1
+    assert refused(name, kl_target=0.1, beta=0.0).startswith("objective.kl_target adapts beta")
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, "geometric pieces", "arithmetic pieces"])
+def test_tokens_are_left_out_only_where_they_can_be(name: str) -> None:
+    pieces = {
+        "geometric pieces": {"surrogate": "geometric_clipped"},
+        "arithmetic pieces": {"ratio": "arithmetic"},
+    }
+    options = {**pieces.get(name, NEEDED.get(name, {})), "top_entropy": 0.5}
+    built = "composed" if name in pieces else name
+    if name in {"gspo", "luspo", "gmpo", "rloo", "grpo_s", "vespo", *pieces}:
+        assert refused(built, **options) == (
+            f"objective.top_entropy of {built}: its gain is of whole answers, so tokens cannot be "
+            "left out; gspo_token takes the ratio of the answer token by token"
+        )
+    else:
+        out, _ = descend(built, **options)
+        whole, _ = descend(built, **{**options, "top_entropy": 1.0})
+        left = step()["mask"] & (out.advantage != whole.advantage)
+        assert 0 < left.sum() <= step()["mask"].sum() / 2
+        assert not out.advantage[left].any()

@@ -1,0 +1,128 @@
+"""Everything stays finite far off policy, in low precision, through the functional interface."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import covey.functional
+from covey.objective.correction import CORRECTIONS
+from covey.objective.penalty import PENALTIES
+from tests.objective.laws import CASES, NEEDED, extras, make_step, seeds
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["32", "bf16"])
+FAR = 50.0
+ALGORITHMS = {
+    "token ratio": "dapo",
+    "answer ratio": "gspo",
+    "product of ratios": "rloo",
+    "mean of ratios": "grpo_s, arithmetic",
+    "no group": "reinforce_pp",
+}
+
+
+def far_off_policy(seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the arguments of `loss`, with differences of up to 50 between any two log-probs."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = make_step(seed).batch
+
+    def gap() -> torch.Tensor:
+        shape = batch.mask.shape
+        edge = torch.tensor([-FAR, FAR, 0.0, -20.0, 20.0])
+        picked = edge[torch.randint(0, len(edge), shape, generator=generator)]
+        between = (2 * torch.rand(shape, generator=generator) - 1) * FAR
+        return torch.where(torch.rand(shape, generator=generator) < 0.7, picked, between)
+
+    old = torch.full(batch.mask.shape, -2 * FAR)
+    logp = old + gap()
+    return {
+        "logp": padded(logp, batch.mask, dtype).requires_grad_(),
+        "old_logp": padded(old, batch.mask, dtype),
+        "ref_logp": padded(logp - gap(), batch.mask, dtype),
+        "sampler_logp": padded(old - gap(), batch.mask, dtype),
+        "entropy": padded(12 * torch.rand(old.shape, generator=generator), batch.mask, dtype),
+        "mask": batch.mask,
+        "rewards": batch.rewards.to(dtype),
+        "success": batch.success,
+        "group": batch.group,
+        "tokens": batch.tokens,
+    }
+
+
+def padded(values: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return values.where(mask, torch.nan).to(dtype)
+
+
+def check_finite(case: str, arguments: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
+    name, own = CASES[case]
+    out = covey.functional.loss(name, **arguments, **{**NEEDED.get(name, {}), **own, **options})
+    (gradient,) = torch.autograd.grad(out.loss, arguments["logp"], materialize_grads=True)
+    assert out.loss.isfinite()
+    assert out.loss.dtype == torch.float32
+    assert gradient.isfinite().all()
+    assert gradient.dtype == arguments["logp"].dtype
+    assert out.advantage.isfinite().all()
+    assert {k: v for k, v in out.metrics.items() if not math.isfinite(v)} == {}
+    assert (gradient[~arguments["mask"]] == 0).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=10)
+@given(data=st.data(), seed=seeds)
+def test_every_algorithm_stays_finite_far_off_policy(
+    case: str, dtype: torch.dtype, data: st.DataObject, seed: int
+) -> None:
+    check_finite(case, far_off_policy(seed, dtype), data.draw(extras(case)))
+
+
+@DTYPES
+@pytest.mark.parametrize("case", ALGORITHMS.values(), ids=ALGORITHMS)
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize("kl", PENALTIES)
+def test_every_estimator_stays_finite_far_off_policy(
+    kl: str, kl_in: str, case: str, dtype: torch.dtype
+) -> None:
+    check_finite(case, far_off_policy(1, dtype), {"beta": 0.1, "kl": kl, "kl_in": kl_in})
+
+
+@DTYPES
+@pytest.mark.parametrize("case", ALGORITHMS.values(), ids=ALGORITHMS)
+@pytest.mark.parametrize("mean_one", [False, True])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_every_correction_stays_finite_far_off_policy(
+    correction: str, mean_one: bool, case: str, dtype: torch.dtype
+) -> None:
+    options = {"correction": correction, "correction_mean_one": mean_one, "veto": 1e-4}
+    check_finite(case, far_off_policy(2, dtype), {**options, "correction_high": 1e9})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_without_any_trained_token_is_zero(case: str) -> None:
+    arguments = far_off_policy(3, torch.float32)
+    arguments["mask"] = torch.zeros_like(arguments["mask"])
+    name, own = CASES[case]
+    options = {**NEEDED.get(name, {}), **own, "entropy_bonus": 0.1, "correction": "token_truncate"}
+    out = covey.functional.loss(name, **arguments, **options)
+    (gradient,) = torch.autograd.grad(out.loss, arguments["logp"])
+    assert out.loss.item() == 0.0
+    assert (gradient == 0).all()
+    assert all(math.isfinite(v) for v in out.metrics.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_inputs_are_computed_with_in_float32(case: str) -> None:
+    arguments = far_off_policy(4, torch.bfloat16)
+    name, own = CASES[case]
+    options = {**NEEDED.get(name, {}), **own}
+    low = covey.functional.loss(name, **arguments, **options)
+    floats = ("logp", "old_logp", "ref_logp", "sampler_logp", "entropy", "rewards")
+    wide = {k: v.detach().float() if k in floats else v for k, v in arguments.items()}
+    high = covey.functional.loss(name, **wide, **options)
+    assert torch.equal(low.loss, high.loss)
+    assert dict(low.metrics) == dict(high.metrics)

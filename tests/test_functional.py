@@ -1,0 +1,419 @@
+"""The functional interface: what it takes, what it gives, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import covey.functional
+from covey.errors import ConfigError
+from covey.functional import LossOutput, advantages, loss
+from covey.objective import ALGORITHMS
+from covey.run.metrics import meaning
+
+ROWS, WIDTH = 8, 5
+REQUIRED = ("logp", "old_logp", "mask", "rewards", "group")
+# What each algorithm needs beside these, with the options that it has by default.
+NEEDS = {
+    "grpo": ["ref_logp"],
+    "rloo": ["ref_logp"],
+    "reinforce_pp": ["ref_logp"],
+    "gtpo": ["entropy"],
+    "grpo_s": ["entropy"],
+    "gtpo_trajectory": ["entropy", "tokens"],
+}
+OPTIONS: dict[str, dict[str, Any]] = {"dr_grpo": {"length": 12}}
+EVERY = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+def step(dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, torch.Tensor]:
+    """Return every tensor there is: three groups, interleaved, and one answer without a token."""
+    generator = torch.Generator().manual_seed(3)
+
+    def uniform(low: float, high: float) -> torch.Tensor:
+        values = torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+        return (low + (high - low) * values).to(dtype)
+
+    old_logp = uniform(-2.5, -0.5)
+    tensors = {
+        "logp": old_logp + uniform(-0.4, 0.4),
+        "old_logp": old_logp,
+        "ref_logp": old_logp + uniform(-0.4, 0.4),
+        "sampler_logp": old_logp + uniform(-0.2, 0.2),
+        "entropy": uniform(0.05, 0.6),
+        "tokens": torch.randint(0, 3, (ROWS, WIDTH), generator=generator),
+        "mask": torch.arange(WIDTH) < torch.tensor([5, 4, 3, 1, 0, 2, 5, 3])[:, None],
+        "rewards": torch.tensor([1.0, 0.0, 0.3, -0.5, 1.0, 0.0, 0.0, 2.0], dtype=torch.float64),
+        "group": torch.tensor([0, 1, 2, 0, 1, 2, 1, 0]),
+    }
+    return {**tensors, **changes}
+
+
+def only(given: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    """Leave out what an algorithm does not need."""
+    return {key: given[key] for key in (*REQUIRED, *NEEDS.get(name, []))}
+
+
+def run(name: str, given: dict[str, torch.Tensor], **options: Any) -> tuple[LossOutput, Any]:
+    """Return what `loss` gives, and the gradient."""
+    logp = given["logp"].detach().clone().requires_grad_()
+    out = loss(name, **{**given, "logp": logp}, **{**OPTIONS.get(name, {}), **options})
+    out.loss.backward()
+    return out, logp.grad
+
+
+def refused(name: str, given: dict[str, torch.Tensor], **options: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        loss(name, **given, **{**OPTIONS.get(name, {}), **options})
+    assert isinstance(raised.value, ValueError)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+@EVERY
+def test_an_algorithm_needs_no_more_than_it_says(name: str) -> None:
+    given = only(step(), name)
+    out, gradient = run(name, given)
+    everything, same = run(name, step())
+    assert torch.equal(out.loss, everything.loss)
+    assert torch.equal(gradient, same)
+    assert out.loss.isfinite()
+    assert gradient.any()
+    assert not gradient[~given["mask"]].any()
+    for needed in NEEDS.get(name, []):
+        given_less = {k: v for k, v in given.items() if k != needed}
+        assert refused(name, given_less).startswith(f"this objective needs {needed}, since ")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "missing", "message"),
+    [
+        ("grpo", {}, "ref_logp", "this objective needs ref_logp, since its beta is not 0"),
+        ("dapo", {"beta": 0.1}, "ref_logp", "this objective needs ref_logp, since its beta is not 0"),
+        ("gtpo", {}, "entropy", "this objective needs entropy, since it reads entropies"),
+        ("dapo", {"top_entropy": 0.2}, "entropy", "this objective needs entropy, since it reads entropies"),
+        ("dapo", {"entropy_bonus": 0.1}, "entropy", "this objective needs entropy, since it reads entropies"),
+        ("gtpo_trajectory", {}, "tokens", "this objective needs tokens, since it compares tokens"),
+        ("dapo", {"correction": "token_mask"}, "sampler_logp", "this objective needs sampler_logp, since it compares with the sampler"),
+        ("dapo", {"veto": 0.1}, "sampler_logp", "this objective needs sampler_logp, since it compares with the sampler"),
+        ("dapo", {"off_policy_limit": 0.1}, "sampler_logp", "this objective needs sampler_logp, since it compares with the sampler"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_is_needed_is_asked_for(
+    name: str, options: dict[str, Any], missing: str, message: str
+) -> None:
+    given = {k: v for k, v in step().items() if k != missing}
+    assert refused(name, given, **options) == message
+    assert run(name, step(), **options)[0].loss.isfinite()
+
+
+def test_an_option_without_a_default_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"^dr_grpo needs the option 'length'$"):
+        loss("dr_grpo", **only(step(), "dr_grpo"))
+
+
+def test_an_option_that_is_not_there_is_answered_with_those_that_are() -> None:
+    shared = (
+        "kl_in, kl_target, kl_horizon, entropy_bonus, top_entropy, correction, correction_low, "
+        "correction_high, correction_mean_one, veto, off_policy_limit"
+    )
+    assert refused("gspo", step(), dual=3.0) == (
+        f"gspo has no option 'dual'; it has low, high, beta, kl, ddof, eps, {shared}"
+    )
+    assert refused("gropo", step()) == (
+        "config: objective.name = 'gropo' is not known; did you mean 'grpo'?"
+    )
+
+
+@pytest.mark.parametrize(
+    "tensor", [*sorted({*step(), "success"} - {"mask"}), "mask, flat", "mask, wide"]
+)
+def test_a_wrong_shape_is_told_from_the_right_one(tensor: str) -> None:
+    given = step(success=torch.ones(ROWS))
+    if tensor == "mask, flat":
+        given["mask"] = given["mask"][:, 0]
+        assert refused("dapo", given) == "mask must be [B, T], not [8]"
+    elif tensor == "mask, wide":
+        given["mask"] = torch.ones(ROWS, WIDTH + 1)
+        assert refused("dapo", given) == "logp must be [8, 6], not [8, 5]"
+    elif given[tensor].ndim == 1:
+        given[tensor] = given[tensor][:, None]
+        assert refused("dapo", given) == f"{tensor} must be [8], not [8, 1]"
+    else:
+        # Either would be broadcast without a word.
+        for part in (given[tensor][:, :1], given[tensor][:1]):
+            message = f"{tensor} must be [8, 5], not {list(part.shape)}"
+            assert refused("dapo", {**given, tensor: part}) == message
+
+
+@EVERY
+def test_a_group_of_one_is_refused_where_answers_are_compared(name: str) -> None:
+    given = step(group=torch.tensor([0, -4, 0, 0, 1, 1, 1, 1]))
+    if name == "reinforce_pp":
+        assert run(name, given)[1].any()
+    else:
+        message = "group -4 has one answer; a group has at least two to compare"
+        assert refused(name, given) == message
+
+
+def test_a_large_group_with_a_small_integer_as_its_name_is_not_alone() -> None:
+    given = {k: v.repeat(33, *[1] * (v.ndim - 1))[:257] for k, v in step().items()}
+    out, _ = run("dapo", {**given, "group": torch.zeros(257, dtype=torch.uint8)})
+    assert out.advantage.any()
+
+
+@EVERY
+def test_rows_may_stand_in_any_order(name: str) -> None:
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
+    out, gradient = run(name, step())
+    moved, moved_gradient = run(name, {k: v[order] for k, v in step().items()})
+    torch.testing.assert_close(moved.loss, out.loss, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(moved_gradient, gradient[order], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(moved.advantage, out.advantage[order], rtol=1e-12, atol=1e-14)
+    assert torch.equal(moved.weight, out.weight[order])
+
+
+@EVERY
+@pytest.mark.parametrize("names", [(-7, 2**62, 0), (5, -(2**63), 2**63 - 1), (250, 3, 9)])
+def test_groups_may_have_any_names(name: str, names: tuple[int, int, int]) -> None:
+    kind = torch.uint8 if names[0] == 250 else torch.int64
+    renamed = torch.tensor(names, dtype=torch.int64)[step()["group"]].to(kind)
+    out, gradient = run(name, step())
+    again, same = run(name, step(group=renamed))
+    torch.testing.assert_close(again.loss, out.loss, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(same, gradient, rtol=1e-12, atol=1e-14)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_log_probabilities_of_any_float_type(name: str, dtype: torch.dtype) -> None:
+    given = step(dtype)
+    out, gradient = run(name, given)
+    precise = {k: v.double() if v.dtype == dtype else v for k, v in given.items()}
+    exact, exact_gradient = run(name, precise)
+    assert gradient.dtype == dtype
+    assert out.loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert (out.advantage.dtype, out.weight.dtype) == (torch.float64, torch.float64)
+    # Only the gradient is rounded to the narrow type, at the very end.
+    torch.testing.assert_close(out.loss.double(), exact.loss, rtol=1e-5, atol=1e-6)
+    rounding = max(1e-5, torch.finfo(dtype).eps)
+    torch.testing.assert_close(gradient.double(), exact_gradient, rtol=rounding, atol=1e-6)
+
+
+@EVERY
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8, torch.float32, torch.bfloat16])
+def test_a_mask_is_true_where_it_is_not_0(name: str, kind: torch.dtype) -> None:
+    out, gradient = run(name, step())
+    again, same = run(name, step(mask=step()["mask"].to(kind) * 2))
+    assert torch.equal(again.loss, out.loss)
+    assert torch.equal(same, gradient)
+    assert again.metrics == out.metrics
+
+
+@EVERY
+def test_what_stands_outside_the_mask_changes_nothing(name: str) -> None:
+    given = step()
+    mask, spoilt = given["mask"], dict(given)
+    for key in ("logp", "old_logp", "ref_logp", "sampler_logp", "entropy"):
+        spoilt[key] = given[key].where(mask, math.nan)
+    spoilt["tokens"] = given["tokens"].where(mask, -1)
+    options = {"beta": 0.1, "correction": "token_truncate", "entropy_bonus": 0.1}
+    out, gradient = run(name, given, **options)
+    again, same = run(name, spoilt, **options)
+    assert torch.equal(again.loss, out.loss)
+    assert torch.equal(same, gradient)
+    assert again.metrics == out.metrics
+
+
+@EVERY
+def test_an_answer_without_tokens_has_neither_advantage_nor_weight(name: str) -> None:
+    out, gradient = run(name, step())
+    empty = ~step()["mask"].any(dim=1)
+    assert empty.tolist() == [False] * 4 + [True] + [False] * 3
+    assert not out.advantage[empty].any()
+    assert not out.weight[empty].any()
+    assert not gradient[empty].any()
+
+
+@EVERY
+@pytest.mark.parametrize("what", ["no trained token", "no column", "no row"])
+def test_a_step_without_tokens_has_loss_0(name: str, what: str) -> None:
+    given = step()
+    if what == "no trained token":
+        given["mask"] = torch.zeros(ROWS, WIDTH)
+    elif what == "no column":
+        given = {k: v[:, :0] if v.ndim == 2 else v for k, v in given.items()}
+    else:
+        given = {k: v[:0] for k, v in given.items()}
+    out, gradient = run(name, given)
+    assert out.loss == 0.0
+    assert gradient.shape == given["logp"].shape
+    assert not gradient.any()
+
+
+@EVERY
+def test_an_answer_that_was_not_scored_has_no_advantage(name: str) -> None:
+    rewards = step()["rewards"]
+    rewards[2] = math.nan
+    out, gradient = run(name, step(rewards=rewards))
+    assert not out.advantage[2].any()
+    assert out.advantage.any()
+    assert gradient.isfinite().all()
+
+
+@EVERY
+def test_advantages_are_those_of_the_loss(name: str) -> None:
+    given = step()
+    out, _ = run(name, given)
+    needed = {k: given[k] for k in ("mask", "rewards", "group", *NEEDS.get(name, []))}
+    if name in ("rloo", "reinforce_pp"):
+        with pytest.raises(ConfigError, match=f"^{name} with a KL in the reward needs old_logp$"):
+            advantages(name, **needed)
+        needed["old_logp"] = given["old_logp"]
+    elif name == "grpo":
+        del needed["ref_logp"]  # the KL is in the loss
+    result = advantages(name, **needed, **OPTIONS.get(name, {}))
+    assert result.dtype == torch.float64
+    assert torch.equal(result, out.advantage)
+    if name == "grpo":
+        # What only the loss needs is not asked for.
+        more = {
+            "correction": "token_mask",
+            "veto": 0.1,
+            "off_policy_limit": 1.0,
+            "entropy_bonus": 1.0,
+        }
+        assert torch.equal(advantages(name, **needed, **more), result)
+
+
+@pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
+def test_an_answer_is_right_if_its_reward_is_positive_unless_told_otherwise(name: str) -> None:
+    given = step()
+    out, _ = run(name, given)
+    told, _ = run(name, given, success=given["rewards"] > 0)
+    assert torch.equal(out.advantage, told.advantage)
+    # Numbers do as well; a reward of 0.3 may be too little.
+    other, _ = run(name, given, success=(given["rewards"] > 0.5).long())
+    assert out.advantage[2, 0] > 0
+    assert other.advantage[2, 0] == 0  # its group is now all wrong
+    assert not torch.equal(out.advantage, other.advantage)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        # 23 tokens in 8 answers, of which one has none.
+        ("dapo", {}, 1.0),
+        ("cispo", {}, 1.0),
+        ("dapo", {"aggregation": "group_mean_token_mean"}, 1.0),
+        ("grpo", {}, 7 / 8),
+        ("gspo", {}, 7 / 8),
+        ("gpg", {"aggregation": "sequence_mean_token_mean"}, 7 / 8),
+        ("luspo", {}, 23 / 8),
+        ("dr_grpo", {}, 23 / (8 * 12)),
+        ("dr_grpo", {"length": 5}, 23 / (8 * 5)),
+    ],
+)
+def test_weights_add_up(name: str, options: dict[str, Any], expected: float) -> None:
+    out, _ = run(name, step(), **options)
+    assert out.weight.sum().item() == pytest.approx(expected, rel=1e-14)
+    assert not out.weight[~step()["mask"]].any()
+
+
+def test_grpo_is_its_formula() -> None:
+    """Token by token in plain Python: standardized rewards, the clip, k3, the two means."""
+    given = {k: v.tolist() for k, v in step().items()}
+    total, gains = 0.0, 0
+    for i in range(ROWS):
+        rewards = [
+            r
+            for r, g in zip(given["rewards"], given["group"], strict=True)
+            if g == given["group"][i]
+        ]
+        mean = sum(rewards) / len(rewards)
+        std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+        advantage = (given["rewards"][i] - mean) / (std + 1e-6)
+        trained = [t for t in range(WIDTH) if given["mask"][i][t]]
+        for t in trained:
+            ratio = math.exp(given["logp"][i][t] - given["old_logp"][i][t])
+            d = given["logp"][i][t] - given["ref_logp"][i][t]
+            gain = min(ratio * advantage, min(max(ratio, 0.9), 1.3) * advantage)
+            gains += gain != ratio * advantage
+            total -= (gain - 0.5 * (math.exp(-d) - 1 + d)) / len(trained) / ROWS
+    assert gains >= 3  # the clip acts
+    out, _ = run("grpo", step(), low=0.1, high=0.3, beta=0.5)
+    assert out.loss.item() == pytest.approx(total, rel=1e-13)
+
+
+def test_the_loss_is_what_advantage_and_weight_say() -> None:
+    out, _ = run("grpo", step(), low=0.1, high=0.3, beta=0.0)
+    given = step()
+    ratio = (given["logp"] - given["old_logp"]).exp()
+    gain = torch.minimum(ratio * out.advantage, ratio.clamp(0.9, 1.3) * out.advantage)
+    torch.testing.assert_close(out.loss, -(gain * out.weight).sum(), rtol=1e-14, atol=0.0)
+    assert not out.advantage.requires_grad
+    assert not out.weight.requires_grad
+
+
+@EVERY
+def test_every_metric_has_a_meaning(name: str) -> None:
+    some, _ = run(name, only(step(), name))
+    options = {
+        "beta": 0.1, "correction": "token_mask", "correction_low": 0.9, "off_policy_limit": 0.1,
+        "entropy_bonus": 0.1, **({"dual": 3.0} if name == "grpo" else {}),
+    }  # fmt: skip
+    all_, _ = run(name, step(), **options)
+    assert [m for m in (*some.metrics, *all_.metrics) if meaning(m) is None] == []
+    assert {"policy/approxkl_avg", "val/ratio", "val/advantages_mean"} <= some.metrics.keys()
+    more = {"objective/kl_avg", "policy/entropy_avg", "val/correction_mean", "debug/sampler_kl"}
+    assert more | some.metrics.keys() <= all_.metrics.keys()
+    assert ("policy/clipfrac_dual" in all_.metrics) == (name == "grpo")
+
+
+def test_metrics_are_over_trained_tokens() -> None:
+    given = step()
+    mask, x = given["mask"], given["logp"] - given["old_logp"]
+    out, _ = run("dapo", given)
+    expected = {
+        "policy/approxkl_k1": -x[mask].mean(),
+        "policy/approxkl_k2": x[mask].square().mean() / 2,
+        "val/ratio": x[mask].exp().mean(),
+        "val/ratio_max": x[mask].exp().max(),
+        "val/advantages_mean": out.advantage[mask].mean(),
+        "val/advantages_min": out.advantage[mask].min(),
+        "policy/entropy_avg": given["entropy"][mask].mean(),
+        "debug/sampler_kl": (given["sampler_logp"] - given["old_logp"])[mask].mean(),
+    }
+    found = {name: out.metrics[name] for name in expected}
+    assert found == pytest.approx({k: v.item() for k, v in expected.items()}, rel=1e-12)
+
+
+def snippets() -> dict[str, str]:
+    page = Path(__file__).parent.parent / "docs/algorithms/README.md"
+    (fenced,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    indented = re.search(r"\n\n((?:    .*\n)+)", str(covey.functional.__doc__))
+    assert indented is not None
+    return {"page": fenced, "docstring": textwrap.dedent(indented.group(1))}
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "options"),
+    [("page", "gspo", {"high": 5e-4}), ("docstring", "dapo", {"high": 0.3})],
+)
+def test_the_examples_run_as_they_are_printed(
+    source: str, name: str, options: dict[str, float]
+) -> None:
+    given = step()
+    space: dict[str, Any] = {"covey": covey, **{k: given[k] for k in REQUIRED}}
+    space["logp"].requires_grad_()
+    exec(snippets()[source], space)
+    out, gradient = run(name, only(step(), name), **options)
+    assert torch.equal(space["out"].loss, out.loss)
+    assert torch.equal(space["logp"].grad, gradient)

@@ -1,0 +1,232 @@
+"""Which groups a step learns from: filters, refills, length punishment, adaptive beta."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from covey.config import load_config
+from covey.objective import build as build_objective
+from covey.objective import with_advantage, with_weight
+from covey.objective.penalty import adapted_beta
+from covey.rewards import Score
+from covey.run.folder import RunFolder
+from covey.train.assemble import Parts, assemble, resolve
+from covey.train.gather import gather, punished
+from covey.train.loop import StopSignal, train
+from covey.train.select import Selected, is_mixed, select, without_truncated
+from covey.train.update import update
+from covey.types import Group, Prompt, Rollout
+from tests.conftest import make_batch
+from tests.train.test_collate_update import make_policy, settings
+from tests.train.test_rewards_that_fail import Notes
+
+QUICK = ["train.steps=2", "rollout.prompts=6", "rollout.samples=4", "evaluate.every=0"]
+
+
+def parts_with(*overrides: str) -> Parts:
+    return assemble(resolve(load_config("arithmetic", [*QUICK, *overrides])))
+
+
+def group(name: str, *right: bool | None, age: int = 0, tokens: int = 3) -> Group:
+    prompt = Prompt(id=name, task="t", messages=(), answer="")
+    rollouts = tuple(
+        Rollout(
+            prompt_id=name, sample=n, prompt_tokens=(7,), tokens=(9,) * tokens,
+            trained=(True,) * tokens, sampler_logp=(-0.5,) * tokens, text="", finish="stop",
+            policy_version=10 - age, reward=None if r is None else float(r), success=r,
+        )
+        for n, r in enumerate(right)
+    )  # fmt: skip
+    return Group(prompt=prompt, rollouts=rollouts)
+
+
+MIXED = group("mixed", True, False)
+RIGHT = group("right", True, True)
+WRONG = group("wrong", False, False)
+OLD = group("old", True, False, age=3)
+LONELY = group("lonely", True, None)
+ALL = [MIXED, RIGHT, WRONG, OLD, LONELY]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, Selected(groups=(MIXED, RIGHT, WRONG, OLD), unscored=1)),
+        ({"dynamic": True}, Selected(groups=(MIXED, OLD), unscored=1, uniform=2)),
+        ({"max_age": 2}, Selected(groups=(MIXED, RIGHT, WRONG), unscored=1, stale=1)),
+        ({"max_age": 3}, Selected(groups=(MIXED, RIGHT, WRONG, OLD), unscored=1)),
+        (
+            {"dynamic": True, "max_age": 2, "most": 0},
+            Selected(groups=(), unscored=1, stale=1, uniform=2, surplus=1),
+        ),
+    ],
+)
+def test_every_group_left_out_has_one_reason(options: dict, expected: Selected) -> None:
+    assert select(ALL, version=10, **options) == expected
+
+
+def test_dynamic_sampling_asks_who_is_right_and_not_for_reward() -> None:
+    """With a length penalty an all-right group has reward variance, and is still left out."""
+    rollouts = tuple(
+        replace(RIGHT.rollouts[0], tokens=(9,) * n, reward=1.0 - 0.1 * n) for n in (5, 4, 3)
+    )
+    flat = replace(RIGHT, rollouts=rollouts)
+    assert not is_mixed(flat)
+    assert select([flat], version=10, dynamic=True).uniform == 1
+    unscored = replace(MIXED, rollouts=(*RIGHT.rollouts, group("x", None).rollouts[0]))
+    assert not is_mixed(unscored)
+
+
+def test_dynamic_sampling_fills_the_step_with_prompts_it_has_not_asked() -> None:
+    parts = parts_with("select.dynamic=true", "select.max_rounds=6")
+    gathered = gather(parts, Notes(), step=1)
+    assert all(is_mixed(g) for g in gathered.selected.groups)
+    assert len(gathered.selected.groups) == 6
+    assert gathered.rounds > 1
+    ids = [g.prompt.id for g in gathered.collected.groups]
+    assert len(ids) == len(set(ids))
+    again = gather(parts, Notes(), step=1)
+    assert again.selected == gathered.selected
+    other = gather(parts, Notes(), step=2)
+    assert {g.prompt.id for g in other.selected.groups} != set(ids)
+
+
+def test_refills_stop_at_the_cap_and_leave_the_first_round_as_it_was() -> None:
+    plain = gather(parts_with(), Notes(), step=1)
+    capped = gather(parts_with("select.dynamic=true", "select.max_rounds=1"), Notes(), step=1)
+    assert capped.rounds == 1
+    assert capped.collected.groups == plain.collected.groups
+    assert len(capped.selected.groups) < 6
+    assert capped.selected.uniform + len(capped.selected.groups) == 6
+
+
+def everything_right(prompt: Prompt, text: str) -> Score:
+    return Score(reward=1.0, success=True)
+
+
+def test_a_step_without_anything_to_learn_is_logged_and_changes_nothing(tmp_path: Path) -> None:
+    parts = replace(parts_with("select.dynamic=true"), reward=everything_right)
+    before = [p.detach().clone() for p in parts.policy.model.model.parameters()]
+    run, notes = RunFolder.create(tmp_path / "run", "", {}), Notes()
+    assert train(parts, run, notes, StopSignal()) == 2
+    assert "nothing to learn" in notes.notes[0]
+    first, second = run.steps()
+    assert first["val/learned_groups"] == 0
+    assert first["val/rounds"] == 4
+    assert (first["episode"], second["episode"]) == (4 * 6 * 4, 2 * 4 * 6 * 4)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before, parts.policy.model.model.parameters(), strict=True)
+    )
+
+
+def test_a_length_penalty_is_a_part_of_its_own_and_lowers_the_reward(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", "", {})
+    parts = parts_with("length_penalty.name=soft", "rollout.max_tokens=30")
+    assert parts.config.length_penalty.options == {"limit": 30, "cache": 6}
+    train(parts, run, Notes(), StopSignal())
+    answers = run.rollouts(1)
+    for answer in answers:
+        penalty = -min(max(len(answer["tokens"]) - 24, 0), 6) / 6
+        assert answer["parts"]["length_penalty"] == pytest.approx(penalty)
+        expected = 0.9 * answer["parts"]["correct"] + 0.1 * answer["parts"]["format"] + penalty
+        assert answer["reward"] == pytest.approx(expected)
+    assert run.steps()[0]["objective/parts/length_penalty"] < 0
+
+
+def test_unscored_answers_are_not_punished() -> None:
+    done = punished(LONELY, lambda rollouts: [-1.0] * len(rollouts))
+    assert [r.reward for r in done.rollouts] == [0.0, None]
+
+
+def test_masking_truncated_answers_keeps_them_in_statistics_and_counts() -> None:
+    objective = build_objective("dapo")
+    batch = make_batch(rows=6, seed=2)
+    batch = replace(batch, truncated=torch.tensor([False, True, False, False, False, False]))
+    whole = with_advantage(objective, batch)
+    masked = without_truncated(whole)
+    assert torch.equal(masked.advantage, whole.advantage)
+    assert not masked.mask[1].any()
+    assert torch.equal(masked.mask[0], whole.mask[0])
+    weighted = with_weight(objective, masked)
+    assert weighted.weight.sum() == pytest.approx(1.0)
+    grpo = with_weight(build_objective("grpo"), masked)
+    assert grpo.weight.sum() == pytest.approx(5 / 6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "gtpo", "dapo", "rloo"])
+def test_skipping_rows_without_gradient_changes_only_rounding(name: str) -> None:
+    objective = build_objective(name, beta=0.0)
+    batch = make_batch(rows=8, groups=2, seed=5)
+    flat = batch.rewards.where(batch.group == 0, 1.0)
+    success = batch.success.where(batch.group == 0, True)
+    batch = replace(batch, rewards=flat, success=success, entropy=torch.rand(batch.mask.shape))
+    weights, passes = [], []
+    for skip in (False, True):
+        policy = make_policy()
+        taken = []
+        forward = policy.model.backbone.forward
+        policy.model.backbone.forward = lambda *a, _t=taken, _f=forward, **k: (
+            _t.append(1) or _f(*a, **k)
+        )
+        update(
+            with_advantage(objective, batch), policy=policy, objective=objective, step=1,
+            settings=settings(skip_zero_gradient=skip, token_budget=1),
+        )  # fmt: skip
+        weights.append([p.detach().clone() for p in policy.model.model.parameters()])
+        passes.append(len(taken))
+    assert passes == [8, 4]
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
+
+
+def test_a_batch_without_any_gradient_still_takes_its_optimizer_steps() -> None:
+    objective = build_objective("dapo")
+    policy = make_policy()
+    flat = replace(make_batch(rows=8), rewards=torch.ones(8, dtype=torch.float64))
+    metrics = update(
+        with_advantage(objective, flat), policy=policy, objective=objective, step=1,
+        settings=settings(skip_zero_gradient=True, mini_batches=2),
+    )  # fmt: skip
+    assert policy.version == 2
+    assert metrics["optim/grad_norm"] == 0.0
+
+
+def test_a_batch_of_nothing_but_truncated_answers_has_a_gradient_of_zero() -> None:
+    objective = build_objective("dapo")
+    policy = make_policy()
+    batch = replace(make_batch(rows=4), truncated=torch.ones(4, dtype=torch.bool))
+    batch = without_truncated(with_advantage(objective, batch))
+    metrics = update(batch, policy=policy, objective=objective, settings=settings(), step=1)
+    assert metrics["optim/grad_norm"] == 0.0
+    assert metrics["loss/policy_avg"] == 0.0
+
+
+def test_beta_follows_the_kl() -> None:
+    adapt = lambda kl: adapted_beta(0.1, kl, target=0.02, horizon=1000, answers=100)  # noqa: E731
+    assert adapt(0.02) == pytest.approx(0.1)
+    assert adapt(0.022) == pytest.approx(0.1 * 1.01)
+    assert adapt(9.0) == pytest.approx(0.1 * 1.02)
+    assert adapt(0.0) == pytest.approx(0.1 * 0.98)
+
+
+def test_an_adaptive_beta_is_logged_saved_and_resumed(tmp_path: Path) -> None:
+    options = ["objective.beta=0.1", "objective.kl_target=1e-6", "objective.kl_horizon=24"]
+    options.append("optimizer.schedule=constant")
+    steps = {}
+    for name, count in (("whole", 4), ("resumed", 2)):
+        run = RunFolder.create(tmp_path / name, "", {})
+        train(parts_with(*options, f"train.steps={count}"), run, Notes(), StopSignal())
+        steps[name] = run
+    train(parts_with(*options, "train.steps=4"), steps["resumed"], Notes(), StopSignal())
+    betas = [row["objective/beta"] for row in steps["whole"].steps()]
+    assert betas[0] == 0.1
+    assert betas == sorted(betas)
+    assert betas[-1] > betas[1]
+    assert [row["objective/beta"] for row in steps["resumed"].steps()] == betas
+    kl = [row["objective/kl_avg"] for row in steps["whole"].steps()]
+    assert [row["objective/kl_avg"] for row in steps["resumed"].steps()] == kl
