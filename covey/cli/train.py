@@ -80,7 +80,8 @@ def _start(config: Config, path: Path | None, label: str) -> None:
 
     # All that can be wrong with the model, the task or the reward is found before a folder is made.
     parts = assemble(config)
-    path = path or next_run_path(Path("runs"), f"{Path(label).stem}-{config.objective.name}")
+    name = config.objective.name.replace(":", ".")  # no file may have a colon on some systems
+    path = path or next_run_path(Path("runs"), f"{Path(label).stem}-{name}")
     environment = describe_environment(
         config.seed, str(parts.policy.model.device), torch.get_num_threads()
     )

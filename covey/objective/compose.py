@@ -117,6 +117,7 @@ def signed(
     hints: Mapping[str, Any],
 ) -> Callable[..., Objective]:
     """Give a function that takes anything the signature of what it really takes."""
-    function.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    signature = inspect.Signature(list(parameters.values()))
+    function.__signature__ = signature  # type: ignore[attr-defined]
     function.__annotations__ = dict(hints)
     return function

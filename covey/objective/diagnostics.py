@@ -124,7 +124,7 @@ def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
     meter.extremes("debug/rho", rho, mask)
     meter.mean("rho_square", rho.double().square(), mask)
     answers = mask.any(dim=1, keepdim=True)
-    meter.mean("debug/sampler_ppl_ratio", row_mean(-gap, mask).exp(), answers)
+    meter.mean("debug/sampler_ppl_ratio", bounded(row_mean(-gap, mask)).exp(), answers)
 
 
 def observe_correction(meter: Meter, batch: Batch) -> None:

@@ -129,6 +129,10 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     (gspo,) = [row for row in rows if row["name"] == "gspo"]
     assert json.loads(capsys.readouterr().out) == gspo
     assert gspo["own"][0]["default"] == "0.0003"
+    assert run(["algorithms", "composed", "--json"]) == 0
+    composed = {option["name"] for option in json.loads(capsys.readouterr().out)["own"]}
+    assert composed >= PIECES.keys() | {"beta", "kl"}
+    assert not composed & SHARED
     assert gspo["pieces"] == {
         "advantage": "standardized",
         "ratio": "sequence",

@@ -50,6 +50,13 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "slots": positive,
         "max_unscored": st.floats(0, 1),
     },
+    "select": {
+        "dynamic": st.booleans(),
+        "max_rounds": positive,
+        "mask_truncated": st.booleans(),
+        "skip_zero_gradient": st.booleans(),
+        "max_age": count,
+    },
     "optimizer": {
         "learning_rate": st.floats(0, allow_infinity=False) | st.integers(0, 5),
         "beta1": share,
@@ -77,6 +84,7 @@ configs = st.fixed_dictionaries(
         "seed": st.integers(0, 2**63 - 1),
         "task": named,
         "reward": named,
+        "length_penalty": named,
         "objective": named,
         **{name: st.fixed_dictionaries({}, optional=v) for name, v in VALUES.items()},
     },

@@ -175,6 +175,10 @@ def descend(
     return output.loss.detach(), gradient
 
 
+def gradient_of(objective: Objective, step: Step) -> torch.Tensor:
+    return descend(objective, ready(objective, step), step.logp)[1]
+
+
 class Outcome(NamedTuple):
     """Everything that an algorithm makes of a step."""
 

@@ -1,4 +1,4 @@
-"""Laws 1, 2, 12 and 13: of advantages, of every algorithm that they apply to."""
+"""Laws 1, 2 and 12: of advantages, of every algorithm that they apply to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from covey.objective import with_advantage
 from covey.objective.advantage import group_sum
 from covey.objective.shaping import polarity
-from covey.rewards.length import Soft
 from covey.types import Batch
 from tests.objective.laws import CASES, close, has_option, make_step, objective_of, of_answer, seeds
 
@@ -150,7 +149,9 @@ def test_law_2_ddof_is_a_factor(case: str, seed: int) -> None:
     if over == "group":
         numbers = counts(batch.group)[:, None]
     else:
-        numbers = batch.mask.sum().double() if over == "tokens" else torch.tensor(len(batch)).double()
+        numbers = (
+            batch.mask.sum().double() if over == "tokens" else torch.tensor(len(batch)).double()
+        )
     close(zero, one * (numbers / (numbers - 1)).sqrt())
 
 
@@ -217,17 +218,3 @@ def test_law_12_right_tokens_are_pushed_up_and_wrong_ones_down(seed: int) -> Non
         assert (advantage[right] > 0).all()
         assert (advantage[wrong] < 0).all()
         assert (advantage[~(right | wrong)] == 0).all()
-
-
-@given(limit=st.integers(2, 10_000), share=st.floats(0.001, 1.0))
-def test_law_13_soft_punishment_is_a_straight_line_from_zero_to_minus_one(
-    limit: int, share: float
-) -> None:
-    cache = max(1, int(share * limit))
-    of = Soft(limit=limit, cache=cache).of
-    assert of(limit - cache) == of(0) == 0.0
-    assert of(limit) == of(limit + 1) == of(3 * limit) == -1.0
-    # Continuous: a token more costs 1/cache in between, and nothing outside.
-    steps = [of(n + 1) - of(n) for n in range(max(0, limit - cache - 2), limit)]
-    assert all(-1 / cache - 1e-12 <= s <= 0 for s in steps)
-    assert of(limit - cache + 1) == pytest.approx(-1 / cache)

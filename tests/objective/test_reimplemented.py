@@ -1,4 +1,4 @@
-"""Three algorithms against a second implementation: GSPO and GMPO by loops, Clip-Cov by counting."""
+"""Algorithms against a second implementation: most by loops, Clip-Cov by counting."""
 
 from __future__ import annotations
 
@@ -86,6 +86,34 @@ def test_gmpo_is_the_geometric_mean_of_ratios_clipped_one_by_one(
                 product = product * each.exp()
         total = total + advantage * product ** (1 / len(x))
     same_as("gmpo", step, -total / len(step.batch), logp, low=low, high=high)
+
+
+@pytest.mark.parametrize("scope", ["group", "batch"])
+@settings(max_examples=25)
+@given(seed=seeds, beta1=st.floats(0.1, 2.0), beta2=st.floats(0.0, 1.0))
+def test_grpo_s_shares_its_bonus_by_the_entropy_of_answers(
+    scope: str, seed: int, beta1: float, beta2: float
+) -> None:
+    batch = make_step(seed, empty=False).batch
+    assert batch.entropy is not None
+    rows, groups = range(len(batch)), batch.group.tolist()
+    entropy = [float(batch.entropy[i][batch.mask[i]].mean()) for i in rows]
+    shaped = []
+    for i in rows:
+        right = bool(batch.success[i])
+        size = [h if right else 1 / h for h in entropy]
+        compared = [
+            k for k in rows
+            if bool(batch.success[k]) == right and (scope == "batch" or groups[k] == groups[i])
+        ]  # fmt: skip
+        part = len(compared) * size[i] / sum(size[k] for k in compared)
+        shaped.append(beta1 + beta2 * part if right else -beta1 - beta2 * part)
+    by_hand = replace(batch, rewards=torch.tensor(shaped, dtype=torch.float64))
+    objective = objective_of("grpo_s", scope=scope, beta1=beta1, beta2=beta2)
+    advantage = with_advantage(objective, batch).advantage
+    assert advantage is not None
+    expected = torch.tensor(standardized_by_hand(by_hand), dtype=torch.float64)
+    close(advantage, expected[:, None].expand_as(batch.mask).where(batch.mask, 0.0))
 
 
 def marked(step: Step, **options: Any) -> tuple[torch.Tensor, Batch]:

@@ -48,3 +48,30 @@ ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
         "dppo": dppo,
     }
 )
+
+__all__ = [
+    "ALGORITHMS",
+    "Objective",
+    "cispo",
+    "clip_cov",
+    "dapo",
+    "dppo",
+    "dr_grpo",
+    "gmpo",
+    "gpg",
+    "grpo",
+    "grpo_s",
+    "gspo",
+    "gspo_token",
+    "gtpo",
+    "gtpo_trajectory",
+    "kl_cov",
+    "lite_ppo",
+    "luspo",
+    "opo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "rloo",
+    "sapo",
+    "vespo",
+]
