@@ -20,6 +20,7 @@ from covey.objective.compose import composer, hints_of, options_of, signed
 from covey.objective.correction import CORRECTIONS
 from covey.objective.loss import Objective
 from covey.objective.options import check_options, check_types
+from covey.objective.penalty import k3_sequence
 from covey.objective.ratio import RATIOS
 from covey.objective.surrogate import geometric_clipped
 
@@ -156,6 +157,11 @@ def _checked(name: str, objective: Objective) -> Objective:
         raise ConfigError(
             f"objective.top_entropy of {name}: its gain is of whole answers, so tokens cannot be "
             "left out; gspo_token takes the ratio of the answer token by token"
+        )
+    if objective.penalty is k3_sequence and objective.kl_in == "reward":
+        raise ConfigError(
+            f"objective.kl = 'k3_sequence' of {name} is of whole answers and goes into the loss; "
+            "for objective.kl_in = 'reward' take k1"
         )
     if objective.kl_target and not objective.beta:
         raise ConfigError("objective.kl_target adapts beta, which is 0; start with a beta above 0")

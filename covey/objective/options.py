@@ -81,6 +81,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
             "Drop an answer if the trainer finds a token less likely than this times the "
             "sampler's word; 0: never.",
             0,
+            1,
         ),
         "off_policy_limit": Option(
             "Drop a bad answer whose mean logp has fallen by more than this since it was sampled; "

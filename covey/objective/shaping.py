@@ -38,7 +38,8 @@ class Polarity(NamedTuple):
 
 def polarity(batch: Batch) -> Polarity:
     """Split the scored answers of groups that have both right and wrong ones."""
-    scored = ~batch.rewards.isnan()
+    # Without trained tokens an answer has no entropy to be compared by.
+    scored = ~batch.rewards.isnan() & batch.mask.any(dim=1)
     right, wrong = scored & batch.success, scored & ~batch.success
     mixed = (group_sum(right.double(), batch.group) > 0) & (
         group_sum(wrong.double(), batch.group) > 0

@@ -151,8 +151,8 @@ def kl_cov(
         loss = - 1/T sum_i sum_t [ r A - coefficient |logp - old_logp| on the max(1, share T)
                tokens with the largest cov ]
 
-    Elsewhere the ratio is not clipped at all. Choice: cov is over the whole optimizer step, not
-    over a micro-batch, so it takes a forward pass more.
+    Elsewhere the ratio is not clipped at all. Choices: cov is over the whole optimizer step, not
+    over a micro-batch, so it takes a forward pass more; only tokens with cov above 0 are picked.
     """
     return Objective(
         advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
