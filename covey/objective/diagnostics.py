@@ -6,6 +6,8 @@ tokens of an answer share one ratio, ratio and clip are counted once an answer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from covey.objective.loss import Objective, PolicyLoss
@@ -16,48 +18,45 @@ from covey.types import Batch
 class Meter:
     """Collects (sum, count), largest and smallest by name.
 
-    Numbers stay on the device until they are asked for, so that watching does not make it wait.
+    Values that are observed together are summed together: single small sums would cost more than
+    the objective itself. Numbers stay on the device until they are asked for.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[torch.Tensor]] = {}
-        self._counts: dict[str, list[torch.Tensor]] = {}
-        self._smallest: dict[str, list[torch.Tensor]] = {}
-        self._largest: dict[str, list[torch.Tensor]] = {}
+        self._sums: dict[tuple[str, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._ranges: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def add(self, name: str, value: float | torch.Tensor, count: float | torch.Tensor = 1) -> None:
+    def add(self, name: str, value: float, count: float = 1.0) -> None:
         """Add `value`, the sum of `count` observations."""
-        self._sums.setdefault(name, []).append(torch.as_tensor(value, dtype=torch.float64))
-        self._counts.setdefault(name, []).append(torch.as_tensor(count, dtype=torch.float64))
+        both = (torch.tensor([value], dtype=torch.float64), torch.tensor(count))
+        self._sums.setdefault((name,), []).append(both)
 
-    def mean(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-        """Add one observation for each element in the mask."""
-        self.add(name, values.where(mask, 0.0).sum(dtype=torch.float64), mask.sum())
+    def means(self, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
+        """Add one observation of each value for each element in the mask."""
+        stacked = torch.stack([v.double() for v in values.values()])
+        sums = stacked.where(mask, 0.0).flatten(1).sum(dim=1)
+        self._sums.setdefault(tuple(values), []).append((sums, mask.sum()))
 
     def extremes(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
         """Note the smallest and the largest of the elements in the mask."""
         if values.numel():
-            self._smallest.setdefault(name, []).append(values.where(mask, torch.inf).min())
-            self._largest.setdefault(name, []).append(values.where(mask, -torch.inf).max())
+            low, high = values.where(mask, torch.inf).amin(), values.where(mask, -torch.inf).amax()
+            self._ranges.setdefault(name, []).append((low, high))
 
     def read(self) -> dict[str, float]:
         """Return means, and extremes as `name_min` and `name_max`, of all that was seen."""
-        sums, counts = self._total(self._sums), self._total(self._counts)
-        result = {name: sums[name] / count for name, count in counts.items() if count}
-        for kept, sign, suffix in ((self._smallest, 1, "min"), (self._largest, -1, "max")):
-            for name, values in kept.items():
-                extreme = sign * float(torch.stack([sign * v for v in values]).min())
-                if abs(extreme) != float("inf"):
-                    result[f"{name}_{suffix}"] = extreme
+        result: dict[str, float] = {}
+        for names, sums in self._sums.items():
+            total = torch.stack([s for s, _ in sums]).sum(dim=0)
+            count = torch.stack([c for _, c in sums]).sum().double()
+            if count:
+                result.update(zip(names, (total / count).tolist(), strict=True))
+        for name, ranges in self._ranges.items():
+            low = float(torch.stack([smallest for smallest, _ in ranges]).amin())
+            high = float(torch.stack([largest for _, largest in ranges]).amax())
+            if low <= high:  # else nothing was in any mask
+                result |= {f"{name}_min": low, f"{name}_max": high}
         return result
-
-    @staticmethod
-    def _total(parts: dict[str, list[torch.Tensor]]) -> dict[str, float]:
-        if not parts:
-            return {}
-        device = next((v.device for values in parts.values() for v in values if v.is_cuda), None)
-        totals = [torch.stack([v.to(device) for v in values]).sum() for values in parts.values()]
-        return dict(zip(parts, torch.stack(totals).tolist(), strict=True))
 
 
 def observe(
@@ -69,71 +68,78 @@ def observe(
 ) -> None:
     """Count what a micro-batch did to the policy."""
     assert batch.advantage is not None
-    mask = batch.mask
     x = bounded(output.x)
-    meter.mean("policy/approxkl_k1", -x, mask)
-    meter.mean("policy/approxkl_k2", x.square() / 2, mask)
-    meter.mean("policy/approxkl_avg", torch.expm1(x) - x, mask)
-    meter.mean("policy/ratio_overflow", (output.x.abs() > MAX_LOG_RATIO).float(), mask)
+    values = {
+        "policy/approxkl_k1": -x,
+        "policy/approxkl_k2": x.square() / 2,
+        "policy/approxkl_avg": torch.expm1(x) - x,
+        "policy/ratio_overflow": output.x.abs() > MAX_LOG_RATIO,
+        "val/advantages_mean": batch.advantage,
+    }
     if entropy is not None:
-        meter.mean("policy/entropy_avg", entropy.detach(), mask)
+        values["policy/entropy_avg"] = entropy.detach()
     if output.penalty is not None:
-        meter.mean("objective/kl_avg", output.penalty, mask)
+        values["objective/kl_avg"] = output.penalty
     elif batch.token_penalty is not None:
-        meter.mean("objective/kl_avg", batch.token_penalty / objective.beta, mask)
-    meter.mean("val/advantages_mean", batch.advantage, mask)
-    meter.extremes("val/advantages", batch.advantage, mask)
+        values["objective/kl_avg"] = batch.token_penalty / objective.beta
     if output.kept is not None:
-        meter.mean("val/off_policy_dropped", (~output.kept).float(), mask)
-    _observe_ratio(meter, objective, mask, output)
+        values["val/off_policy_dropped"] = ~output.kept
+    meter.means(values, batch.mask)
+    meter.extremes("val/advantages", batch.advantage, batch.mask)
+    _observe_ratio(meter, objective, batch.mask, output)
 
 
 def _observe_ratio(
     meter: Meter, objective: Objective, mask: torch.Tensor, output: PolicyLoss
 ) -> None:
     gain, votes = output.gain, mask
-
-    def vote(values: torch.Tensor) -> torch.Tensor:
-        return row_mean(values, mask) if objective.per_answer else values
-
+    flags = {"policy/clipfrac_low": gain.clipped_low, "policy/clipfrac_high": gain.clipped_high}
+    if gain.clipped_dual is not None:
+        flags["policy/clipfrac_dual"] = gain.clipped_dual
+    values = {name: flag.double() for name, flag in flags.items()}
+    log_ratio = output.log_ratio.double()
     if objective.per_answer:
         votes = mask.any(dim=1, keepdim=True)
-    ratio = vote(output.log_ratio).exp()
-    low, high = vote(gain.clipped_low.float()), vote(gain.clipped_high.float())
-    meter.mean("policy/clipfrac_low", low, votes)
-    meter.mean("policy/clipfrac_high", high, votes)
-    meter.mean("policy/clipfrac_avg", low + high, votes)
-    if gain.clipped_dual is not None:
-        meter.mean("policy/clipfrac_dual", vote(gain.clipped_dual.float()), votes)
-    meter.mean("val/ratio", ratio, votes)
-    meter.mean("ratio_square", ratio.double().square(), votes)
+        values = {name: row_mean(value, mask) for name, value in values.items()}
+        log_ratio = row_mean(log_ratio, mask)
+    ratio = log_ratio.exp()
+    values["policy/clipfrac_avg"] = values["policy/clipfrac_low"] + values["policy/clipfrac_high"]
+    meter.means({**values, "val/ratio": ratio, "ratio_square": ratio.square()}, votes)
     meter.extremes("val/ratio", ratio, votes)
 
 
 def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
     """Count how far the sampler's numerics are from the trainer's `logp`, before any update."""
     mask = batch.mask
-    gap = difference(logp.detach(), batch.sampler_logp, mask)
+    gap = difference(logp.detach(), batch.sampler_logp, mask).double()
     log_rho = bounded(gap)
     rho = log_rho.exp()
-    meter.mean("debug/sampler_logp_diff_mean", gap.abs(), mask)
+    values = {
+        "debug/sampler_logp_diff_mean": gap.abs(),
+        "debug/sampler_kl": -log_rho,
+        "debug/sampler_k3": torch.expm1(log_rho) - log_rho,
+        "debug/rho_mean": rho,
+        "rho_square": rho.square(),
+    }
+    meter.means(values, mask)
     meter.extremes("debug/sampler_logp_diff", gap.abs(), mask)
-    meter.mean("debug/sampler_kl", -log_rho, mask)
-    meter.mean("debug/sampler_k3", torch.expm1(log_rho) - log_rho, mask)
-    meter.mean("debug/rho_mean", rho, mask)
     meter.extremes("debug/rho", rho, mask)
-    meter.mean("rho_square", rho.double().square(), mask)
     answers = mask.any(dim=1, keepdim=True)
-    meter.mean("debug/sampler_ppl_ratio", bounded(row_mean(-gap, mask)).exp(), answers)
+    perplexity = bounded(row_mean(-gap, mask)).exp()
+    meter.means({"debug/sampler_ppl_ratio": perplexity}, answers)
 
 
 def observe_correction(meter: Meter, batch: Batch) -> None:
     """Count what the correction does to the tokens of an optimizer step."""
     if batch.correction is None:
         return
-    meter.mean("val/correction_mean", batch.correction, batch.mask)
-    meter.mean("correction_square", batch.correction.double().square(), batch.mask)
-    meter.mean("val/correction_dropped", (batch.correction == 0).float(), batch.mask)
+    correction = batch.correction.double()
+    values = {
+        "val/correction_mean": correction,
+        "correction_square": correction.square(),
+        "val/correction_dropped": correction == 0,
+    }
+    meter.means(values, batch.mask)
 
 
 def summary(meter: Meter) -> dict[str, float]:

@@ -19,7 +19,7 @@ import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +92,14 @@ class RunFolder:
         lines = []
         for group, values in zip(groups, advantages, strict=True):
             for rollout, advantage in zip(group.rollouts, values, strict=True):
-                row = asdict(rollout)
+                row = {name: getattr(rollout, name) for name in rollout.__slots__}
                 lead = {
                     "prompt": group.prompt.text,
                     "answer": group.prompt.answer,
                     "text": row.pop("text"),
                     "reward": row.pop("reward"),
                     "success": row.pop("success"),
-                    "parts": row.pop("parts"),
+                    "parts": dict(row.pop("parts")),
                     "advantage": advantage,
                     "finish": row.pop("finish"),
                 }

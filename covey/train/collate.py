@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from covey.types import Batch, Group
 
@@ -16,8 +16,11 @@ def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batc
     rollouts = [rollout for group in groups for rollout in group.rollouts]
 
     def padded(rows: Sequence[Sequence[int | float | bool]], dtype: torch.dtype) -> torch.Tensor:
-        stacked = pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
-        return stacked.to(device)
+        lengths = torch.tensor([len(row) for row in rows])
+        place = torch.arange(int(lengths.max())) < lengths[:, None]
+        # One tensor of all values: making one for every row takes longer than all the rest.
+        values = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
+        return torch.zeros(place.shape, dtype=dtype).masked_scatter_(place, values).to(device)
 
     def column(values: Sequence[int | float | bool], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)

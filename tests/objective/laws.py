@@ -88,7 +88,9 @@ def extras(case: str, *leave_out: str) -> st.SearchStrategy[dict[str, Any]]:
     if CASES[case][0] in OF_ANSWERS:
         del some["top_entropy"]
     left = {k: v for k, v in some.items() if k not in leave_out}
-    return st.fixed_dictionaries({}, optional=left)
+    drawn = st.fixed_dictionaries({}, optional=left)
+    # The k3 of a whole answer is refused in the reward, where it would count once a token.
+    return drawn.map(lambda o: {**o, "kl_in": "loss"} if o.get("kl") == "k3_sequence" else o)
 
 
 class Step(NamedTuple):

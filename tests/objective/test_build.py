@@ -498,6 +498,8 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
         ("cispo", {"min_weight": 6.0}, "objective.min_weight = 6.0 of cispo exceeds max_weight = 5.0"),
         ("clip_cov", {"cov_low": 7.0}, "objective.cov_low = 7.0 of clip_cov exceeds cov_high = 5.0"),
         ("gspo", {"correction_low": 3.0}, "objective.correction_low = 3.0 of gspo exceeds correction_high = 2.0"),
+        ("rloo", {"kl": "k3_sequence"}, "objective.kl = 'k3_sequence' of rloo is of whole answers and goes into the loss; for objective.kl_in = 'reward' take k1"),
+        ("dapo", {"veto": 1.5}, "objective.veto = 1.5 of dapo must be at least 0 and at most 1"),
         ("dapo", {"kl_target": 0.1}, "objective.kl_target adapts beta, which is 0; start with a beta above 0"),
         ("dapo", {"low": "0.2"}, "objective.low = '0.2' of dapo must be a number"),
         ("dapo", {"low": None}, "objective.low = None of dapo must be a number"),

@@ -161,8 +161,8 @@ def test_update_raises_the_probability_of_better_answers() -> None:
 def test_meter_pools_sums_and_counts() -> None:
     meter = Meter()
     mask = torch.tensor([[True, True, False]])
-    meter.mean("x", torch.tensor([[1.0, 2.0, math.nan]]), mask)
-    meter.mean("x", torch.tensor([[9.0, math.inf, 5.0]]), torch.tensor([[True, False, False]]))
+    meter.means({"x": torch.tensor([[1.0, 2.0, math.nan]])}, mask)
+    meter.means({"x": torch.tensor([[9.0, math.inf, 5.0]])}, torch.tensor([[True, False, False]]))
     meter.extremes("y", torch.tensor([[1.0, 2.0, 9.0]]), mask)
     meter.extremes("y", torch.tensor([[1.5, 2.0, -9.0]]), mask)
     meter.extremes("unseen", torch.tensor([[1.0, 2.0, 9.0]]), torch.zeros_like(mask))
