@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from covey.sampler.slots import SlotCache, attention_mask
 
 PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles depend on the position alone."""
+JOINT_BYTES = 64 * 2**20
+"""Weights up to this size are copied side by side for every batch of answers: small products are
+slow for their size, and the copy costs nothing. A larger model's are used where they are."""
 
 
 class Decoder(Protocol):
@@ -80,6 +83,15 @@ class _Block:
     scaling: float
 
 
+class _Joint(NamedTuple):
+    """Weights of one layer that are applied to the same input, side by side."""
+
+    heads: torch.Tensor
+    heads_bias: torch.Tensor | None
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+
+
 class _NotUnderstood(Exception):
     pass
 
@@ -94,11 +106,13 @@ class LlamaDecoder:
         self.final_norm: nn.Module = backbone.norm
         self.rotary: nn.Module = backbone.rotary_emb
         self.cosine = self.signed_sine = torch.empty(0)
+        self.joint: list[_Joint] | None = None
+        self.joins = _joint_bytes(self.blocks) <= JOINT_BYTES and not self.blocks[0].query_norm
         if type(self.embedding) is not nn.Embedding or not _plain_positions(model.model.config):
             raise _NotUnderstood
 
     def begin(self, capacity: int) -> None:
-        """Tabulate the rotary embedding."""
+        """Tabulate the rotary embedding, and put a small model's weights side by side."""
         weight = self.embedding.weight
         places = torch.arange(capacity, device=weight.device)
         cosine, sine = self.rotary(weight[:1, None], places[None])
@@ -106,6 +120,7 @@ class LlamaDecoder:
         # rotate_half(x) is (-x2, x1); with the sign in the table it is a mere swap of halves.
         sign = torch.cat([-torch.ones_like(sine[0, 0, :half]), torch.ones_like(sine[0, 0, half:])])
         self.cosine, self.signed_sine = cosine[0][:, None], (sine[0] * sign)[:, None]
+        self.joint = [_join(block) for block in self.blocks] if self.joins else None
 
     def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         """Go through all layers."""
@@ -117,19 +132,16 @@ class LlamaDecoder:
         attend = _attention(seen, heads, self.blocks[0], self.embedding.weight)
         hidden = embedding(tokens, self.embedding.weight)
         for number, block in enumerate(self.blocks):
-            normed = _norm(block.input_norm, hidden)
-            query = _turned(_heads(block.query, normed, block, block.query_norm), rope)
+            joint = None if self.joint is None else self.joint[number]
+            query, key, value = _heads(block, joint, _norm(block.input_norm, hidden), rope)
             keys, values = cache.layer_keys[number], cache.layer_values[number]
-            key = _turned(_heads(block.key, normed, block, block.key_norm), rope)
             keys.view(-1, block.head_size).index_copy_(0, rows, key.flatten(0, 1))
-            value = _heads(block.value, normed, block, None)
             values.view(-1, block.head_size).index_copy_(0, rows, value.flatten(0, 1))
             width, reach = cache.width, cache.reach
             attended = attend(query, keys[:width, :, :reach], values[:width, :, :reach])
             hidden = hidden + _linear(block.output, attended)
-            normed = _norm(block.post_norm, hidden)
-            gate = block.activation(_linear(block.gate, normed))
-            hidden = hidden + _linear(block.down, gate * _linear(block.up, normed))
+            gate, up = _gate_up(block, joint, _norm(block.post_norm, hidden))
+            hidden = hidden + _linear(block.down, block.activation(gate) * up)
         return _norm(self.final_norm, hidden)
 
 
@@ -216,15 +228,50 @@ def _norm(module: Any, values: torch.Tensor) -> torch.Tensor:
     return rms_norm(values, values.shape[-1:], module.weight, module.variance_epsilon)
 
 
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+
 def _heads(
-    layer: nn.Linear, values: torch.Tensor, block: _Block, norm: nn.Module | None
-) -> torch.Tensor:
-    """Project to heads [W, H, D]."""
-    heads = _linear(layer, values).view(len(values), -1, block.head_size)
-    return heads if norm is None else _norm(norm, heads)
+    block: _Block, joint: _Joint | None, normed: torch.Tensor, rope: Rope
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return query [W, H, D], key and value [W, K, D], the first two turned by their position."""
+    shape = (len(normed), -1, block.head_size)
+    if joint is not None:
+        count = block.key.out_features // block.head_size
+        heads = linear(normed, joint.heads, joint.heads_bias).view(shape)
+        turned = _turned(heads[:, :-count], rope)
+        return turned[:, :-count], turned[:, -count:], heads[:, -count:]
+    query, key, value = (
+        _linear(m, normed).view(shape) for m in (block.query, block.key, block.value)
+    )
+    if block.query_norm is not None:
+        query, key = _norm(block.query_norm, query), _norm(block.key_norm, key)
+    return _turned(query, rope), _turned(key, rope), value
 
 
-def _turned(heads: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _gate_up(
+    block: _Block, joint: _Joint | None, normed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if joint is None:
+        return _linear(block.gate, normed), _linear(block.up, normed)
+    gate, up = linear(normed, joint.gate_up, joint.gate_up_bias).chunk(2, dim=-1)
+    return gate, up
+
+
+def _join(block: _Block) -> _Joint:
+    def joined(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+        biases: list[torch.Tensor] = [m.bias for m in layers if m.bias is not None]
+        return torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None
+
+    return _Joint(*joined(block.query, block.key, block.value), *joined(block.gate, block.up))
+
+
+def _joint_bytes(blocks: list[_Block]) -> int:
+    each = ((b.query, b.key, b.value, b.gate, b.up) for b in blocks)
+    return sum(m.weight.numel() * m.weight.element_size() for layer in each for m in layer)
+
+
+def _turned(heads: torch.Tensor, rope: Rope) -> torch.Tensor:
     cosine, signed_sine = rope
     first, second = heads.chunk(2, dim=-1)
     return torch.addcmul(heads * cosine, torch.cat((second, first), dim=-1), signed_sine)

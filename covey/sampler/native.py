@@ -25,6 +25,9 @@ from covey.types import Finish, Rollout
 
 PREFILL_TOKENS = 16_384
 """Prompt tokens, padded, that are read in one forward pass."""
+CAPACITY_STEP = 32
+"""Slots hold a multiple of so many positions, so that one cache serves many calls."""
+SPARE_BYTES = 64 * 2**20
 REFILL_SHARE = 8
 """Free slots are refilled once they are one in so many: reading prompts one by one is slow."""
 
@@ -55,6 +58,8 @@ class NativeSampler:
 
     model: LanguageModel
     decoder: Decoder = field(init=False)
+    spare: SlotCache | None = field(init=False, default=None)
+    """A small cache on a CPU is kept for the next call: fresh memory is slow to touch."""
 
     def __post_init__(self) -> None:
         self.decoder = decoder_for(self.model)
@@ -74,7 +79,7 @@ class NativeSampler:
         training = self.model.model.training
         self.model.model.eval()
         try:
-            writer = _Writer(self.model, self.decoder, questions, step, sampling)
+            writer = _Writer(self, questions, step, sampling)
             rollouts: dict[_Answer, Rollout] = {}
             for answer, tokens, logps, finish in writer.run():
                 question = questions[answer.question]
@@ -91,12 +96,18 @@ class NativeSampler:
                 )
                 if progress is not None:
                     progress(1)
+            self._keep(writer)
         finally:
             self.model.model.train(training)
         return [
             [rollouts[_Answer(question, sample)] for sample in range(sampling.samples)]
             for question in range(len(questions))
         ]
+
+    def _keep(self, writer: _Writer) -> None:
+        cache = None if writer.slots is None else writer.slots.cache
+        if cache is not None and cache.place.device.type == "cpu" and cache.bytes <= SPARE_BYTES:
+            self.spare = cache
 
     def _check_lengths(self, questions: Sequence[Question], max_tokens: int) -> None:
         for question in questions:
@@ -146,14 +157,15 @@ class _Writer:
 
     def __init__(
         self,
-        model: LanguageModel,
-        decoder: Decoder,
+        sampler: NativeSampler,
         questions: Sequence[Question],
         step: int,
         sampling: Sampling,
     ) -> None:
+        model = sampler.model
         self.model = model
-        self.decoder = decoder
+        self.decoder = sampler.decoder
+        self.spare = sampler.spare
         self.questions = questions
         self.step = step
         self.sampling = sampling
@@ -252,11 +264,15 @@ class _Writer:
 
     def _make_slots(self, width: int, prefix: DynamicCache) -> _Slots:
         device, room = self.model.device, self.sampling.max_tokens
-        longest = max(len(q.tokens) for q in self.questions)
-        self.decoder.begin(longest + room)
+        capacity = max(len(q.tokens) for q in self.questions) + room
+        capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
+        cache = self.spare
+        if cache is None or cache.slots != width or cache.capacity != capacity:
+            cache = SlotCache(width, capacity, prefix)
+        self.decoder.begin(capacity)
         return _Slots(
             answers=[None] * width,
-            cache=SlotCache(width, longest + room, prefix),
+            cache=cache.emptied(),
             uniforms=torch.zeros(width, room, device=device),
             tokens=torch.zeros(width, room, dtype=torch.long, device=device),
             logps=torch.zeros(width, room, device=device),

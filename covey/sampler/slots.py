@@ -30,6 +30,27 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
         self.reach = 0
         """Positions that the next step looks at: one more than the largest place in use."""
 
+    @property
+    def slots(self) -> int:
+        """How many slots there are in all."""
+        return len(self.place)
+
+    @property
+    def capacity(self) -> int:
+        """The most positions a slot can hold."""
+        return self.layer_keys[0].shape[2]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all keys and values."""
+        return sum(t.nbytes for t in (*self.layer_keys, *self.layer_values))
+
+    def emptied(self) -> SlotCache:
+        """Free all slots. Old keys may stay: what is not written yet is not looked at."""
+        self.width, self.reach = self.slots, 0
+        self.place.zero_()
+        return self
+
     def write_prefix(self, slots: torch.Tensor, prefix: DynamicCache, rows: torch.Tensor) -> None:
         """Copy the keys and values of already computed prompts into slots."""
         for keys, values, layer in zip(
