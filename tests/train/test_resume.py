@@ -19,6 +19,7 @@ from covey.policy import checkpoint
 from covey.run import files, folder
 
 SETTINGS = (
+    "model.device=cpu",  # a GPU adds up in any order
     "train.steps=6", "save.every=2", "save.keep=10", "evaluate.every=3", "evaluate.prompts=16",
     "rollout.prompts=4", "rollout.samples=4", "train.mini_batches=2",
 )  # fmt: skip
