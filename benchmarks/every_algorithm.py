@@ -1,4 +1,4 @@
-"""Train the embedded model with every algorithm, each with its own defaults, and write what came out.
+"""Train the embedded model with every algorithm, each with its own defaults, and note the outcome.
 
     python benchmarks/every_algorithm.py --steps 30 --jobs 2
 
