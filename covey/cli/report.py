@@ -21,13 +21,14 @@ PLAIN_LOG_SECONDS = 5.0
 
 def summary(metrics: Mapping[str, Any]) -> str:
     """Return the few numbers of a step that say how it goes."""
-    kl = metrics.get("objective/kl_avg", metrics["policy/approxkl_avg"])
-    name = "kl" if "objective/kl_avg" in metrics else "kl old"
+    # A step that had nothing to learn from has neither.
+    names = {"objective/kl_avg": "kl", "policy/approxkl_avg": "kl old"}
+    kl = next((f"{label} {metrics[m]:.4f}" for m, label in names.items() if m in metrics), "no kl")
     return (
         f"reward {metrics['objective/scores']:.3f}  "
         f"right {metrics['objective/success']:5.1%}  "
         f"length {metrics['val/sequence_lengths']:.0f}  "
-        f"{name} {kl:.4f}  "
+        f"{kl}  "
         f"{metrics['time/tokens_per_second']:,.0f} tok/s"
     )
 

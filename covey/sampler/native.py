@@ -28,6 +28,7 @@ PREFILL_TOKENS = 16_384
 CAPACITY_STEP = 32
 """Slots hold a multiple of so many positions, so that one cache serves many calls."""
 SPARE_BYTES = 64 * 2**20
+"""The largest cache that is kept between calls."""
 REFILL_SHARE = 8
 """Free slots are refilled once they are one in so many: reading prompts one by one is slow."""
 

@@ -2,8 +2,8 @@
 
     collect -> select -> collate -> update -> log -> evaluate -> save
 
-Everything random is addressed by (seed, step), so the loop carries no state but the policy: a run
-that is stopped and resumed goes on exactly as if it had not been.
+Everything random is addressed by (seed, step), so the loop carries little state but the policy, and
+saves it with the policy: a run that is stopped and resumed goes on as if it had not been.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ def _learn(parts: Parts, selected: Selected, state: State) -> tuple[Batch | None
     metrics = update(batch, policy=policy, objective=objective, settings=settings, step=state.step)
     if objective.needs_reference:
         metrics["objective/beta"] = state.beta
-        state.beta = next_beta(objective, metrics["objective/kl_avg"], answers=len(batch))
+        if "objective/kl_avg" in metrics:  # not if every answer was masked
+            state.beta = next_beta(objective, metrics["objective/kl_avg"], answers=len(batch))
     return batch, metrics
 
 

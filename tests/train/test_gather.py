@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from covey.cli.report import PlainReporter
 from covey.config import load_config
 from covey.objective import build as build_objective
 from covey.objective import with_advantage, with_weight
@@ -122,6 +124,25 @@ def test_a_step_without_anything_to_learn_is_logged_and_changes_nothing(tmp_path
         torch.equal(a, b)
         for a, b in zip(before, parts.policy.model.model.parameters(), strict=True)
     )
+
+
+def test_steps_without_an_update_are_reported_like_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder.create(tmp_path / "run", "", {})
+    parts = replace(parts_with("select.dynamic=true"), reward=everything_right)
+    train(parts, run, PlainReporter(run, Console(soft_wrap=True)), StopSignal())
+    output = capsys.readouterr().out
+    assert "nothing to learn" in output
+    assert "step 2/2  reward 1.000  right 100.0%" in output
+
+
+def test_a_step_of_masked_answers_keeps_its_beta(tmp_path: Path) -> None:
+    options = ["objective.beta=0.1", "objective.kl_target=0.01", "rollout.max_tokens=1"]
+    run = RunFolder.create(tmp_path / "run", "", {})
+    train(parts_with(*options, "select.mask_truncated=true"), run, Notes(), StopSignal())
+    assert [row["objective/beta"] for row in run.steps()] == [0.1, 0.1]
+    assert "objective/kl_avg" not in run.steps()[0]
 
 
 def test_a_length_penalty_is_a_part_of_its_own_and_lowers_the_reward(tmp_path: Path) -> None:
