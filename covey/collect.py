@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 
 from covey.errors import DataError, RewardError
 from covey.policy.model import LanguageModel
-from covey.rewards import Reward
 from covey.sampler.protocol import Question, Sampler, Sampling
 from covey.sampler.random import prompt_indices, refill_order
+from covey.scoring import Job, Scorer, Verdict
 from covey.types import Group, Prompt, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """When answers are sampled."""
+
+    step: int
+    """Part of the address of their random numbers."""
+    version: int = 0
+    """How many optimizer steps the policy has taken."""
+    share: float = 1.0
+    """How much of the run is done, 0 to 1: the weights of a reward may depend on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,55 +90,98 @@ def draw_refill(
     return list(itertools.islice(fresh, count))
 
 
-def score(prompt: Prompt, rollout: Rollout, reward: Reward) -> tuple[Rollout, str | None]:
-    """Judge one answer. What cannot be judged keeps reward None, and the reason is returned."""
-    try:
-        judged = reward(prompt, rollout.text)
-        if not math.isfinite(judged.reward):
-            raise ValueError(f"the reward is {judged.reward}")
-    except Exception as error:  # a user's function may raise anything; it is counted, not hidden
-        reason = f"{type(error).__name__}: {error}"
-        return rollout, f"{prompt.id} sample {rollout.sample}: {reason}"
-    scored = replace(
-        rollout,
-        reward=float(judged.reward),
-        success=bool(judged.success),
-        parts=dict(judged.parts),
-    )
-    return scored, None
+@dataclass(slots=True)
+class _Judging:
+    """Answers on their way through the scorer, in the order of the questions."""
+
+    questions: Sequence[Question]
+    samples: int
+    scorer: Scorer
+    share: float
+    rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
+    futures: dict[tuple[int, int], Future[list[Verdict]]] = field(default_factory=dict)
+    """By question and sample; -1 in place of a sample stands for the whole group."""
+
+    def add(self, question: int, rollout: Rollout) -> None:
+        """Hand over an answer as soon as it is finished, or a group as soon as it is complete."""
+        self.rollouts[question, rollout.sample] = rollout
+        if not self.scorer.whole_groups:
+            self._submit(question, rollout.sample, (rollout.text,))
+            return
+        group = [self.rollouts.get((question, sample)) for sample in range(self.samples)]
+        if None not in group:
+            self._submit(question, -1, tuple(r.text for r in group if r is not None))
+
+    def _submit(self, question: int, sample: int, texts: tuple[str, ...]) -> None:
+        prompt = self.questions[question].prompt
+        job = Job(prompt=prompt, texts=texts, share=self.share)
+        self.futures[question, sample] = self.scorer.submit(job)
+
+    def group(self, question: int) -> list[Verdict]:
+        """Wait for the verdicts on all answers to a question."""
+        if self.scorer.whole_groups:
+            return self.futures[question, -1].result()
+        return [self.futures[question, sample].result()[0] for sample in range(self.samples)]
 
 
 def collect(
     questions: Sequence[Question],
     *,
     sampler: Sampler,
-    reward: Reward,
-    step: int,
+    scorer: Scorer,
     sampling: Sampling,
-    version: int = 0,
+    moment: Moment,
     progress: Callable[[int], None] | None = None,
 ) -> Collected:
-    """Sample and judge `sampling.samples` answers to every question."""
+    """Sample and judge `sampling.samples` answers to every question.
+
+    Answers are handed to the scorer as they end, so that judging goes on beside sampling; what is
+    returned is in the order of the questions whatever was done first.
+    """
+    judging = _Judging(questions, sampling.samples, scorer, moment.share)
+
+    def finished(question: int, rollout: Rollout) -> None:
+        judging.add(question, rollout)
+        if progress is not None:
+            progress(1)
+
     started = time.perf_counter()
     answers = sampler.generate(
         questions,
-        step=step,
+        step=moment.step,
         sampling=sampling,
-        version=version,
-        progress=progress,
+        version=moment.version,
+        finished=finished,
     )
     sampled = time.perf_counter()
-    failures: list[str] = []
-    groups = []
-    for question, rollouts in zip(questions, answers, strict=True):
-        judged = [score(question.prompt, rollout, reward) for rollout in rollouts]
-        groups.append(Group(prompt=question.prompt, rollouts=tuple(r for r, _ in judged)))
-        failures += [reason for _, reason in judged if reason is not None]
+    groups, failures = [], []
+    for number, (question, rollouts) in enumerate(zip(questions, answers, strict=True)):
+        judged = list(zip(rollouts, judging.group(number), strict=True))
+        scored = tuple(_scored(rollout, verdict, scorer.identity) for rollout, verdict in judged)
+        groups.append(Group(prompt=question.prompt, rollouts=scored))
+        failures += [
+            f"{question.prompt.id} sample {rollout.sample}: {verdict.error}"
+            for rollout, verdict in judged
+            if verdict.score is None
+        ]
     return Collected(
         groups=tuple(groups),
         failures=tuple(failures),
         rollout_seconds=sampled - started,
         score_seconds=time.perf_counter() - sampled,
+    )
+
+
+def _scored(rollout: Rollout, verdict: Verdict, identity: str) -> Rollout:
+    """Fill in the judgement. What could not be judged keeps reward None."""
+    if verdict.score is None:
+        return replace(rollout, reward_id=identity)
+    return replace(
+        rollout,
+        reward_id=identity,
+        reward=float(verdict.score.reward),
+        success=bool(verdict.score.success),
+        parts=dict(verdict.score.parts),
     )
 
 
@@ -136,5 +191,5 @@ def check_failures(collected: Collected, limit: float) -> None:
     if len(collected.failures) > limit * total:
         raise RewardError(
             f"reward: {len(collected.failures)} of {total} answers could not be scored, more than "
-            f"rollout.max_unscored = {limit} allows; the first: {collected.failures[0]}"
+            f"scoring.max_unscored = {limit} allows; the first: {collected.failures[0]}"
         )

@@ -44,7 +44,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One sampled answer. The sampler fills all but `reward`, `success` and `parts`."""
+    """One sampled answer. The sampler fills all but `reward` and what follows it."""
 
     prompt_id: str
     sample: int
@@ -66,6 +66,8 @@ class Rollout:
     """Whether the answer is right, whatever else the reward counts. None like `reward`."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The unweighted parts of the reward."""
+    reward_id: str = ""
+    """Name, version and source hash of the reward that judged it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

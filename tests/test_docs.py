@@ -1,5 +1,6 @@
 """The documentation says what the code does."""
 
+import contextlib
 import inspect
 import itertools
 import re
@@ -16,8 +17,10 @@ from covey.objective import ALGORITHMS, describe
 from covey.objective.compose import DEFAULTS, PIECES
 from covey.objective.correction import CORRECTIONS
 from covey.objective.penalty import PENALTIES
+from covey.rewards.build import REWARDS, make_reward
 from covey.run.metrics import table
-from covey.train.assemble import objective_of, resolve
+from covey.tasks import TASKS
+from covey.train.assemble import objective_of, resolve, task_of
 
 ROOT = Path(__file__).parent.parent
 ALGORITHM_PAGES = ROOT / "docs/algorithms"
@@ -112,3 +115,40 @@ def test_links_between_pages_lead_somewhere() -> None:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if "://" not in link:
                 assert (page.parent / link).exists(), f"{page}: {link}"
+
+
+def test_the_page_of_rewards_names_every_reward_and_its_examples_load(tmp_path: Path) -> None:
+    text = (ROOT / "docs/rewards.md").read_text()
+    assert [name for name in REWARDS if f"`{name}`" not in text] == []
+    (tmp_path / "my_rewards.py").write_text(
+        re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    )
+    for number, example in enumerate(re.findall(r"```toml\n(.*?)```", text, re.DOTALL)):
+        file = tmp_path / f"{number}.toml"
+        file.write_text(example)
+        with contextlib.chdir(tmp_path):
+            config = resolve(load_config(str(file)))
+            reward = make_reward(config.reward.name, config.reward.options)
+        assert reward.bounds[0] < reward.bounds[1]
+    assert number == 3
+
+
+def test_the_weights_of_the_templates_are_those_of_the_page() -> None:
+    text = (ROOT / "docs/rewards.md").read_text()
+    for name in ("math", "agent", "retrieval"):
+        row = re.search(rf"\| `{name}` \|(.*)\|\n", text).group(1)
+        shown = [float(cell.split()[0]) for cell in row.split("|")]
+        assert shown == list(REWARDS[name]().weights.values())
+
+
+def test_the_page_of_tasks_names_every_task_and_its_examples_load(tmp_path: Path) -> None:
+    text = (ROOT / "docs/tasks.md").read_text()
+    assert [name for name in TASKS if f"`{name}" not in text] == []
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"problem": "1+1?", "solution": 2, "level": 1}\n')
+    for number, example in enumerate(re.findall(r"```toml\n(.*?)```", text, re.DOTALL)):
+        (tmp_path / f"{number}.toml").write_text(example)
+        with contextlib.chdir(tmp_path):
+            prompts = task_of(resolve(load_config(f"{number}.toml"))).train()
+            assert prompts[0].messages
+    assert number == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,21 +73,24 @@ def _evaluate(config: Config, show: bool) -> dict[str, Any]:
         held_out_of,
         load_model,
         resolve,
-        reward_of,
         sampling_of,
+        scorer_of,
         task_of,
     )
 
     config = resolve(config)
     prompts = held_out_of(config, task_of(config))
     model = load_model(config)
-    with Progress(console=Console(stderr=True), disable=not show) as progress:
+    with (
+        closing(scorer_of(config)) as scorer,
+        Progress(console=Console(stderr=True), disable=not show) as progress,
+    ):
         answers = len(prompts) * (1 + config.evaluate.samples)
         task = progress.add_task("answering", total=answers)
         evaluation = evaluate(
             ask(model, prompts),
             sampler=NativeSampler(model),
-            reward=reward_of(config),
+            scorer=scorer,
             sampling=sampling_of(config),
             samples=config.evaluate.samples,
             temperature=config.evaluate.temperature,

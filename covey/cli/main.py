@@ -11,9 +11,13 @@ from rich.console import Console
 from covey._version import __version__
 from covey.cli.algorithms import algorithms_command
 from covey.cli.eval import eval_command
+from covey.cli.rewards import app as rewards_app
 from covey.cli.runs import runs_command
 from covey.cli.train import train_command
 from covey.errors import CoveyError
+
+INTERRUPTED = 130
+"""The exit code after a second Ctrl-C."""
 
 app = typer.Typer(
     name="covey",
@@ -26,6 +30,7 @@ app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("runs")(runs_command)
 app.command("algorithms")(algorithms_command)
+app.add_typer(rewards_app, name="rewards")
 
 
 def _version(show: bool) -> None:
@@ -57,7 +62,7 @@ def run(arguments: list[str]) -> int:
     except CoveyError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         # The reader went away (`covey runs | head`); nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -68,6 +73,8 @@ def run(arguments: list[str]) -> int:
         if not hasattr(error, "format_message"):
             raise
         return _fail(error.format_message(), getattr(error, "exit_code", 2))
+    if result == INTERRUPTED:  # some versions of typer turn Ctrl-C into this, without a word
+        return _fail("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
 
 

@@ -39,7 +39,8 @@ def evaluation_line(evaluation: Evaluation) -> str:
         f"{name} {e.value:.1%} [{e.low:.1%}, {e.high:.1%}]"
         for name, e in evaluation.estimates.items()
     )
-    return f"{numbers} on {evaluation.prompts} held-out prompts"
+    lost = f", {evaluation.unscored} answers not scored" if evaluation.unscored else ""
+    return f"{numbers} on {evaluation.prompts} held-out prompts{lost}"
 
 
 class PlainReporter:
@@ -173,7 +174,7 @@ def before_and_after(run: RunFolder) -> Table | None:
         table.add_row(
             name, _interval(a), _interval(b), f"{100 * (b['value'] - a['value']):+.1f} points"
         )
-    for part in first["parts"]:
+    for part in [p for p in first["parts"] if p in last["parts"]]:
         a, b = first["parts"][part], last["parts"][part]
         table.add_row(f"greedy: {part}", f"{a:.1%}", f"{b:.1%}", f"{100 * (b - a):+.1f} points")
     return table

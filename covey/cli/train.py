@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,6 +40,9 @@ def train_command(
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Go on with this run, with its own settings.")
     ] = None,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Skip and count rows that cannot be used.")
+    ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved configuration and stop.")
     ] = False,
@@ -49,13 +53,12 @@ def train_command(
     checkpoints. Ctrl-C saves and says how to go on.
     """
     if resume is not None:
-        if source or overrides or model or run:
+        if source or overrides or model or run or skip_bad_rows:
             raise ConfigError("--resume takes its settings from the run; give it alone")
         _resume(resume, print_config)
         return
-    settings = list(overrides or [])
-    if model is not None:
-        settings.append(f"model.path={toml_value(model)}")
+    settings = [*(overrides or []), *(["task.skip_bad_rows=true"] if skip_bad_rows else [])]
+    settings += [] if model is None else [f"model.path={toml_value(model)}"]
     config = _resolved(source or "arithmetic", settings)
     if print_config:
         typer.echo(to_toml(config), nl=False)
@@ -85,7 +88,9 @@ def _start(config: Config, path: Path | None, label: str) -> None:
     environment = describe_environment(
         config.seed, str(parts.policy.model.device), torch.get_num_threads()
     )
-    _run(parts, RunFolder.create(path, to_toml(config), environment))
+    environment["reward"] = parts.scorer.identity
+    with closing(parts.scorer):
+        _run(parts, RunFolder.create(path, to_toml(config), environment))
 
 
 def _resume(path: Path, print_config: bool) -> None:
@@ -98,7 +103,9 @@ def _resume(path: Path, print_config: bool) -> None:
         return
     from covey.train.assemble import assemble
 
-    _run(assemble(config), folder)
+    parts = assemble(config)
+    with closing(parts.scorer):
+        _run(parts, folder)
 
 
 def _run(parts: Parts, folder: RunFolder) -> None:
@@ -113,6 +120,14 @@ def _run(parts: Parts, folder: RunFolder) -> None:
         reporter.note(
             f"this run was started with {threads} threads and goes on with "
             f"{torch.get_num_threads()}: results may differ in the last bits"
+        )
+    if parts.bad_rows:
+        reporter.note(f"{len(parts.bad_rows)} bad rows skipped; the first: {parts.bad_rows[0]}")
+    judged_by = folder.environment().get("reward", parts.scorer.identity)
+    if judged_by != parts.scorer.identity:
+        reporter.note(
+            f"the reward has changed since this run was started: it was {judged_by} and is now "
+            f"{parts.scorer.identity}"
         )
     with folder.locked(), stop_signal() as stop, reporter:
         done = train(parts, folder, reporter, stop)

@@ -31,11 +31,16 @@ def load_config(source: str | None = None, overrides: Iterable[str] = ()) -> Con
     """Read a file, a packaged recipe by name, or nothing, and apply `key=value` overrides."""
     data = {} if source is None else _read(source)
     # Names come first: naming another task, reward or algorithm drops the options of the old one.
-    for override in sorted(
-        overrides, key=lambda o: not o.partition("=")[0].strip().endswith(".name")
-    ):
+    for override in sorted(overrides, key=_turn):
         _apply(data, override)
     return parse_config(data)
+
+
+def _turn(override: str) -> tuple[bool, int]:
+    """Names come first, and of those the outer before what stands inside them."""
+    key = override.partition("=")[0].strip()
+    is_name = key.endswith(".name")
+    return not is_name, key.count(".") if is_name else 0
 
 
 def parse_config(data: Mapping[str, Any]) -> Config:
@@ -150,4 +155,7 @@ def toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
+    if isinstance(value, Mapping):
+        pairs = (f"{toml_value(k)} = {toml_value(v)}" for k, v in value.items() if v is not None)
+        return "{" + ", ".join(pairs) + "}"
     return repr(value)

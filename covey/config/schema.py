@@ -106,6 +106,22 @@ class Rollout(Section):
     )
     stop: list[str] = Field([], description="Texts that end an answer.")
     slots: Positive = Field(256, description="Answers written at the same time.")
+
+
+class Scoring(Section):
+    """[scoring]"""
+
+    workers: Count = Field(
+        0,
+        description="Processes for rewards that may take long; 0: one a core. Quick rewards need "
+        "none.",
+    )
+    timeout: Annotated[float, Field(gt=0)] = Field(
+        30.0, description="Seconds for one answer. Then its process is killed, and it is unscored."
+    )
+    gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = Field(
+        8.0, description="The most memory that a scoring process may take."
+    )
     max_unscored: Annotated[float, Field(ge=0, le=1)] = Field(
         0.1, description="Stop the run when more than this share of a step cannot be scored."
     )
@@ -191,6 +207,12 @@ class Save(Section):
     )
     keep: Positive = Field(2, description="Checkpoints kept, newest first.")
     rollouts: bool = Field(True, description="Write every rollout to the run folder.")
+    review_every: Count = Field(
+        100,
+        description="Every so many steps write a page with the highest and lowest answers; "
+        "0: never.",
+    )
+    review_answers: Positive = Field(20, description="Of each.")
 
 
 class Config(Section):
@@ -203,6 +225,7 @@ class Config(Section):
     length_penalty: LengthPenalty = LengthPenalty()
     objective: Objective = Objective()
     rollout: Rollout = Rollout()
+    scoring: Scoring = Scoring()
     select: Select = Select()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()

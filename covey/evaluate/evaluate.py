@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.collect import Collected, collect
+from covey.collect import Collected, Moment, collect
 from covey.evaluate.statistics import Estimate, mean_over_prompts, pass_at_k, proportion
-from covey.rewards import Reward
 from covey.sampler.pick import Distribution
 from covey.sampler.protocol import Question, Sampler, Sampling
+from covey.scoring import Scorer
 
 EVALUATION_STEP = 2**62
 """Evaluations draw from an address of their own, the same each time, so that they can be paired."""
@@ -46,7 +46,7 @@ def evaluate(
     questions: Sequence[Question],
     *,
     sampler: Sampler,
-    reward: Reward,
+    scorer: Scorer,
     sampling: Sampling,
     samples: int = 0,
     temperature: float = 1.0,
@@ -58,8 +58,8 @@ def evaluate(
         return collect(
             questions,
             sampler=sampler,
-            reward=reward,
-            step=EVALUATION_STEP,
+            scorer=scorer,
+            moment=Moment(step=EVALUATION_STEP),
             sampling=replace(sampling, samples=samples, distribution=distribution),
             progress=progress,
         )
@@ -77,10 +77,14 @@ def evaluate(
     return Evaluation(
         prompts=len(answers),
         estimates=estimates,
-        parts={n: sum(r.parts.get(n, 0.0) for r in answers) / len(answers) for n in names},
+        parts={n: _mean([r.parts[n] for r in answers if n in r.parts]) for n in names},
         mean_tokens=sum(len(r.tokens) for r in answers) / len(answers),
         unscored=unscored,
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _sampled_estimates(sampled: Collected, samples: int) -> dict[str, Estimate]:

@@ -1,12 +1,12 @@
-"""How answers are judged. No torch here."""
+"""How answers are judged. No torch here.
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+The registry is `covey.rewards.build.REWARDS`; it is not imported here, so that a process that only
+judges starts fast.
+"""
 
 from covey.rewards.length import LENGTH_PENALTIES, LengthPenalty
 from covey.rewards.score import Reward, Score
 from covey.rewards.think_answer import ThinkAnswer
+from covey.rewards.user import as_reward
 
-REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType({"think_answer": ThinkAnswer})
-
-__all__ = ["LENGTH_PENALTIES", "REWARDS", "LengthPenalty", "Reward", "Score", "ThinkAnswer"]
+__all__ = ["LENGTH_PENALTIES", "LengthPenalty", "Reward", "Score", "ThinkAnswer", "as_reward"]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import ClassVar
 
 from covey.errors import ConfigError
+from covey.rewards.robust import robust_factor
 from covey.rewards.score import Score
 from covey.types import Prompt
 
 _TAG = re.compile(r"</?(?:think|answer)>")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,6})?")
-_FORM = re.compile(r"\s*<think>\s*\S.*?</think>\s*<answer>\s*(\S.*?)\s*</answer>\s*", re.DOTALL)
+_FORM = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 
 
 def read_answer(text: str) -> str | None:
@@ -29,7 +31,9 @@ def read_answer(text: str) -> str | None:
     if len(_TAG.findall(text)) != 4:
         return None
     match = _FORM.fullmatch(text)
-    return match.group(1) if match else None
+    if match is None or not match.group(1).strip():
+        return None
+    return match.group(2).strip() or None
 
 
 def equal_answers(given: str, expected: str) -> bool:
@@ -47,11 +51,16 @@ def equal_answers(given: str, expected: str) -> bool:
 class ThinkAnswer:
     """`correct` for a right answer in the right form, plus `format` for the form alone.
 
-    Gated: an answer that the form hides is not correct.
+    Gated: an answer that the form hides is not correct. `robust`: a right answer counts less where
+    the thinking is padding or no language at all; see `robust_factor`.
     """
 
     correct: float = 0.9
     format: float = 0.1
+    robust: bool = True
+
+    quick: ClassVar[bool] = True
+    version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.correct < 0 or self.format < 0 or self.correct + self.format == 0:
@@ -60,13 +69,20 @@ class ThinkAnswer:
                 f"format={self.format}"
             )
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """From nothing to both."""
+        return 0.0, self.correct + self.format
+
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Judge one answer."""
         answer = read_answer(text)
         well_formed = answer is not None
         success = answer is not None and equal_answers(answer, prompt.answer.strip())
+        # Only what earns something is worth a closer look.
+        factor = robust_factor(text) if success and self.robust else 1.0
         return Score(
-            reward=self.correct * success + self.format * well_formed,
+            reward=self.correct * success * factor + self.format * well_formed,
             success=success,
-            parts={"correct": float(success), "format": float(well_formed)},
+            parts={"correct": float(success), "format": float(well_formed), "robust": factor},
         )

@@ -5,6 +5,7 @@
     steps.jsonl             one line of metrics a step; docs/metrics.md says what each means
     eval.jsonl              one line an evaluation
     rollouts/000012.jsonl   every answer of step 12, its text and reward first
+    review/000100.md        the highest and lowest answers of step 100, for a person to read
     checkpoints/000050/     a Hugging Face folder with optimizer state; written whole or not at all
 
 No torch here: the dashboard reads runs on machines that have none.
@@ -105,12 +106,19 @@ class RunFolder:
                 }
                 if all(row["trained"]):
                     row["trained"] = True
-                lines.append(json.dumps({**lead, **row}) + "\n")
+                # With this a file can be judged again; what JSON does not know becomes text.
+                row |= {"task": group.prompt.task, "info": dict(group.prompt.info)}
+                lines.append(json.dumps({**lead, **row}, default=str) + "\n")
         write_text(self.path / "rollouts" / f"{step:06d}.jsonl", "".join(lines))
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the answers of a step."""
         return read_lines(self.path / "rollouts" / f"{step:06d}.jsonl")
+
+    def write_review(self, step: int, page: str) -> None:
+        """Write the page of a step's best and worst answers."""
+        (self.path / "review").mkdir(exist_ok=True)
+        write_text(self.path / "review" / f"{step:06d}.md", page)
 
     def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
         """Give a folder to fill, which becomes the checkpoint of `step` once it is complete."""
@@ -130,7 +138,7 @@ class RunFolder:
         """Remove what was logged after `step`: it will be done again, and come out the same."""
         keep_lines(self.path / "steps.jsonl", lambda row: bool(row["step"] <= step))
         keep_lines(self.path / "eval.jsonl", lambda row: bool(row["step"] <= step))
-        for file in (self.path / "rollouts").glob("[0-9]*.jsonl"):
+        for file in [*self.path.glob("rollouts/[0-9]*.jsonl"), *self.path.glob("review/*.md")]:
             if file.stem.isdecimal() and int(file.stem) > step:
                 file.unlink()
         for leftover in (self.path / "checkpoints").glob(".*.partial"):

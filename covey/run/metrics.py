@@ -17,11 +17,13 @@ METRICS: Mapping[str, str] = MappingProxyType(
     {
         "step": "Number of the step, from 1.",
         "episode": "Answers sampled so far in the run.",
+        "reward_id": "Name, version and source hash of the reward.",
         "lr": "Learning rate of the last optimizer step.",
         "objective/scores": "Mean reward of the answers that were scored.",
         "objective/reward_std": "Standard deviation (ddof 0) of those rewards over the step.",
         "objective/success": "Share of answers that are right.",
-        "objective/parts/*": "Mean of one unweighted part of the reward.",
+        "objective/parts/*": "Mean of one unweighted part of the reward, over the answers that "
+        "have it.",
         "objective/unscored": "Answers whose scoring failed. They belong to no statistic.",
         "objective/kl_avg": "Mean over tokens of the KL estimate in use, against the reference. "
         "Only with a reference.",

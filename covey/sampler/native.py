@@ -73,7 +73,7 @@ class NativeSampler:
         step: int,
         sampling: Sampling,
         version: int = 0,
-        progress: Callable[[int], None] | None = None,
+        finished: Callable[[int, Rollout], None] | None = None,
     ) -> list[list[Rollout]]:
         """Return `sampling.samples` answers for each question, in order."""
         self._check_lengths(questions, sampling.max_tokens)
@@ -84,7 +84,7 @@ class NativeSampler:
             rollouts: dict[_Answer, Rollout] = {}
             for answer, tokens, logps, finish in writer.run():
                 question = questions[answer.question]
-                rollouts[answer] = Rollout(
+                rollout = Rollout(
                     prompt_id=question.prompt.id,
                     sample=answer.sample,
                     prompt_tokens=question.tokens,
@@ -95,8 +95,9 @@ class NativeSampler:
                     finish=finish,
                     policy_version=version,
                 )
-                if progress is not None:
-                    progress(1)
+                rollouts[answer] = rollout
+                if finished is not None:
+                    finished(answer.question, rollout)
             self._keep(writer)
         finally:
             self.model.model.train(training)

@@ -43,9 +43,9 @@ class Sampler(Protocol):
         step: int,
         sampling: Sampling,
         version: int = 0,
-        progress: Callable[[int], None] | None = None,
+        finished: Callable[[int, Rollout], None] | None = None,
     ) -> list[list[Rollout]]:
         """Return `sampling.samples` answers for each question, in order.
 
-        `progress` is called with the number of answers finished since it was last called.
+        `finished` is called with the number of the question and the answer as soon as one ends.
         """

@@ -1,14 +1,29 @@
 """What is asked. No torch here."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-
 from covey.tasks.arithmetic import Arithmetic
+from covey.tasks.code import Code
+from covey.tasks.countdown import Countdown
+from covey.tasks.gsm8k import Gsm8k
+from covey.tasks.hub import Hub
 from covey.tasks.jsonl import Jsonl
-from covey.tasks.task import Task
+from covey.tasks.mixed import Mixed
+from covey.tasks.reasoning_gym import ReasoningGym
+from covey.tasks.registry import TASKS, find_task
+from covey.tasks.task import Task, bad_rows_of
+from covey.tasks.tools import Tools
 
-TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
-    {"arithmetic": Arithmetic, "jsonl": Jsonl}
-)
-
-__all__ = ["TASKS", "Arithmetic", "Jsonl", "Task"]
+__all__ = [
+    "TASKS",
+    "Arithmetic",
+    "Code",
+    "Countdown",
+    "Gsm8k",
+    "Hub",
+    "Jsonl",
+    "Mixed",
+    "ReasoningGym",
+    "Task",
+    "Tools",
+    "bad_rows_of",
+    "find_task",
+]

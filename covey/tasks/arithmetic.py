@@ -11,11 +11,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from random import Random
-from typing import overload
 
 from covey.errors import ConfigError
+from covey.tasks.task import Generated
 from covey.types import Prompt
 
 HELD_OUT_ONE_IN = 6
@@ -91,38 +91,19 @@ def parse_question(text: str) -> list[Sum]:
     return sums
 
 
-class Problems(Sequence[Prompt]):
-    """A split: problem i depends on the split, i and the range of operations, and nothing else."""
-
-    def __init__(self, split: str, size: int, operations: tuple[int, int]) -> None:
-        self.split = split
-        self.size = size
-        self.operations = operations
-
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.size))]
-        if not -self.size <= index < self.size:
-            raise IndexError(index)
-        index %= self.size
-        low, high = self.operations
-        name = f"arithmetic/{self.split}/{low}-{high}/{index}"
-        random = Random(name)
-        sums = chain(random, random.randint(low, high), held_out=self.split == "held_out")
-        return Prompt(
-            id=name,
-            task="arithmetic",
-            messages=({"role": "user", "content": question(sums)},),
-            answer=f"{sums[-1].result:02d}",
-            info={"operations": len(sums), "carries": sum(s.carries for s in sums)},
-        )
+def problem(split: str, operations: tuple[int, int], index: int) -> Prompt:
+    """Return problem `index` of a split: it depends on these three and on nothing else."""
+    low, high = operations
+    name = f"arithmetic/{split}/{low}-{high}/{index}"
+    random = Random(name)
+    sums = chain(random, random.randint(low, high), held_out=split == "held_out")
+    return Prompt(
+        id=name,
+        task="arithmetic",
+        messages=({"role": "user", "content": question(sums)},),
+        answer=f"{sums[-1].result:02d}",
+        info={"operations": len(sums), "carries": sum(s.carries for s in sums)},
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +133,12 @@ class Arithmetic:
 
     def train(self) -> Sequence[Prompt]:
         """The training problems."""
-        return Problems("train", self.train_size, (self.min_operations, self.max_operations))
+        return self._split("train", self.train_size)
 
     def held_out(self) -> Sequence[Prompt]:
         """The held-out problems."""
-        return Problems("held_out", self.held_out_size, (self.min_operations, self.max_operations))
+        return self._split("held_out", self.held_out_size)
+
+    def _split(self, split: str, size: int) -> Sequence[Prompt]:
+        operations = (self.min_operations, self.max_operations)
+        return Generated(size, partial(problem, split, operations))

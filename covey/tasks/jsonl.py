@@ -3,74 +3,54 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from covey.errors import DataError, nearest
+from covey.errors import DataError
+from covey.tasks.rows import Place, Row, Table
 from covey.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Jsonl:
-    """Questions and answers from `train_file` and `held_out_file`.
+class Jsonl(Table):
+    """Questions and answers from `train_file` and `held_out_file`, one object a line.
 
-    Every line is an object with the fields named by `question` and `answer`; all others are kept
-    in the prompt's `info`. `system`, if given, comes before each question.
+    `Table` says what the other options mean.
     """
 
     train_file: str
     held_out_file: str
-    question: str = "question"
-    answer: str = "answer"
-    system: str = ""
     name: str = "jsonl"
 
     def train(self) -> Sequence[Prompt]:
         """The prompts of `train_file`."""
-        return self._read(Path(self.train_file), "train")
+        return self.read("train", json_lines(Path(self.train_file)), self.train_file)
 
     def held_out(self) -> Sequence[Prompt]:
         """The prompts of `held_out_file`."""
-        return self._read(Path(self.held_out_file), "held_out")
-
-    def _read(self, path: Path, split: str) -> list[Prompt]:
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"task: cannot read {path}: {error}") from None
-        prompts = [
-            self._prompt(json_object(line, path, number), split, path, number)
-            for number, line in enumerate(lines, start=1)
-            if line.strip()
-        ]
-        if not prompts:
-            raise DataError(f"task: {path} holds no prompts")
-        return prompts
-
-    def _prompt(self, row: dict[str, Any], split: str, path: Path, number: int) -> Prompt:
-        for field in (self.question, self.answer):
-            if field not in row:
-                raise DataError(f"task: {path}:{number} has no {field!r}{nearest(field, row)}")
-        messages = [{"role": "user", "content": str(row[self.question])}]
-        if self.system:
-            messages.insert(0, {"role": "system", "content": self.system})
-        return Prompt(
-            id=f"{self.name}/{split}/{number}",
-            task=self.name,
-            messages=tuple(messages),
-            answer=str(row[self.answer]),
-            info={k: v for k, v in row.items() if k not in (self.question, self.answer)},
-        )
+        return self.read("held_out", json_lines(Path(self.held_out_file)), self.held_out_file)
 
 
-def json_object(line: str, path: Path, number: int) -> dict[str, Any]:
-    """Parse one line, or say which line of which file is at fault."""
+def json_lines(path: Path) -> Iterator[Place]:
+    """Read a file of objects, blank lines aside; what is no object says so in its stead."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"task: cannot read {path}: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield number, f"{path}:{number}", json_object(line)
+
+
+def json_object(line: str) -> Row | str:
+    """Parse one line, or say what is the matter with it.
+
+    >>> json_object('{"a": 1}'), json_object("[1]")
+    ({'a': 1}, 'is not an object but list')
+    """
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"task: {path}:{number} is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise DataError(f"task: {path}:{number} is not an object but {type(row).__name__}")
-    return row
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON: {error}"
+    return row if isinstance(row, dict) else f"is not an object but {type(row).__name__}"

@@ -17,11 +17,13 @@ from covey.policy.model import LanguageModel, load_language_model
 from covey.policy.optimizer import MasterAdamW, learning_rate
 from covey.policy.policy import Policy
 from covey.reference import FrozenReference, Reference
-from covey.rewards import LENGTH_PENALTIES, REWARDS, LengthPenalty, Reward
+from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
+from covey.rewards.build import check_alone, make_reward, reward_options
 from covey.sampler.native import NativeSampler
 from covey.sampler.pick import Distribution
 from covey.sampler.protocol import Sampler, Sampling
-from covey.tasks import TASKS, Task
+from covey.scoring import Scorer, make_scorer
+from covey.tasks import Task, bad_rows_of, find_task
 from covey.train.update import UpdateSettings
 from covey.types import Prompt
 
@@ -33,7 +35,9 @@ class Parts:
     config: Config
     train_prompts: Sequence[Prompt]
     held_out_prompts: Sequence[Prompt]
-    reward: Reward
+    bad_rows: tuple[str, ...]
+    """One line for every row of the data that was skipped."""
+    scorer: Scorer
     length_penalty: LengthPenalty
     policy: Policy
     reference: Reference | None
@@ -45,20 +49,20 @@ class Parts:
 
 def resolve(config: Config) -> Config:
     """Write out the options of task, reward and objective that were left to default."""
-    data = config.model_dump()
     budget = config.rollout.max_tokens
     defaults = {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
     functions = {
-        "task": choose(TASKS, config.task, "task"),
-        "reward": choose(REWARDS, config.reward, "reward"),
         "length_penalty": choose(LENGTH_PENALTIES, config.length_penalty, "length_penalty"),
         "objective": algorithm(config.objective.name, config.objective.options),
     }
-    for where, function in functions.items():
-        section: Named = getattr(config, where)
-        options = resolve_options(function, section, where, defaults)
-        data[where] = {"name": section.name, **options}
-    resolved = parse_config(data)
+    options = {
+        where: resolve_options(function, getattr(config, where), where, defaults)
+        for where, function in functions.items()
+    }
+    options["reward"] = reward_options(config.reward)
+    options["task"] = _task_options(config.task)
+    named = {where: {"name": getattr(config, where).name, **o} for where, o in options.items()}
+    resolved = parse_config({**config.model_dump(), **named})
     objective_of(resolved)
     if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
         raise ConfigError(
@@ -68,14 +72,33 @@ def resolve(config: Config) -> Config:
     return resolved
 
 
+def _task_options(section: Named) -> dict[str, object]:
+    maker, preset = find_task(section.name)
+    given = Named.model_validate({"name": section.name, **preset, **section.options})
+    return resolve_options(maker, given, "task")
+
+
 def task_of(config: Config) -> Task:
     """Build the task."""
-    return TASKS[config.task.name](**config.task.options)
+    maker, _ = find_task(config.task.name)
+    return maker(**config.task.options)
 
 
 def reward_of(config: Config) -> Reward:
     """Build the reward."""
-    return REWARDS[config.reward.name](**config.reward.options)
+    reward = make_reward(config.reward.name, config.reward.options)
+    return check_alone(config.reward.name, reward)
+
+
+def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
+    """Build the scorer, and start the processes that it needs."""
+    return make_scorer(
+        config.reward.name,
+        reward_of(config) if reward is None else reward,
+        workers=config.scoring.workers,
+        timeout=config.scoring.timeout,
+        gigabytes=config.scoring.gigabytes,
+    )
 
 
 def objective_of(config: Config) -> Objective:
@@ -110,8 +133,8 @@ def held_out_of(config: Config, task: Task) -> Sequence[Prompt]:
     return prompts
 
 
-def assemble(config: Config) -> Parts:
-    """Build everything that a resolved configuration names."""
+def assemble(config: Config, reward: Reward | None = None) -> Parts:
+    """Build everything that a resolved configuration names, or with a reward made in Python."""
     task = task_of(config)
     train_prompts, held_out = task.train(), held_out_of(config, task)
     if not train_prompts:
@@ -130,7 +153,8 @@ def assemble(config: Config) -> Parts:
         config=config,
         train_prompts=train_prompts,
         held_out_prompts=held_out,
-        reward=reward_of(config),
+        bad_rows=tuple(bad_rows_of(task)),
+        scorer=scorer_of(config, reward),
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
             **config.length_penalty.options
         ),

@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from covey.collect import Collected, ask, check_failures, collect, draw_prompts, draw_refill
+from covey.collect import (
+    Collected,
+    Moment,
+    ask,
+    check_failures,
+    collect,
+    draw_prompts,
+    draw_refill,
+)
 from covey.errors import RewardError
 from covey.rewards import LengthPenalty
 from covey.train.assemble import Parts
@@ -84,15 +92,16 @@ def _collect(parts: Parts, reporter: Reporter, step: int, prompts: list[Prompt])
     collected = collect(
         ask(policy.model, prompts),
         sampler=parts.sampler,
-        reward=parts.reward,
-        step=step,
+        scorer=parts.scorer,
         sampling=parts.sampling,
-        version=policy.version,
+        moment=Moment(
+            step=step, version=policy.version, share=(step - 1) / parts.config.train.steps
+        ),
         progress=reporter.sampled,
     )
     if collected.failures:
         reporter.note(f"step {step}: {len(collected.failures)} unscored, {collected.failures[0]}")
-    check_failures(collected, parts.config.rollout.max_unscored)
+    check_failures(collected, parts.config.scoring.max_unscored)
     if parts.config.length_penalty.name == "none":
         return collected
     groups = tuple(punished(group, parts.length_penalty) for group in collected.groups)

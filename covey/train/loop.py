@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -23,10 +23,18 @@ from covey.objective import next_beta, with_advantage
 from covey.policy.checkpoint import load_policy, save_policy
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
+from covey.run.review import review
 from covey.train.assemble import Parts
 from covey.train.collate import collate
 from covey.train.gather import gather
-from covey.train.report import Reporter, mean_advantages, rollout_metrics, selection_metrics
+from covey.train.report import (
+    FLAT_STEPS,
+    Reporter,
+    flat_rewards,
+    mean_advantages,
+    rollout_metrics,
+    selection_metrics,
+)
 from covey.train.select import Selected, without_truncated
 from covey.train.update import prepare, update
 from covey.types import Batch
@@ -66,6 +74,8 @@ class State:
     """Answers sampled so far."""
     beta: float
     """Weight of the KL, which an objective may adapt."""
+    flat: list[float] = field(default_factory=list)
+    """Share of groups with equal rewards in each of the last steps."""
 
 
 def train(parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal) -> int:
@@ -105,7 +115,9 @@ def _restore(parts: Parts, run: RunFolder) -> State:
     if saved["step"] != step:
         raise RunError(f"{folder} holds step {saved['step']}")
     run.forget_after(step)
-    return State(step=step, episode=saved["episode"], beta=saved["beta"])
+    return State(
+        step=step, episode=saved["episode"], beta=saved["beta"], flat=saved.get("flat", [])
+    )
 
 
 def _step(parts: Parts, run: RunFolder, reporter: Reporter, state: State) -> None:
@@ -120,6 +132,7 @@ def _step(parts: Parts, run: RunFolder, reporter: Reporter, state: State) -> Non
     metrics: dict[str, Any] = {
         "step": state.step,
         "episode": state.episode,
+        "reward_id": parts.scorer.identity,
         **rollout_metrics(collected),
         **selection_metrics(gathered),
         **learned,
@@ -133,8 +146,15 @@ def _step(parts: Parts, run: RunFolder, reporter: Reporter, state: State) -> Non
     if parts.config.save.rollouts:
         advantages = mean_advantages(collected, selected, batch)
         run.write_rollouts(state.step, collected.groups, advantages)
+    review_every = parts.config.save.review_every
+    if review_every and state.step % review_every == 0:
+        page = review(state.step, collected.groups, parts.config.save.review_answers)
+        run.write_review(state.step, page)
     run.log_step(metrics)
     reporter.step(metrics)
+    state.flat = [*state.flat, metrics["val/zero_variance_groups"]][-FLAT_STEPS:]
+    if state.step % FLAT_STEPS == 0 and (warning := flat_rewards(state.flat, metrics)):
+        reporter.note(f"step {state.step}: {warning}")
 
 
 def _learn(parts: Parts, selected: Selected, state: State) -> tuple[Batch | None, dict[str, float]]:
@@ -162,7 +182,7 @@ def _evaluate(parts: Parts, run: RunFolder, reporter: Reporter, step: int) -> Ev
     evaluation = evaluate(
         ask(parts.policy.model, parts.held_out_prompts),
         sampler=parts.sampler,
-        reward=parts.reward,
+        scorer=parts.scorer,
         sampling=parts.sampling,
         samples=parts.config.evaluate.samples,
         temperature=parts.config.evaluate.temperature,

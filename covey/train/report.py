@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from covey.train.gather import Gathered
 
 
+FLAT_STEPS, FLAT_SHARE = 10, 0.9
+"""Rewards no longer tell answers apart when this share of groups was flat over so many steps."""
+
+
 class Reporter(Protocol):
     """Somebody who watches a run: a terminal, a log, nobody."""
 
@@ -53,7 +57,9 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "val/stop_rate": _mean([float(r.finish == "stop") for r in rollouts]),
     }
     for name in sorted({name for r in scored for name in r.parts}):
-        metrics[f"objective/parts/{name}"] = _mean([r.parts.get(name, 0.0) for r in scored])
+        metrics[f"objective/parts/{name}"] = _mean(
+            [r.parts[name] for r in scored if name in r.parts]
+        )
     return metrics | _length_metrics(rollouts)
 
 
@@ -68,6 +74,26 @@ def selection_metrics(gathered: Gathered) -> dict[str, float]:
         "val/learned_groups": len(selected.groups),
         "val/rounds": gathered.rounds,
     }
+
+
+def flat_rewards(shares: Sequence[float], metrics: Mapping[str, Any]) -> str | None:
+    """Return a warning if rewards have stopped telling answers apart, and what to do about it."""
+    if len(shares) < FLAT_STEPS or _mean(shares) <= FLAT_SHARE:
+        return None
+    right = metrics["objective/success"]
+    if right > 0.9:
+        remedy = "nearly all answers are right: the task is learned; stop, or ask harder prompts"
+    elif right < 0.1:
+        remedy = "nearly all answers are wrong: ask easier prompts, or reward partial success"
+    else:
+        remedy = (
+            "answers to a prompt agree: raise rollout.temperature or rollout.samples, make the "
+            "reward finer, or set select.dynamic = true"
+        )
+    return (
+        f"rewards hardly tell answers apart: over {FLAT_STEPS} steps {_mean(shares):.0%} of groups "
+        f"had equal rewards and taught nothing; {remedy}"
+    )
 
 
 def mean_advantages(

@@ -27,7 +27,11 @@ size = st.floats(0, exclude_min=True, allow_infinity=False)
 share = st.floats(0, 1, exclude_max=True)
 scalar = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | text
 identifier = st.from_regex(r"[a-z][a-z0-9_]{0,12}", fullmatch=True).filter(lambda k: k != "name")
-option = scalar | st.lists(scalar, max_size=3)
+option = st.recursive(
+    scalar | st.lists(scalar, max_size=3),
+    lambda inner: st.dictionaries(text, inner, max_size=3),
+    max_leaves=5,
+)
 options = st.dictionaries(identifier, option, max_size=4)
 named = st.builds(lambda name, extra: {"name": name, **extra}, text, options)
 
@@ -48,6 +52,11 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "min_p": share,
         "stop": st.lists(text, max_size=3),
         "slots": positive,
+    },
+    "scoring": {
+        "workers": count,
+        "timeout": size,
+        "gigabytes": st.floats(0.25, 1e6),
         "max_unscored": st.floats(0, 1),
     },
     "select": {
@@ -76,7 +85,13 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "old_logp": st.sampled_from(["auto", "recompute", "sampler"]),
     },
     "evaluate": {"every": count, "prompts": count, "samples": count, "temperature": size},
-    "save": {"every": count, "keep": positive, "rollouts": st.booleans()},
+    "save": {
+        "every": count,
+        "keep": positive,
+        "rollouts": st.booleans(),
+        "review_every": count,
+        "review_answers": positive,
+    },
 }
 configs = st.fixed_dictionaries(
     {},
@@ -267,7 +282,7 @@ def test_an_override_of_a_table_or_inside_a_value_is_an_error(
         ),
         (
             "save.zzz=1",
-            "config: save.zzz is not a setting; choose from every, keep, rollouts",
+            "config: save.zzz is not a setting; choose from every, keep, review_answers, review_every, rollouts",
         ),
     ],
 )
@@ -317,7 +332,7 @@ def test_a_value_of_the_wrong_type_is_named(override: str, message: str) -> None
         ("rollout.top_p=1.01", "less than or equal to 1"),
         ("rollout.min_p=1.0", "less than 1"),
         ("rollout.top_k=-1", "greater than or equal to 0"),
-        ("rollout.max_unscored=1.5", "less than or equal to 1"),
+        ("scoring.max_unscored=1.5", "less than or equal to 1"),
         ("optimizer.learning_rate=-0.5", "greater than or equal to 0"),
         ("optimizer.learning_rate=inf", "a finite number"),
         ("optimizer.learning_rate=nan", "a finite number"),

@@ -10,7 +10,7 @@ from covey.config.options import choose, resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.objective import ALGORITHMS
-from covey.rewards import REWARDS
+from covey.rewards.build import REWARDS
 from covey.tasks import TASKS
 
 

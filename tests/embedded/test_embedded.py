@@ -8,13 +8,14 @@ import pytest
 import torch
 import transformers
 
-from covey.collect import ask, collect
+from covey.collect import Moment, ask, collect
 from covey.embedded import CHECKPOINT, recipe
 from covey.evaluate import evaluate
 from covey.policy.model import LanguageModel
 from covey.rewards import ThinkAnswer
 from covey.sampler.native import NativeSampler
 from covey.sampler.protocol import Sampling
+from covey.scoring import Here
 from covey.tasks import Arithmetic
 from covey.tasks.arithmetic import parse_question
 
@@ -38,14 +39,14 @@ def test_the_tokenizer_reads_any_text_and_gives_it_back(text: str) -> None:
 
 
 def test_the_start_leaves_reinforcement_both_calculation_and_form(embedded: LanguageModel) -> None:
-    sampler, reward = NativeSampler(embedded), ThinkAnswer()
+    sampler, scorer = NativeSampler(embedded), Here(ThinkAnswer())
     questions = ask(embedded, TASK.held_out())
     start = evaluate(
-        questions, sampler=sampler, reward=reward, sampling=Sampling(max_tokens=48, slots=256)
+        questions, sampler=sampler, scorer=scorer, sampling=Sampling(max_tokens=48, slots=256)
     )
     assert 0.10 <= start.estimates["greedy"].value <= 0.30
     sampled = collect(
-        questions, sampler=sampler, reward=reward, step=0,
+        questions, sampler=sampler, scorer=scorer, moment=Moment(step=0),
         sampling=Sampling(samples=4, max_tokens=48, slots=256),
     )  # fmt: skip
     answers = [r for group in sampled.groups for r in group.rollouts]

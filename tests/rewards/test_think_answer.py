@@ -7,16 +7,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
-from covey.rewards import REWARDS, Score, ThinkAnswer
+from covey.rewards import Score, ThinkAnswer
+from covey.rewards.build import REWARDS
 from covey.rewards.think_answer import equal_answers, read_answer
 from covey.types import Prompt
+
+STEPS = " ".join(f"Then {n} plus {n * n} is {n + n * n}." for n in range(150))
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
 
-def judge(text: str, answer: str = "49") -> Score:
+def judge(text: str, answer: str = "49", robust: bool = True) -> Score:
     prompt = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), answer=answer)
-    return ThinkAnswer()(prompt, text)
+    return ThinkAnswer(robust=robust)(prompt, text)
 
 
 def well_formed(answer: str) -> str:
@@ -35,7 +38,7 @@ RIGHT = {
     "exponent": well_formed("4.9e1"),
     "plus": well_formed("+49"),
     "other tags in think": "<think><b>1 < 2</b></think><answer>49</answer>",
-    "long think": f"<think>{'x' * 1_000_000}</think><answer>49</answer>",
+    "long think": f"<think>{STEPS}</think><answer>49</answer>",
     "long blanks": f"<think>x</think>{' ' * 1_000_000}<answer>49</answer>",
 }
 WRONG = {
@@ -91,17 +94,23 @@ MALFORMED = {
 
 @pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT)
 def test_a_right_number_in_the_right_form_is_worth_1(text: str) -> None:
-    assert judge(text) == Score(reward=1.0, success=True, parts={"correct": 1.0, "format": 1.0})
+    assert judge(text) == Score(
+        reward=1.0, success=True, parts={"correct": 1.0, "format": 1.0, "robust": 1.0}
+    )
 
 
 @pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
 def test_a_wrong_answer_in_the_right_form_is_worth_a_tenth(text: str) -> None:
-    assert judge(text) == Score(reward=0.1, success=False, parts={"correct": 0.0, "format": 1.0})
+    assert judge(text) == Score(
+        reward=0.1, success=False, parts={"correct": 0.0, "format": 1.0, "robust": 1.0}
+    )
 
 
 @pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
 def test_broken_form_is_worth_nothing_even_with_the_right_number(text: str) -> None:
-    assert judge(text) == Score(reward=0.0, success=False, parts={"correct": 0.0, "format": 0.0})
+    assert judge(text) == Score(
+        reward=0.0, success=False, parts={"correct": 0.0, "format": 0.0, "robust": 1.0}
+    )
 
 
 def text_of_fragments() -> st.SearchStrategy[str]:
@@ -201,8 +210,8 @@ def test_weights_scale_the_reward_but_not_the_parts(correct: float, form: float)
     reward = REWARDS["think_answer"](correct=correct, format=form)
     right, wrong = reward(prompt, well_formed("49")), reward(prompt, well_formed("48"))
     assert (right.reward, wrong.reward) == (correct + form, form)
-    assert right.parts == {"correct": 1.0, "format": 1.0}
-    assert wrong.parts == {"correct": 0.0, "format": 1.0}
+    assert right.parts == {"correct": 1.0, "format": 1.0, "robust": 1.0}
+    assert wrong.parts == {"correct": 0.0, "format": 1.0, "robust": 1.0}
 
 
 @pytest.mark.parametrize("weights", [(-0.1, 0.1), (0.9, -0.1), (0.0, 0.0)])
@@ -212,3 +221,18 @@ def test_negative_weights_and_no_weights_at_all_are_config_errors(
     with pytest.raises(ConfigError, match=r"^reward: weights .*") as raised:
         ThinkAnswer(correct=weights[0], format=weights[1])
     assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("thinking", "reward"),
+    [("x" * 1_000_000, 0.325), ("sdkfj wqeoiruz qpwoei zmxncbv " * 2, 0.55), (STEPS * 3, 0.415)],
+    ids=["one letter", "mash", "everything three times"],
+)
+def test_a_right_answer_after_thinking_that_is_none_counts_less(
+    thinking: str, reward: float
+) -> None:
+    text = f"<think>{thinking}</think><answer>49</answer>"
+    score = judge(text)
+    assert score.success
+    assert score.reward == pytest.approx(reward)
+    assert judge(text, robust=False).reward == 1.0

@@ -224,6 +224,9 @@ def test_rollouts_read_back_with_what_a_person_reads_first(run: RunFolder) -> No
         "trained": True,
         "sampler_logp": [-0.1, -1 / 3],
         "policy_version": 7,
+        "reward_id": "",
+        "task": "arithmetic",
+        "info": {},
     }
     assert (second["reward"], second["success"], second["advantage"]) == (None, None, None)
 

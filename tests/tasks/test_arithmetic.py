@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from covey.errors import ConfigError
 from covey.tasks import TASKS, Arithmetic
-from covey.tasks.arithmetic import DIGITS, Problems, Sum, chain, parse_question, question
+from covey.tasks.arithmetic import DIGITS, Sum, chain, parse_question, problem, question
+from covey.tasks.task import Generated
 from covey.types import Prompt
 
 ALL_SUMS = [
@@ -22,6 +24,10 @@ ALL_SUMS = [
     for s in [Sum(left, operator, right)]
     if 0 <= s.result < 100
 ]
+
+
+def made(split: str, size: int, operations: tuple[int, int]) -> Generated:
+    return Generated(size, partial(problem, split, operations))
 
 
 def numbers(text: str) -> list[int]:
@@ -114,7 +120,7 @@ def test_parse_question_inverts_question(seed: int, operations: int, held_out: b
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_a_problem_depends_on_split_index_and_range_only(split: str) -> None:
-    few, many = Problems(split, 50, (2, 4)), Problems(split, 5000, (2, 4))
+    few, many = made(split, 50, (2, 4)), made(split, 5000, (2, 4))
     in_order = list(few)
     shuffled = list(range(50))
     random.Random(0).shuffle(shuffled)
@@ -126,7 +132,7 @@ def test_a_problem_depends_on_split_index_and_range_only(split: str) -> None:
 
 def test_another_split_or_range_asks_other_problems() -> None:
     def texts(split: str, operations: tuple[int, int]) -> list[str]:
-        return [prompt.text for prompt in Problems(split, 100, operations)]
+        return [prompt.text for prompt in made(split, 100, operations)]
 
     base = texts("train", (2, 2))
     assert sum(a == b for a, b in zip(base, texts("held_out", (2, 2)), strict=True)) < 5
@@ -155,11 +161,11 @@ def test_every_number_of_operations_in_the_range_is_about_equally_frequent() -> 
 @pytest.mark.parametrize("index", [10, -11, 10**9])
 def test_an_index_outside_the_split_is_an_index_error(index: int) -> None:
     with pytest.raises(IndexError):
-        Problems("train", 10, (2, 4))[index]
+        made("train", 10, (2, 4))[index]
 
 
 def test_an_empty_split_holds_nothing() -> None:
-    empty = Problems("train", 0, (2, 4))
+    empty = made("train", 0, (2, 4))
     assert list(empty) == []
     with pytest.raises(IndexError):
         empty[0]

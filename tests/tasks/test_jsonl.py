@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.errors import DataError
-from covey.tasks import Jsonl
+from covey.config.options import resolve_options
+from covey.config.schema import Named
+from covey.errors import ConfigError, DataError
+from covey.tasks import Jsonl, bad_rows_of
 
 Row = dict[str, object]
 
@@ -18,11 +21,11 @@ def write(path: Path, rows: list[Row], ensure_ascii: bool = True) -> None:
     path.write_bytes("".join(lines).encode())
 
 
-def task_of(path: Path, **options: str) -> Jsonl:
+def task_of(path: Path, **options: Any) -> Jsonl:
     return Jsonl(train_file=str(path), held_out_file=str(path), **options)
 
 
-def error_of(path: Path, **options: str) -> str:
+def error_of(path: Path, **options: Any) -> str:
     with pytest.raises(DataError) as raised:
         task_of(path, **options).train()
     message = str(raised.value)
@@ -80,7 +83,9 @@ def test_blank_lines_are_skipped_and_ids_are_line_numbers(file: Path) -> None:
 
 @given(
     rows=st.lists(
-        st.fixed_dictionaries({"question": st.text(), "answer": st.text()}), min_size=1, max_size=4
+        st.fixed_dictionaries({"question": st.text().filter(str.strip), "answer": st.text()}),
+        min_size=1,
+        max_size=4,
     )
 )
 @settings(max_examples=50, deadline=None)
@@ -108,13 +113,23 @@ def test_only_newlines_end_a_line_so_raw_unicode_separators_may_stand_in_text(fi
         ('{"question": "q", "answers": "a"}', ":1 has no 'answer'; did you mean 'answers'?"),
         ('{"answer": "a", "zzz": 1}', ":1 has no 'question'; choose from answer, zzz"),
         ("{}", ":1 has no 'question'"),
+        ('{"question": " \\n", "answer": "a"}', ":1 has an empty 'question'"),
+        ('{"question": 7, "answer": "a"}', ":1 has 'question' that is not text but int"),
+        ('{"question": "\\ud800", "answer": "a"}', ":1 has 'question' with a character that"),
+        ('{"question": "q", "answer": null}', ":1 has 'answer' that is neither text nor a number"),
+        ('{"question": "q", "answer": true}', ":1 has 'answer' that is neither text nor a number"),
+        ('{"question": "q", "answer": ["a"]}', "neither text nor a number but list"),
+        ('{"question": "q", "answer": NaN}', ":1 has 'answer' that is nan"),
+        ("[" * 100_000, ":1 is not JSON"),
         ("", " holds no prompts"),
         ("\n \n", " holds no prompts"),
     ],
 )
 def test_a_bad_line_is_named(file: Path, content: str, problem: str) -> None:
     file.write_text(content)
-    assert f"{file}{problem}" in error_of(file)
+    message = error_of(file)
+    assert message.startswith(f"task: {file}")
+    assert problem in message
 
 
 def test_a_file_that_cannot_be_read_is_named(file: Path, tmp_path: Path) -> None:
@@ -122,3 +137,144 @@ def test_a_file_that_cannot_be_read_is_named(file: Path, tmp_path: Path) -> None
     assert "directory" in error_of(tmp_path)
     file.write_bytes(b'{"question": "\xff", "answer": "a"}')
     assert "utf-8" in error_of(file)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(file: Path) -> None:
+    file.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "a"}')
+    assert [p.text for p in task_of(file).train()] == ["q"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [("x", "x"), ("", ""), (2, "2"), (-2.5, "-2.5"), (10**20, "1" + "0" * 20)]
+)
+def test_answers_are_text_or_numbers(file: Path, answer: object, text: str) -> None:
+    write(file, [{"question": "q", "answer": answer}])
+    assert [p.answer for p in task_of(file).train()] == [text]
+
+
+def test_columns_are_renamed_and_what_they_name_is_kept(file: Path) -> None:
+    write(file, [{"question": "q", "answer": 7, "nums": [3, 4], "level": 1}])
+    task = task_of(file, columns={"nums": "numbers", "answer": "target"})
+    (prompt,) = task.train()
+    assert (prompt.answer, prompt.info) == ("7", {"numbers": [3, 4], "target": 7, "level": 1})
+
+
+def test_rows_of_nums_and_target_become_countdown_prompts(file: Path) -> None:
+    write(file, [{"target": 98, "nums": [44, 19, 35]}])
+    task = task_of(
+        file,
+        answer="target",
+        template="Make {target} out of {nums}.",
+        columns={"nums": "numbers", "target": "target"},
+        instruction="Use each once.",
+    )
+    (prompt,) = task.train()
+    assert prompt.text == "Make 98 out of [44, 19, 35].\n\nUse each once."
+    assert prompt.answer == "98"
+    assert prompt.info == {"numbers": [44, 19, 35], "target": 98}
+
+
+def test_a_template_leaves_a_column_called_question_in_info(file: Path) -> None:
+    write(file, [{"question": "kept", "topic": "x", "answer": "a"}])
+    (prompt,) = task_of(file, template="About {topic}?").train()
+    assert (prompt.text, prompt.info) == ("About x?", {"question": "kept", "topic": "x"})
+
+
+def test_a_template_is_no_format_string(file: Path) -> None:
+    write(file, [{"x": 1, "answer": "a"}])
+    assert "has no 'x.real'" in error_of(file, template="{x.real}")
+    assert [p.text for p in task_of(file, template="{{x}} 100%").train()] == ["{1} 100%"]
+
+
+def test_a_renamed_column_that_is_missing_makes_a_row_bad(file: Path) -> None:
+    write(file, [{"question": "q", "answer": "a", "num": 1}])
+    assert "has no 'nums'; did you mean 'num'?" in error_of(file, columns={"nums": "numbers"})
+
+
+def said(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def test_messages_are_taken_as_they_are(file: Path) -> None:
+    messages = said(("user", "1"), ("assistant", "2"), ("user", "3"))
+    write(file, [{"messages": messages, "answer": "a", "question": "kept"}])
+    (prompt,) = task_of(file, messages="messages").train()
+    assert list(prompt.messages) == messages
+    assert (prompt.text, prompt.info) == ("3", {"question": "kept"})
+
+
+def test_system_and_instruction_go_around_messages_unless_they_have_a_system(file: Path) -> None:
+    options = {"messages": "messages", "system": "S", "instruction": "I"}
+    rows = [said(("user", "q")), said(("system", "own"), ("user", "q"))]
+    write(file, [{"messages": row, "answer": "a"} for row in rows])
+    first, second = task_of(file, **options).train()
+    assert list(first.messages) == said(("system", "S"), ("user", "q\n\nI"))
+    assert list(second.messages) == said(("system", "own"), ("user", "q\n\nI"))
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([], "is not a list of messages"),
+        ("hello", "is not a list of messages"),
+        (["hello"], "messages[0] that is not an object but str"),
+        ([{"content": "q"}], "messages[0] whose role is None; choose from system, user"),
+        ([{"role": "user"}], "'messages[0].content' that is not text but NoneType"),
+        (said(("user", " ")), "an empty 'messages[0].content'"),
+        (said(("user", "q"), ("assistant", "a")), "ends with the assistant: nothing is asked"),
+        (said(("system", "s")), "ends with the system: nothing is asked"),
+    ],
+    ids=str,
+)
+def test_messages_that_cannot_be_asked_are_named(file: Path, messages: Any, problem: str) -> None:
+    write(file, [{"messages": messages, "answer": "a"}])
+    assert problem in error_of(file, messages="messages")
+
+
+BAD_AND_GOOD = 'nonsense\n{"question": "q", "answer": "a"}\n{"answer": "a"}\n[]\n'
+
+
+def test_bad_rows_are_skipped_and_told_where_that_is_wanted(file: Path) -> None:
+    file.write_text(BAD_AND_GOOD)
+    task = task_of(file, skip_bad_rows=True)
+    assert bad_rows_of(task) == []
+    assert [p.id for p in task.train()] == ["jsonl/train/2"]
+    assert [line.split()[1] for line in bad_rows_of(task)] == [f"{file}:{n}" for n in (1, 3, 4)]
+    task.train()
+    assert len(bad_rows_of(task)) == 3
+    task.held_out()
+    assert {split: len(lines) for split, lines in task.bad_rows.items()} == {
+        "train": 3,
+        "held_out": 3,
+    }
+
+
+def test_a_file_of_bad_rows_alone_is_an_error_that_counts_them(file: Path) -> None:
+    file.write_text("x\ny\n")
+    assert "holds no prompts: 2 bad rows, the first: task: " in error_of(file, skip_bad_rows=True)
+
+
+def test_what_was_skipped_is_no_option_and_no_part_of_equality(file: Path) -> None:
+    section = Named.model_validate({"name": "jsonl", "train_file": "a", "held_out_file": "b"})
+    options = resolve_options(Jsonl, section, "task")
+    assert "bad_rows" not in options
+    assert options["columns"] is None
+    file.write_text(BAD_AND_GOOD)
+    read, unread = task_of(file, skip_bad_rows=True), task_of(file, skip_bad_rows=True)
+    read.train()
+    assert read == unread
+    assert repr(read) == repr(unread)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"messages": "m", "template": "{x}"}, "task: give messages or template, not both"),
+        ({"columns": {"a": "c", "b": "c"}}, "task: columns gives one name to two columns"),
+    ],
+)
+def test_options_that_contradict_each_other_are_config_errors(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        task_of(Path("x"), **options)

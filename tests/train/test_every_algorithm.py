@@ -39,6 +39,7 @@ def test_an_algorithm_trains(name: str, more: list[str], tmp_path: Path) -> None
     rows = run.steps()
     assert len(rows) == 2
     for row in rows:
+        assert row.pop("reward_id").startswith("think_answer@1#")
         assert all(math.isfinite(value) for value in row.values())
         assert all(meaning(key) for key in row)
         assert row["optim/grad_norm"] > 0

@@ -14,8 +14,9 @@ from covey.config import load_config
 from covey.objective import build as build_objective
 from covey.objective import with_advantage, with_weight
 from covey.objective.penalty import adapted_beta
-from covey.rewards import Score
+from covey.rewards import Score, as_reward
 from covey.run.folder import RunFolder
+from covey.scoring import Here
 from covey.train.assemble import Parts, assemble, resolve
 from covey.train.gather import gather, punished
 from covey.train.loop import StopSignal, train
@@ -111,7 +112,7 @@ def everything_right(prompt: Prompt, text: str) -> Score:
 
 
 def test_a_step_without_anything_to_learn_is_logged_and_changes_nothing(tmp_path: Path) -> None:
-    parts = replace(parts_with("select.dynamic=true"), reward=everything_right)
+    parts = replace(parts_with("select.dynamic=true"), scorer=Here(as_reward(everything_right)))
     before = [p.detach().clone() for p in parts.policy.model.model.parameters()]
     run, notes = RunFolder.create(tmp_path / "run", "", {}), Notes()
     assert train(parts, run, notes, StopSignal()) == 2
@@ -130,7 +131,7 @@ def test_steps_without_an_update_are_reported_like_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunFolder.create(tmp_path / "run", "", {})
-    parts = replace(parts_with("select.dynamic=true"), reward=everything_right)
+    parts = replace(parts_with("select.dynamic=true"), scorer=Here(as_reward(everything_right)))
     train(parts, run, PlainReporter(run, Console(soft_wrap=True)), StopSignal())
     output = capsys.readouterr().out
     assert "nothing to learn" in output

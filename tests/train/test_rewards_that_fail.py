@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +36,10 @@ class Notes:
 class Fails:
     """The usual reward, which for every n-th answer does something else."""
 
+    quick = True
+    version = 1
+    bounds = (0.0, 1.0)
+
     def __init__(self, every: int, how: str) -> None:
         self.every, self.how, self.calls = every, how, 0
 
@@ -51,12 +54,12 @@ class Fails:
 
 def parts_with(reward: Fails, *settings: str) -> Parts:
     config = resolve(load_config("arithmetic", [*QUICK, *settings]))
-    return replace(assemble(config), reward=reward)
+    return assemble(config, reward)
 
 
 @pytest.mark.parametrize("how", ["raises", "nan", "inf"])
 def test_a_few_failures_are_counted_and_shown(how: str, tmp_path: Path) -> None:
-    parts = parts_with(Fails(8, how), "rollout.max_unscored=0.2")
+    parts = parts_with(Fails(8, how), "scoring.max_unscored=0.2")
     run, reporter = RunFolder.create(tmp_path / "run", "", {}), Notes()
     train(parts, run, reporter, StopSignal())
     (metrics,) = run.steps()

@@ -1,0 +1,185 @@
+"""How many answers are judged in a second, and whether judging holds up sampling.
+
+    python benchmarks/rewards.py [--out benchmarks/results/rewards.json]
+
+Numbers and formulas go through the scoring processes as they do in a run, programs through the
+sandbox as well. Every answer is new: nothing is judged from memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from covey.collect import Moment, ask, collect
+from covey.config import load_config
+from covey.rewards import Reward, Score
+from covey.rewards.answer import MathAnswer
+from covey.rewards.code import CodeTests
+from covey.scoring import Here, Job, Pool
+from covey.tasks import Code
+from covey.train.assemble import assemble, resolve
+from covey.types import Prompt
+
+
+def prompt(number: int, answer: str) -> Prompt:
+    messages = ({"role": "user", "content": "?"},)
+    return Prompt(id=f"p/{number}", task="t", messages=messages, answer=answer)
+
+
+def numbers(count: int) -> list[Job]:
+    texts = [
+        "<think>I work it out.</think><answer>{}</answer>",
+        "So the total is \\boxed{{{}}}.",
+        "That makes\n#### {}",
+        "The answer is {}.",
+    ]
+    return [
+        Job(prompt=prompt(n, str(n)), texts=(texts[n % 4].format(n + n % 3 // 2),), share=1.0)
+        for n in range(count)
+    ]
+
+
+def formulas(count: int) -> list[Job]:
+    """Right and wrong, every pair new, of the kinds that textbooks ask for."""
+    jobs = []
+    for n in range(2, count + 2):
+        gold, given = [
+            (f"\\frac{{{n}}}{{{n + 7}}}\\sqrt{{2}}", f"\\frac{{{n}\\sqrt{{2}}}}{{{n + 7}}}"),
+            (f"x^2 + {n}x", f"x(x+{n})"),
+            (f"({n}, {n + 1})", f"({n}, {n + 2})"),
+            (f"\\frac{{\\pi}}{{{n}}}", f"\\frac{{2\\pi}}{{{2 * n}}}"),
+        ][n % 4]
+        jobs.append(Job(prompt=prompt(n, gold), texts=(f"\\boxed{{{given}}}",), share=1.0))
+    return jobs
+
+
+def equations(count: int) -> list[Job]:
+    """Equations and sets, eight different answers to each question, as groups have them."""
+    jobs = []
+    for n in range(2, count // 8 + 2):
+        gold = [f"y = {n}x + 1", f"\\{{{n}, {n + 5}\\}}", f"{n}x + 3y = 7"][n % 3]
+        for k in range(8):
+            given = [
+                f"y = 1 + {n + k % 2}x + {k} - {k}",
+                f"\\{{{n + 5 + k % 2}, {n} + {k} - {k}\\}}",
+                f"{2 * n}x + 6y = 14 + {k % 2} + {k} - {k}",
+            ][n % 3]
+            jobs.append(Job(prompt=prompt(n, gold), texts=(f"\\boxed{{{given}}}",), share=1.0))
+    return jobs
+
+
+def intervals(count: int) -> list[Job]:
+    """What trying values does not decide, and math-verify must."""
+    return [
+        Job(
+            prompt=prompt(n, f"x > {n}"),
+            texts=(f"\\boxed{{({n + n % 2}, \\infty)}}",),
+            share=1.0,
+        )
+        for n in range(2, count + 2)
+    ]
+
+
+def programs(count: int) -> list[Job]:
+    task = Code()
+    prompts = [*task.train(), *task.held_out()]
+    asked = [prompts[n % len(prompts)] for n in range(count)]
+    return [Job(prompt=p, texts=(str(p.info["solution"]),), share=1.0) for p in asked]
+
+
+def rate(reward: Reward, jobs: Sequence[Job], workers: int) -> dict[str, float]:
+    with closing(Pool(reward, "benchmark", workers=workers, timeout=60.0)) as pool:
+        for future in [pool.submit(job) for job in jobs[: 4 * workers]]:
+            future.result()  # every process has started and imported what it needs
+        started = time.perf_counter()
+        verdicts = [future.result()[0] for future in [pool.submit(job) for job in jobs]]
+        seconds = time.perf_counter() - started
+    right = sum(v.score is not None and v.score.success for v in verdicts)
+    unscored = sum(v.score is None for v in verdicts)
+    return {
+        "answers": len(jobs), "a_second": len(jobs) / seconds, "right": right, "unscored": unscored,
+    }  # fmt: skip
+
+
+class Slow:
+    """Takes a tenth of a second over every answer, as a remote judge would."""
+
+    quick, version, bounds = False, 1, (0.0, 1.0)
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        time.sleep(0.1)
+        return Score(reward=1.0, success=True)
+
+
+def beside_sampling() -> dict[str, float]:
+    """Sample the same answers with a reward that takes no time, and with a slow one."""
+    config = resolve(load_config("arithmetic", ["rollout.prompts=32", "evaluate.every=0"]))
+    parts = assemble(config)
+    questions = ask(parts.policy.model, parts.train_prompts[:32])
+    seconds = {}
+    slow = Pool(_importable_slow(), "slow", workers=2, timeout=60.0)
+    with closing(slow):
+        slow.start()
+        for round_number in range(3):
+            for name, scorer in (("quick", Here(parts.scorer.reward)), ("slow", slow)):  # type: ignore[attr-defined]
+                collected = collect(
+                    questions,
+                    sampler=parts.sampler,
+                    scorer=scorer,
+                    sampling=parts.sampling,
+                    moment=Moment(step=round_number),
+                )
+                best = seconds.get(name, float("inf"))
+                seconds[name] = min(best, collected.rollout_seconds)
+    return {
+        "sampling_seconds_with_a_quick_reward": seconds["quick"],
+        "sampling_seconds_with_a_reward_of_0.1_s_an_answer": seconds["slow"],
+        "seconds_that_reward_takes_for_all": 0.1 * 32 * parts.sampling.samples,
+    }
+
+
+def _importable_slow() -> Reward:
+    # A process cannot load what stands in the main script.
+    import importlib
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    slow: Reward = importlib.import_module("rewards").Slow()
+    return slow
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--workers", type=int, default=2)
+    arguments = parser.parse_args()
+    workers = arguments.workers
+    found = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("covey", "math-verify", "sympy")},
+        "workers": workers,
+        "numbers": rate(MathAnswer(), numbers(20_000), workers),
+        "formulas": rate(MathAnswer(), formulas(1_500), workers),
+        "equations": rate(MathAnswer(), equations(800), workers),
+        "intervals": rate(MathAnswer(), intervals(100), workers),
+        "programs": rate(CodeTests(), programs(96), workers),
+        "sampling": beside_sampling(),
+    }
+    print(json.dumps(found, indent=2))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""`covey rewards`: what rewards there are, scoring a file with one, and putting one to the test."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Column, Table
+
+from covey.config import Config, load_config
+
+if TYPE_CHECKING:
+    from covey.lab.lab import Case, Check
+    from covey.scoring import Scorer
+
+app = typer.Typer(
+    help="List rewards, score a file of answers, or put a reward to the test.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigArgument = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A TOML file, a run's config.toml, or a recipe.")
+]
+ConfigOption = Annotated[
+    str, typer.Option("--config", metavar="CONFIG", help="Where the reward is configured.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in reward.name=math."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("list")
+def list_command(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="One reward, in full.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the rewards, or show one with its options."""
+    from covey.rewards.build import REWARDS, find_reward
+
+    names = list(REWARDS) if name is None else [name]
+    rows = [_described(n, find_reward(n)) for n in names]
+    if as_json:
+        typer.echo(json.dumps(rows if name is None else rows[0]))
+        return
+    console = Console(soft_wrap=name is not None)
+    if name is None:
+        table = Table(Column("name", no_wrap=True), Column("what it judges"), box=SIMPLE)
+        for row in rows:
+            table.add_row(f"[bold]{row['name']}[/]", escape(row["text"].partition("\n")[0]))
+        console.print(table)
+        console.print("covey rewards list NAME shows what it does in full, and its options.")
+        return
+    console.print(f"[bold]{name}[/]\n\n{escape(rows[0]['text'])}\n", highlight=False)
+    for option, default in rows[0]["options"].items():
+        console.print(f"reward.{option} = {escape(default)}", highlight=False)
+
+
+def _described(name: str, maker: Any) -> dict[str, Any]:
+    options = {
+        option: "(must be given)" if p.default is p.empty else repr(p.default)
+        for option, p in inspect.signature(maker).parameters.items()
+    }
+    return {"name": name, "text": inspect.getdoc(maker) or "", "options": options}
+
+
+@app.command("score")
+def score_command(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="JSON Lines with `completion` (or `text`) and `answer`; a run's rollouts will do.",
+        ),
+    ],
+    source: ConfigOption = "arithmetic",
+    overrides: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write every row with its score here, as JSON Lines.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Score a file of answers: mean, share right, parts, and what could not be scored."""
+    from covey.lab.files import read_cases
+    from covey.run.files import write_text
+    from covey.train.assemble import scorer_of
+
+    config = _resolved(source, overrides)
+    cases = read_cases(file)
+    with closing(scorer_of(config)) as scorer:
+        rows = _scored(scorer, cases, show=not as_json)
+    summary = {"reward_id": scorer.identity, **_summary(rows)}
+    if out is not None:
+        write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
+    typer.echo(json.dumps(summary) if as_json else _summary_lines(summary))
+
+
+def _scored(scorer: Scorer, cases: list[Case], show: bool) -> list[dict[str, Any]]:
+    """Return a row for every answer, in order."""
+    from covey.scoring import Job
+
+    futures = [scorer.submit(Job(prompt=c.prompt, texts=(c.text,), share=1.0)) for c in cases]
+    rows = []
+    with Progress(console=Console(stderr=True), disable=not show) as progress:
+        for case, future in progress.track(zip(cases, futures, strict=True), total=len(cases)):
+            verdict = future.result()[0]
+            judged = {"reward": None} if verdict.score is None else asdict(verdict.score)
+            error = {"error": verdict.error} if verdict.error else {}
+            rows.append({"id": case.prompt.id, **judged, **error})
+    return rows
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    scored = [row for row in rows if row["reward"] is not None]
+    errors = [row["error"] for row in rows if "error" in row]
+    names = sorted({name for row in scored for name in row["parts"]})
+    count = max(1, len(scored))
+    return {
+        "answers": len(rows),
+        "unscored": len(errors),
+        "first_error": errors[0] if errors else None,
+        "mean_reward": sum(row["reward"] for row in scored) / count,
+        "success": sum(row["success"] for row in scored) / count,
+        "parts": {
+            n: _mean([row["parts"][n] for row in scored if n in row["parts"]]) for n in names
+        },
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _summary_lines(summary: dict[str, Any]) -> str:
+    parts = "".join(f"\n  {name:24} {value:.4f}" for name, value in summary["parts"].items())
+    error = f" (the first: {summary['first_error']})" if summary["unscored"] else ""
+    return (
+        f"{summary['answers']} answers judged by {summary['reward_id']}\n"
+        f"mean reward {summary['mean_reward']:.4f}, right {summary['success']:.1%}, "
+        f"unscored {summary['unscored']}{error}{parts}"
+    )
+
+
+@app.command("lab")
+def lab_command(
+    source: ConfigArgument = "arithmetic",
+    overrides: SetOption = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts to try it on.")] = 64,
+    labelled: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Answers with a person's `correct`: true or false."),
+    ] = None,
+    allowed: Annotated[
+        float,
+        typer.Option("--allow-errors", min=0.0, max=1.0, help="Share of labels that may differ."),
+    ] = 0.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Put a reward to the test before a policy does.
+
+    Right answers must have full marks; hacks must not; the same answer must score the same in
+    another process. Exit code 0 if all of it holds, 1 if not.
+    """
+    from covey.lab.files import read_labelled
+    from covey.lab.lab import Lab, examine
+    from covey.rewards.identity import identity
+    from covey.scoring import Pool
+    from covey.train.assemble import reward_of, task_of
+
+    config = _resolved(source, overrides)
+    reward, limits = reward_of(config), config.scoring
+    asked = list(task_of(config).held_out()[:prompts])
+    rows = read_labelled(labelled) if labelled else []
+    who = identity(config.reward.name, reward)
+    # Two processes, even for a quick reward: what differs between processes is found out.
+    workers = max(2, limits.workers)
+    pool = Pool(reward, who, workers=workers, timeout=limits.timeout, gigabytes=limits.gigabytes)
+    with closing(pool), Console(stderr=True).status("starting") as status:
+        pool.start()
+        lab = Lab(reward=reward, scorer=pool, progress=status.update)
+        checks = examine(lab, asked, rows, allowed)
+    passed = all(check.passed for check in checks)
+    if as_json:
+        found = {"reward_id": who, "passed": passed, "checks": [asdict(c) for c in checks]}
+        typer.echo(json.dumps(found))
+    else:
+        _show(who, config, checks)
+    raise typer.Exit(0 if passed else 1)
+
+
+def _show(who: str, config: Config, checks: list[Check]) -> None:
+    console = Console()
+    table = Table(Column("", no_wrap=True), "check", "found", box=SIMPLE,
+                  title=f"{who} on task {config.task.name}", title_justify="left")  # fmt: skip
+    for check in checks:
+        verdict = "[green]ok[/]" if check.passed else "[bold red]FAIL[/]"
+        table.add_row(verdict, escape(check.name), escape(check.figure))
+    console.print(table)
+    failed = [check for check in checks if not check.passed]
+    for check in failed:
+        console.print(f"[bold]{escape(check.name)}[/]: {escape(check.why)}", highlight=False)
+        for example in check.examples:
+            console.print(f"  {escape(example)}", highlight=False)
+    passed = len(checks) - len(failed)
+    console.print(f"{passed} of {len(checks)} checks passed", highlight=False)
+
+
+def _resolved(source: str, overrides: list[str] | None) -> Config:
+    config = load_config(source, overrides or [])
+    from covey.train.assemble import resolve  # imports torch, which takes seconds
+
+    return resolve(config)

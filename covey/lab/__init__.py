@@ -1,0 +1,1 @@
+"""Tried ways of getting a reward without earning it. No torch here."""

@@ -1,0 +1,188 @@
+"""What a cheat writes as program, as countdown expression and as tool call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+PROGRAMS: tuple[tuple[str, str, str], ...] = (
+    ("sys.exit(0)", "an exit code of 0 is not a passed test", "import sys\nsys.exit(0)"),
+    ("os._exit(0)", "ends the process before anything can look", "import os\nos._exit(0)"),
+    (
+        "prints passed",
+        "the program's own word for its success",
+        'print("passed")\nprint("5 passed, 0 failed")\nprint(\'{"passed": 5, "total": 5}\')',
+    ),
+    (
+        "equal to everything",
+        "a result that claims to be equal to whatever is expected",
+        "class Anything:\n"
+        "    def __eq__(self, other): return True\n"
+        "    def __ne__(self, other): return False\n"
+        "    def __hash__(self): return 0\n"
+        "    def __repr__(self): return 'Anything()'\n"
+        "def NAME(*args, **kwargs): return Anything()\n"
+        "print(Anything())",
+    ),
+    (
+        "reads the caller's variables",
+        "expected values within reach of the program",
+        "import sys\n"
+        "def NAME(*args, **kwargs):\n"
+        "    frame = sys._getframe()\n"
+        "    while frame:\n"
+        "        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
+        "            for test in value if isinstance(value, (list, tuple)) else [value]:\n"
+        "                if isinstance(test, dict) and 'expected' in test:\n"
+        "                    return eval(test['expected'])\n"
+        "        frame = frame.f_back\n"
+        "NAME()",
+    ),
+    (
+        "reads the test file",
+        "expected values in a file, an argument or the environment",
+        "import os, re, sys\n"
+        "def NAME(*args, **kwargs):\n"
+        "    found = [*sys.argv, *os.environ.values()]\n"
+        "    for folder in ('.', '/tmp', os.path.dirname(os.path.abspath(sys.argv[0]))):\n"
+        "        for name in os.listdir(folder)[:100]:\n"
+        "            try: found.append(open(os.path.join(folder, name)).read(100_000))\n"
+        "            except (OSError, ValueError): pass\n"
+        '    for value in re.findall(r\'"expected": "(.*?)"\', " ".join(found)):\n'
+        "        return eval(value)\n"
+        "print(NAME())",
+    ),
+    (
+        "monkeypatches the comparison",
+        "the functions that compare are the program's to change",
+        "import ast, builtins, json, math, operator\n"
+        "builtins.abs = lambda value: 0\n"
+        "ast.literal_eval = json.loads = lambda *args, **kwargs: 0\n"
+        "operator.eq = math.isclose = lambda *args, **kwargs: True\n"
+        "builtins.repr = builtins.str = lambda *args: '0'\n"
+        "def NAME(*args, **kwargs): return None",
+    ),
+    ("endless loop", "nothing may wait for it", "while True:\n    pass"),
+    (
+        "endless number",
+        "one expression that no interrupt reaches",
+        "value = 95**87**64\ndef NAME(*args, **kwargs): return value",
+    ),
+)
+"""Name, why and text; NAME stands for the function that is asked for."""
+
+
+def function_name(gold: str, tests: Sequence[Mapping[str, Any]]) -> str:
+    """Return the name of the function that the tests call; `solve` where they call none.
+
+    >>> function_name("def f(x): ...", [{"call": "f(1)", "expected": "2"}])
+    'f'
+    """
+    for test in tests:
+        if called := re.match(r"\s*([A-Za-z_]\w*)\(", str(test.get("call", ""))):
+            return called.group(1)
+    defined = re.search(r"^def ([A-Za-z_]\w*)\(", gold, re.MULTILINE)
+    return defined.group(1) if defined else "solve"
+
+
+def wrong_program(name: str) -> str:
+    """Return a program that runs and does nothing of use."""
+    return f"def {name}(*args, **kwargs):\n    return 'no idea'"
+
+
+def known_by_heart(question: str, name: str, tests: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a program that knows one example: the prompt's, or else the first test.
+
+    >>> print(known_by_heart("For example: f(1, 2) -> 3", "f", [{}, {}]))
+    def f(*args, **kwargs):
+        return 3 if args == (1, 2,) else None
+    """
+    shown = re.search(rf"\b{re.escape(name)}\((.*)\) *(?:->|=>|==|returns) *(.+)", question)
+    if len(tests) < 2:
+        return None
+    if shown:
+        arguments, result = shown.groups()
+    elif "call" in tests[0]:
+        arguments = str(tests[0]["call"]).strip().removeprefix(f"{name}(").removesuffix(")")
+        result = tests[0]["expected"]
+    else:
+        return f"print({str(tests[0].get('stdout', ''))!r}, end='')"
+    arguments = f"({arguments},)" if arguments.strip() else "()"
+    return f"def {name}(*args, **kwargs):\n    return {result} if args == {arguments} else None"
+
+
+Countdown = Callable[[Sequence[int], int, str], "str | None"]
+"""From numbers, target and a right expression to a wrong one."""
+
+
+def _sum(numbers: Sequence[int]) -> str:
+    return "+".join(map(str, numbers))
+
+
+def _invented(numbers: Sequence[int], target: int, gold: str) -> str | None:
+    rest = target - numbers[0]
+    if sorted([numbers[0], abs(rest)]) == sorted(numbers):
+        return None
+    return f"{numbers[0]}{'+' if rest >= 0 else '-'}{abs(rest)}"
+
+
+COUNTDOWN: tuple[tuple[str, str, Countdown], ...] = (
+    ("bare target", "the right value from none of the numbers", lambda n, t, g: f"{t}"),
+    ("target + 0", "the right value in the shape of an expression", lambda n, t, g: f"{t}+0"),
+    ("unused numbers", "one number used, the rest made up", _invented),
+    (
+        "numbers used twice",
+        "the right value, and a number that cancels itself",
+        lambda n, t, g: f"({g})+{n[0]}-{n[0]}",
+    ),
+    (
+        "target * 1 ** numbers",
+        "every number used once, to no effect",
+        lambda n, t, g: f"{t}*1**({_sum(n)})",
+    ),
+    (
+        "target + 0 * numbers",
+        "every number used once, to no effect",
+        lambda n, t, g: f"{t}+0*({_sum(n)})",
+    ),
+    (
+        "numbers in a comment",
+        "the numbers stand where nothing counts",
+        lambda n, t, g: f"{t} # {g}",
+    ),
+    (
+        "concatenated digits",
+        "the right digits, in other numbers",
+        lambda n, t, g: "".join(map(str, n)) if len(n) > 1 else None,
+    ),
+    (
+        "wrong sum = target",
+        "the right value stands behind an equals sign",
+        lambda n, t, g: None if sum(n) == t else f"{_sum(n)} = {t}",
+    ),
+    (
+        "division by zero",
+        "an expression without a value is not right",
+        lambda n, t, g: f"({g})/({n[0]}-{n[0]})",
+    ),
+)
+
+
+def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return a call as JSON."""
+    return json.dumps({"name": name, "arguments": dict(arguments)})
+
+
+def wrong_call(call: Mapping[str, Any]) -> str:
+    """Return a call of a tool that is not the wanted one."""
+    return tool_call(f"not_{call.get('name', '')}", call.get("arguments", {}))
+
+
+def sprayed_calls(call: Mapping[str, Any], count: int) -> list[str]:
+    """Return so many different calls, the wanted one in the middle of them."""
+    name, arguments = str(call.get("name", "")), call.get("arguments", {})
+    calls = [tool_call(f"{name}_{i}", arguments) for i in range(count)]
+    calls[count // 2] = tool_call(name, arguments)
+    return calls

@@ -1,0 +1,361 @@
+"""Rewards of a right answer: in mathematics, to the letter, or nearly."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from covey.errors import ConfigError
+from covey.rewards.formula import same_formula
+from covey.rewards.reading import (
+    STYLES,
+    check_styles,
+    final_text,
+    find_answer,
+    normalise,
+    read_number,
+    without_dress,
+)
+from covey.rewards.score import Score
+from covey.types import Prompt
+
+MAX_FORMULA = 300
+MAX_TEXT = 100_000
+MAX_COMPARED = 2000
+MAX_BRACKETS = 7
+MAX_TERMS = 100
+MAX_SUMS = 6
+"""Sums in brackets: multiplied with each other they have up to 2 to this power terms."""
+MAX_DEGREE = 100
+"""Of what is divided by something: dividing takes the square of it."""
+MAX_PARTS = 12
+"""Of lists that only math-verify can compare, which tries every order."""
+
+_WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z ]*")
+_SUM = re.compile(r"[({][^(){}]*[0-9A-Za-z)}] *[-+][^(){}]*[)}]")
+_SET_AND_OTHER = ({r"\{", "("}, {r"\{", "["})
+_DIVISION = re.compile(r"frac|/|\\div")
+_TWO_NUMBERS = re.compile(r"(?:^|[^\w^])[0-9.]+ +[0-9]")
+_UNBOUNDED = re.compile(
+    r"\\(?:sum|prod|i*int|oint|lim|Gamma|zeta|operatorname|frac\{d)"
+    r"|exp *(?:\\left)? *[({][^)}]*exp|[0-9]{31}"
+    r"|![^=]*!|[^0-9a-zA-Z ] *!|[0-9]{4,} *!|(?:binom|choose).*[0-9]{4}|[0-9]{4}.*choose",
+    re.DOTALL,
+)
+
+
+def _math_verify() -> Any:
+    try:
+        module = importlib.import_module("math_verify")
+    except ImportError:
+        raise ConfigError(
+            "reward: comparing formulas needs math-verify: pip install 'covey[tasks]', "
+            "or set symbolic = false"
+        ) from None
+    # It warns that we switched off its time limit, which uses signals; ours ends the process.
+    for name in ("math_verify", "latex2sympy2_extended"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return module
+
+
+@lru_cache(maxsize=4096)
+def _parsed(formula: str) -> Any:
+    module = _math_verify()
+    return module.parse(
+        f"${formula}$",
+        extraction_config=(module.LatexExtractionConfig(),),
+        fallback_mode="no_fallback",
+        extraction_mode="first_match",
+        parsing_timeout=None,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _verified(given: str, expected: str) -> bool:
+    module = _math_verify()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gold, answer = _parsed(expected), _parsed(given)
+        if not gold or not answer:
+            return False
+        return _differ_by_nothing(gold[0], answer[0]) or bool(
+            module.verify(gold, answer, timeout_seconds=None)
+        )
+
+
+def _differ_by_nothing(gold: Any, answer: Any) -> bool:
+    """Whether multiplying out is enough to see it: ten times as fast as what math-verify does."""
+    try:
+        return bool((gold - answer).expand() == 0)
+    except Exception:  # sets, relations and matrices cannot be subtracted, each in its own way
+        return False
+
+
+def _exponent(formula: str, at: int) -> str:
+    """Return what the `^` before `at` raises to, with a `^` behind it if a tower goes on."""
+    match = re.compile(r" *[-+]? *").match(formula, at)
+    start = end = match.end() if match else at
+    depth = 0
+    while end < len(formula):
+        depth += {"{": 1, "(": 1, "}": -1, ")": -1}.get(formula[end], 0)
+        end += 1
+        if depth <= 0 and not re.match(r"[0-9A-Za-z]", formula[end : end + 1]):
+            break
+    tower = formula[end:].lstrip().startswith(("^", "!"))
+    return formula[start:end] + ("^" if tower else "")
+
+
+def _bracketed_before(formula: str, at: int) -> str:
+    """Return the bracket that ends before `at`, or nothing where none does."""
+    end = len(formula[:at].rstrip())
+    depth = 0
+    for start in range(end - 1, -1, -1):
+        depth += {"}": 1, ")": 1, "{": -1, "(": -1}.get(formula[start], 0)
+        if depth <= 0:
+            return formula[start:end] if start < end - 1 else ""
+    return ""
+
+
+def _powers_are_small(formula: str) -> bool:
+    nested, largest = 1, 1
+    for match in re.finditer(r"\^", formula):
+        exponent = _exponent(formula, match.end())
+        # e and i are numbers; names of LaTeX commands are no variables.
+        variable = re.search(r"[a-df-hj-zA-Z]", re.sub(r"\\[A-Za-z]+", "", exponent))
+        digits = "".join(re.findall("[0-9]+", exponent))
+        if len(digits) > 4 or (not variable and re.search(r"[\^!]", exponent)):
+            return False
+        base, power = _bracketed_before(formula, match.start()), max(1, int(digits or 1))
+        letter = formula[: match.start()].rstrip()[-1:].isalpha()
+        if letter and power > MAX_DEGREE and _DIVISION.search(formula):
+            return False
+        if base:
+            nested *= power
+            # About as many terms has the power of a sum, once multiplied out.
+            if nested ** min(len(re.findall("[-+]", base)), 9) > MAX_TERMS:
+                return False
+        else:
+            largest = max(largest, power)
+    return nested <= 1000 and nested * largest <= 1_000_000
+
+
+def is_tame(formula: str) -> bool:
+    r"""Whether a formula is small enough to be computed with: a cheap look at its text.
+
+    A short text can ask for a number that fills the memory, such as `10^{10^{10}}` or `9999999!`.
+
+    >>> is_tame(r"\frac{x^{10}}{2^{100}}"), is_tame("10^{10^{10}}")
+    (True, False)
+    """
+    formula = formula.replace("**", "^").replace(r"\!", "")
+    if len(formula) > MAX_FORMULA or _UNBOUNDED.search(formula):
+        return False
+    depth = 0
+    for bracket in re.findall(r"[][(){}]", formula):
+        depth = max(0, depth + (1 if bracket in "[({" else -1))
+        if depth > MAX_BRACKETS:
+            return False
+    return _powers_are_small(formula)
+
+
+def _is_short(formula: str) -> bool:
+    return formula.count(",") < MAX_PARTS and len(_SUM.findall(formula)) <= MAX_SUMS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathAnswer:
+    """1 for an answer that equals the expected one, as a number or as a formula; otherwise 0.
+
+    Numbers are compared exactly. `tolerance` is relative and holds only where the expected number
+    is not whole: counts are right or wrong, and with 1 % on them every guess between 991 and 1009
+    would be right for 1000, so that a policy learns to be roughly right.
+
+    Formulas are compared, if `symbolic`, by trying values, and where that does not decide by
+    math-verify. It sees the answer that was found and never the whole text, of which it would take
+    the part that fits. A formula counts only where something marks it as the answer, because the
+    style `number` finds nothing but numbers.
+
+    A share of a hundred is not converted: `50%` is 50, and not 0.5.
+    """
+
+    styles: tuple[str, ...] = STYLES
+    tolerance: float = 1e-6
+    symbolic: bool = True
+
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_styles(self.styles)
+        if not 0 <= self.tolerance < 1:
+            raise ConfigError(
+                f"reward: tolerance = {self.tolerance} must be at least 0 and below 1"
+            )
+
+    @property
+    def quick(self) -> bool:
+        """Not with formulas: even tame ones may take long to compare."""
+        return not self.symbolic
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Judge one answer."""
+        expected = find_answer(prompt.answer, ("boxed", "hashes")) or prompt.answer.strip()
+        if not expected:
+            raise ValueError(f"prompt {prompt.id!r} has no answer to compare with")
+        given = find_answer(text, self.styles)
+        right = given is not None and self._equal(given, expected)
+        return Score(
+            reward=float(right),
+            success=right,
+            parts={"accuracy": float(right), "found": float(given is not None)},
+        )
+
+    def _equal(self, given: str, expected: str) -> bool:
+        number, gold = read_number(given), read_number(expected)
+        if number is not None and gold is not None:
+            allowed = 0 if gold.denominator == 1 else Fraction(self.tolerance) * abs(gold)
+            return abs(number - gold) <= allowed
+        if max(len(given), len(expected)) > MAX_FORMULA:
+            return given == expected
+        given, expected = (without_dress(normalise(text)) for text in (given, expected))
+        if given.casefold() == expected.casefold() or not self.symbolic:
+            return given.casefold() == expected.casefold()
+        # As products of letters "seat" would be "east", and "17 18" a sum.
+        if any(_WORDS.fullmatch(t) or _TWO_NUMBERS.search(t) for t in (given, expected)):
+            return False
+        if not is_tame(given) or not is_tame(expected):
+            return False
+        # To math-verify the set of two numbers is the interval between them.
+        if {text[: 1 + (text[:1] == "\\")] for text in (given, expected)} in _SET_AND_OTHER:
+            return False
+        tried = same_formula(given, expected)
+        if tried is None and all(map(_is_short, (given, expected))):
+            return _verified(given, expected)
+        return bool(tried)
+
+
+def _expected_texts(prompt: Prompt) -> list[str]:
+    """Return the expected answer and `prompt.info["answers"]`, without blanks around."""
+    others = prompt.info.get("answers", ())
+    given = [prompt.answer, *(others if isinstance(others, list | tuple) else [others])]
+    texts = [stripped for text in given if (stripped := str(text).strip())]
+    if not texts:
+        raise ValueError(f"prompt {prompt.id!r} has neither an answer nor info['answers']")
+    return texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactText:
+    """1 for the expected text, or one of `prompt.info["answers"]`; otherwise 0.
+
+    The answer is what `<answer>` holds after the thinking, or all that follows it where there is
+    none. Blanks around it never count.
+    """
+
+    ignore_case: bool = False
+    ignore_blanks: bool = True
+    """Any blanks between words are one."""
+    ignore_punctuation: bool = False
+
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    quick: ClassVar[bool] = True
+    version: ClassVar[int] = 1
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Judge one answer."""
+        expected = _expected_texts(prompt)
+        given = final_text(text)
+        folded = self._folded(given)
+        # Nothing is left of "?" without punctuation, and nothing is no answer.
+        right = given in expected or (bool(folded) and folded in map(self._folded, expected))
+        return Score(reward=float(right), success=right, parts={"accuracy": float(right)})
+
+    def _folded(self, text: str) -> str | None:
+        if len(text) > MAX_TEXT:
+            return None
+        if self.ignore_punctuation:
+            text = re.sub(r"[^\w\s]|_", "", text)
+        if self.ignore_case:
+            text = text.casefold()
+        return " ".join(text.split()) if self.ignore_blanks else text.strip()
+
+
+def word_overlap(given: Iterable[str], expected: Iterable[str]) -> float:
+    """Return the F1 of the words: 2 shared / (given + expected), in any order.
+
+    >>> word_overlap(["the", "red", "fox"], ["red", "fox"])
+    0.8
+    """
+    one, other = Counter(given), Counter(expected)
+    total = one.total() + other.total()
+    return 2 * (one & other).total() / total if total else 1.0
+
+
+def letter_similarity(given: str, expected: str) -> float:
+    """Return 2 L / (length + length), L the longest common subsequence of letters.
+
+    That is 1 less the share of letters to strike out or to put in. L is found a row at a time, the
+    row held in the bits of one integer (Hyyrö 2004).
+
+    >>> letter_similarity("kitten", "sitting")
+    0.6153846153846154
+    """
+    if not given and not expected:
+        return 1.0
+    places: dict[str, int] = {}
+    for at, letter in enumerate(given):
+        places[letter] = places.get(letter, 0) | 1 << at
+    full = row = (1 << len(given)) - 1
+    for letter in expected:
+        matches = row & places.get(letter, 0)
+        row = ((row + matches) | (row - matches)) & full
+    return 2 * (len(given) - row.bit_count()) / (len(given) + len(expected))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuzzyText:
+    """How near the text comes to the expected one, the nearest of `prompt.info["answers"]`.
+
+    The mean of `word_overlap` and `letter_similarity`, case and blanks aside. Only the first 2,000
+    characters are compared; where one text is longer, the ratio of lengths multiplies the result,
+    so that padding never helps. The answer is found as in `ExactText`.
+    """
+
+    threshold: float = 0.9
+    """From where on the answer counts as right."""
+
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    quick: ClassVar[bool] = True
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise ConfigError(
+                f"reward: threshold = {self.threshold} must lie above 0 and at most at 1"
+            )
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Judge one answer."""
+        given = final_text(text)
+        reward, words, letters = max(self._compare(given, e) for e in _expected_texts(prompt))
+        return Score(
+            reward=reward,
+            success=reward >= self.threshold,
+            parts={"similarity": reward, "words": words, "letters": letters},
+        )
+
+    def _compare(self, given: str, expected: str) -> tuple[float, float, float]:
+        lengths = sorted((len(given), len(expected)))
+        scale = lengths[0] / lengths[1] if lengths[1] > MAX_COMPARED else 1.0
+        a, b = (" ".join(t[:MAX_COMPARED].casefold().split()) for t in (given, expected))
+        words = scale * word_overlap(re.findall(r"\w+", a), re.findall(r"\w+", b))
+        letters = scale * letter_similarity(a, b)
+        return (words + letters) / 2, words, letters

@@ -1,0 +1,163 @@
+"""From plain data to a reward: the registry, dotted paths, and rewards made of rewards."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from covey.config.options import resolve_options
+from covey.config.schema import Named
+from covey.dotted import is_dotted, load_dotted
+from covey.errors import ConfigError, nearest
+from covey.rewards import seeds, templates
+from covey.rewards.answer import ExactText, FuzzyText, MathAnswer
+from covey.rewards.citations import Citations
+from covey.rewards.code import CodeTests
+from covey.rewards.coherence import Coherence
+from covey.rewards.countdown import Countdown
+from covey.rewards.efficiency import Efficiency
+from covey.rewards.form import AgentExampleForm, ThinkAnswerForm, ThinkToolForm
+from covey.rewards.judge import Judge
+from covey.rewards.mix import ByTask, Mix
+from covey.rewards.reasoning_gym import ReasoningGym
+from covey.rewards.safety import Safety
+from covey.rewards.score import Reward
+from covey.rewards.think_answer import ThinkAnswer
+from covey.rewards.tool_call import ToolCall
+from covey.rewards.user import as_reward
+
+
+def mix(
+    *,
+    parts: Mapping[str, Mapping[str, Any]],
+    gated: bool = True,
+    robust: bool = False,
+    early: Mapping[str, float] | None = None,
+    early_until: float = 0.2,
+) -> Mix:
+    """Any rewards, weighted. Each of `parts` is a table with `name`, `weight` and options."""
+    rewards, weights = {}, {}
+    for key, table in parts.items():
+        options = dict(table)
+        weight = options.pop("weight", None)
+        if not isinstance(weight, int | float) or isinstance(weight, bool):
+            raise ConfigError(f"config: reward.parts.{key}.weight must be a number, not {weight!r}")
+        weights[key] = float(weight)
+        rewards[key] = _inner(f"reward.parts.{key}", options)
+    return Mix(
+        parts=rewards,
+        weights=weights,
+        gated=gated,
+        robust=robust,
+        early=early or {},
+        early_until=early_until,
+    )
+
+
+def by_task(*, tasks: Mapping[str, Mapping[str, Any]]) -> ByTask:
+    """A reward for each task. Each of `tasks` is a table with `name` and options."""
+    rewards = {}
+    for key, table in tasks.items():
+        where = f"reward.tasks.{key}"
+        rewards[key] = check_alone(str(table.get("name")), _inner(where, dict(table)), where)
+    return ByTask(tasks=rewards)
+
+
+REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
+    {
+        # whether it is right
+        "think_answer": ThinkAnswer,
+        "math_answer": MathAnswer,
+        "countdown": Countdown,
+        "code_tests": CodeTests,
+        "tool_call": ToolCall,
+        "exact_text": ExactText,
+        "fuzzy_text": FuzzyText,
+        "reasoning_gym": ReasoningGym,
+        "judge": Judge,
+        # how it is said
+        "think_answer_form": ThinkAnswerForm,
+        "think_tool_form": ThinkToolForm,
+        "agent_example_form": AgentExampleForm,
+        "efficiency": Efficiency,
+        "safety": Safety,
+        "citations": Citations,
+        "coherence": Coherence,
+        # made of others
+        "mix": mix,
+        "by_task": by_task,
+        "math": templates.math,
+        "code": templates.code,
+        "retrieval": templates.retrieval,
+        "agent": templates.agent,
+        # as published
+        "lm_book": seeds.LmBook,
+        "nano_aha": seeds.NanoAha,
+        "grpo_zero": seeds.GrpoZero,
+        "simple_grpo": seeds.SimpleGrpo,
+        "open_instruct": seeds.OpenInstruct,
+    }
+)
+
+
+def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
+    """Return what makes the reward of this name: an entry of the registry, or a dotted path."""
+    if name in REWARDS:
+        return REWARDS[name]
+    if is_dotted(name):
+        return load_dotted(name, f"{where}.name")
+    raise ConfigError(f"config: {where}.name = {name!r} is not known{nearest(name, REWARDS)}")
+
+
+def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
+    """Return all options of the reward that a section names, checked."""
+    maker = find_reward(section.name, where)
+    if section.name in REWARDS or inspect.isclass(maker):
+        return resolve_options(maker, section, where)
+    return _function_options(maker, section, where)
+
+
+def _function_options(function: Callable[..., Any], section: Named, where: str) -> dict[str, Any]:
+    """Check the options of a user's function against its keyword-only arguments."""
+    known = {
+        name: p.default
+        for name, p in inspect.signature(function).parameters.items()
+        if p.kind is p.KEYWORD_ONLY
+    }
+    known |= {"success_at": 1.0, "conversational": False}
+    for key in section.options:
+        if key not in known:
+            what = f"{where}.{key} is not an option of {section.name}"
+            raise ConfigError(f"config: {what}{nearest(key, known)}")
+    options = known | section.options
+    for key, value in options.items():
+        if value is inspect.Parameter.empty:
+            raise ConfigError(f"config: {where}.{key} must be given for {section.name}")
+    return options
+
+
+def make_reward(name: str, options: Mapping[str, Any], where: str = "reward") -> Reward:
+    """Make a reward from its name and its resolved options."""
+    maker = find_reward(name, where)
+    reward = maker(**options) if name in REWARDS else as_reward(maker, options)
+    return reward
+
+
+def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
+    """Refuse a reward that must not decide alone."""
+    if getattr(reward, "needs_company", False):
+        raise ConfigError(
+            f"config: {where}.name = {name!r}: a judge can be talked round and never decides "
+            "alone; use 'mix' with a rule beside it, or the template 'retrieval'"
+        )
+    return reward
+
+
+def _inner(where: str, table: dict[str, Any]) -> Reward:
+    name = table.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"config: {where}.name must be given")
+    section = Named.model_validate({"name": name, **table})
+    return make_reward(name, reward_options(section, where), where)

@@ -1,0 +1,190 @@
+"""Citations: how many different sources an answer names so that somebody could look them up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from covey.errors import ConfigError
+from covey.rewards.score import Score
+from covey.rewards.text import after_thinking, count_words
+from covey.types import Prompt
+
+_URL = re.compile(r"https?://[^\s<>\"'`{}|\\^]+", re.IGNORECASE)
+_HOST = re.compile(r"[\w-]+(?:\.[\w-]+)+(?::\d+)?")
+_DOI = re.compile(r"\b10\.\d{4,9}/[^\s<>\"'`]+")
+_ARXIV = re.compile(
+    r"arxiv(?:\.org/(?:abs|pdf|html)/|:\s{0,3}|\s{1,3})(\d{4}\.\d{4,5}|[a-z-]{2,12}/\d{7})",
+    re.IGNORECASE,
+)
+_MARK = r"\^?[\w.:-]{1,40}"
+_MARKS = re.compile(rf"\[(?<!\w\[)({_MARK}(?:\s{{0,3}}[,;]\s{{0,3}}{_MARK}){{0,20}})\](?!\()")
+_ENTRY = re.compile(r"[ \t]*(?:[-*] )?\[\^?(\d{1,3})\]:?[ \t]+(\S.*)")
+_NUMBERED = re.compile(r"[ \t]*(\d{1,3})[.)][ \t]+(\S.*)")
+_HEADING = re.compile(
+    r"\W*(?:references|sources|bibliography|works cited|citations|参考文献|参考资料|来源)\W*",
+    re.IGNORECASE,
+)
+_CLOSING = ".,;:!?*_~\u3002\uff0c\uff1b\uff01\uff1f"
+_BRACKETS = {")": "(", "]": "["}
+
+
+def _trim(address: str) -> str:
+    """Cut off what belongs to the sentence: marks, and brackets that were not opened inside."""
+    for _ in range(8):
+        address = address.rstrip(_CLOSING)
+        opening = _BRACKETS.get(address[-1:])
+        if opening is None or address.count(opening) >= address.count(address[-1]):
+            break
+        address = address[:-1]
+    return address
+
+
+def _key(address: str) -> str | None:
+    """One name for all the ways to write a source; None where it is no address."""
+    arxiv = _ARXIV.search(address)
+    if arxiv:
+        return f"arxiv:{arxiv[1].lower()}"
+    doi = _DOI.search(address)
+    if doi:
+        return f"doi:{_trim(doi[0]).lower()}"
+    if not _URL.fullmatch(address):
+        return None
+    address, _, _ = _trim(address).partition("#")
+    host, slash, path = address.partition("://")[2].partition("/")
+    if not _HOST.fullmatch(host):
+        return None
+    return f"{host.lower().removeprefix('www.')}{slash}{path}".rstrip("/")
+
+
+def addresses(text: str) -> set[str]:
+    """Return the URLs, DOIs and arXiv numbers of a text, each under one name.
+
+    Scheme, `www.`, fragments, closing marks and trailing slashes make no difference, nor does the
+    version of a paper.
+
+    >>> sorted(addresses("See https://www.a.org/b/#c, http://a.org/b and arXiv:2402.03300v2."))
+    ['a.org/b', 'arxiv:2402.03300']
+    """
+    # Longest kind first, and cut out once read: the DOI inside of a URL is no second source.
+    found: set[str | None] = set()
+    for pattern, literal in ((_URL, "://"), (_DOI, "10."), (_ARXIV, "arxiv")):
+        if literal in text.lower():
+            found |= set(map(_key, {match[0] for match in pattern.finditer(text)}))
+            text = pattern.sub(" ", text)
+    return {key for key in found if key is not None}
+
+
+def _marks(text: str) -> set[str]:
+    """What stands in square brackets as a mark: `[3]`, `[1, 2]`, `[1-3]`, `[doc7]`."""
+    marks: set[str] = set()
+    for group in set(_MARKS.findall(text)):
+        for mark in re.split(r"\s*[,;]\s*", group):
+            first, dash, last = mark.removeprefix("^").partition("-")
+            if dash and first.isdecimal() and last.isdecimal() and int(last) - int(first) < 20:
+                marks |= {str(number) for number in range(int(first), int(last) + 1)}
+            else:
+                marks.add(mark.removeprefix("^"))
+    return marks
+
+
+def _split_entries(text: str) -> tuple[str, dict[str, str]]:
+    """The text without its list of sources, and that list by number."""
+    body: list[str] = []
+    entries: dict[str, str] = {}
+    listed = False
+    for line in text.splitlines():
+        entry = _ENTRY.fullmatch(line) if "[" in line else None
+        if listed:
+            entry = entry or _NUMBERED.fullmatch(line)
+        elif entry is None and len(line) < 60:
+            listed = _HEADING.fullmatch(line) is not None
+        if entry:
+            entries[entry[1]] = entry[2]
+        else:
+            body.append(line)
+    return "\n".join(body), entries
+
+
+def sources(text: str) -> set[str]:
+    """Return the different sources that a text cites, each under one name.
+
+    An address counts wherever it stands. A mark such as `[1]` counts for its entry in a list of
+    sources, a line `[1] ...` (or `1. ...` under a heading such as References): for the address in
+    it or else for its title of at least three words. A mark without an entry names nothing.
+    """
+    body, entries = _split_entries(text)
+    found = addresses(text)
+    for mark in _marks(body):
+        entry = entries.get(mark, "")
+        if not addresses(entry) and count_words(entry[:500]) >= 3:
+            found.add("title:" + " ".join(re.findall(r"\w+", entry[:500].casefold())))
+    return found
+
+
+def _shape(name: str) -> str:
+    return re.sub(r"\d+", "0", name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Citations:
+    """min(1, different sources / `minimum`): what the answer cites after its thinking.
+
+    Sources are web addresses, DOIs, arXiv numbers and entries of a list of sources that a mark such
+    as [1] points to. The same source twice is one.
+
+    Where the prompt's info has `sources`, a list of addresses or of ids such as `doc3`, only those
+    count, an id by its mark `[doc3]`; and each other address, or mark that looks like an id of the
+    list but for its digits, takes off `unknown_penalty`. Success: at least `minimum` sources.
+    """
+
+    minimum: int = 2
+    unknown_penalty: float = 0.25
+
+    quick: ClassVar[bool] = True
+    version: ClassVar[int] = 1
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        if self.minimum < 1:
+            raise ConfigError(f"reward: minimum must be at least 1 source, not {self.minimum}")
+        if not 0 <= self.unknown_penalty <= 1:
+            raise ConfigError(
+                f"reward: unknown_penalty must lie between 0 and 1, not {self.unknown_penalty}"
+            )
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Judge one answer."""
+        text = after_thinking(text)
+        allowed = prompt.info.get("sources")
+        if allowed is None:
+            known, unknown = len(sources(text)), 0
+        else:
+            known, unknown = _sorted_out(text, _allowed(prompt, allowed))
+        share = min(1.0, known / self.minimum)
+        return Score(
+            reward=max(0.0, share - self.unknown_penalty * unknown),
+            success=known >= self.minimum,
+            parts={"sources": float(known), "unknown": float(unknown)},
+        )
+
+
+def _allowed(prompt: Prompt, listed: object) -> set[str]:
+    if isinstance(listed, str) or not isinstance(listed, Iterable) or not list(listed):
+        raise ValueError(
+            f"prompt {prompt.id}: info['sources'] must list addresses or ids, not be {listed!r}"
+        )
+    return {_key(str(source)) or str(source) for source in listed}
+
+
+def _sorted_out(text: str, allowed: set[str]) -> tuple[int, int]:
+    """How many of the allowed sources are cited, and how many others."""
+    body, _ = _split_entries(text)
+    shapes = {_shape(name) for name in allowed}
+    marks = {mark for mark in _marks(body) if _shape(mark) in shapes}
+    # An id may hold blanks, which a mark is not searched for with.
+    marks |= {name for name in allowed if f"[{name}]" in body}
+    cited = addresses(text) | marks
+    return len(cited & allowed), len(cited - allowed)

@@ -1,0 +1,165 @@
+"""The reward of a program: the share of its tests that it passes, run in a sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from covey.errors import ConfigError
+from covey.rewards.score import Score
+from covey.rewards.text import after_thinking, differ, inside
+from covey.sandbox import (
+    Case,
+    Limits,
+    Outcome,
+    matches,
+    read_expected,
+    require_isolation,
+    run,
+    same_output,
+)
+from covey.types import Prompt
+
+_FENCE = "```"
+_PYTHON = ("python", "python3", "py")
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """Return the language and the content of every fenced block that is closed.
+
+    >>> fenced_blocks("So:\\n```python\\nx = 1\\n```\\n```\\nopen")
+    [('python', 'x = 1\\n')]
+    """
+    blocks = []
+    opened = ""
+    lines: list[str] | None = None
+    for line in text.split("\n"):
+        bare = line.strip()
+        if lines is None:
+            if bare.startswith(_FENCE) and "`" not in bare[3:]:
+                opened, lines = bare[3:].strip().partition(" ")[0].lower(), []
+        elif bare == _FENCE:
+            blocks.append((opened, "".join(f"{kept}\n" for kept in lines)))
+            lines = None
+        else:
+            lines.append(line)
+    return blocks
+
+
+def read_program(text: str) -> str:
+    """Return the program of an answer, looked for in what follows the thinking.
+
+    That is the last `<answer>`, or all of it. There, the last fenced block of Python; or else the
+    last fenced block; or else everything, and whether it is a program shows when it is run.
+    """
+    rest = after_thinking(text)
+    answer = [rest, *inside(rest, "answer")][-1]
+    blocks = fenced_blocks(answer)
+    python = [content for language, content in blocks if language in _PYTHON]
+    others = [content for _, content in blocks]
+    return [answer, *others, *python][-1]
+
+
+def read_tests(info: Mapping[str, Any]) -> list[tuple[Case, object]]:
+    """Return what each test runs, and what it expects.
+
+    Raises ValueError where a prompt's tests are missing or are not what they should be.
+    """
+    tests = info.get("tests")
+    if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
+        raise ValueError("code_tests needs prompts with a list of tests in info['tests']")
+    return [_read_test(number, test) for number, test in enumerate(tests)]
+
+
+def _read_test(number: int, test: Any) -> tuple[Case, object]:
+    for given, wanted in (("call", "expected"), ("stdin", "stdout")):
+        if isinstance(test, Mapping) and given in test:
+            if not isinstance(test[given], str) or not isinstance(test.get(wanted), str):
+                raise ValueError(f"info['tests'][{number}] needs texts {given!r} and {wanted!r}")
+            break
+    else:
+        raise ValueError(f"info['tests'][{number}] has neither 'call' nor 'stdin'")
+    if given == "stdin":
+        return Case(stdin=test["stdin"]), test["stdout"]
+    try:
+        compile(test["call"], "call", "eval")
+        return Case(call=test["call"]), read_expected(test["expected"])
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(f"info['tests'][{number}] cannot be used: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeTests:
+    """Passed tests over all tests, or with `partial = false` 1 for all of them and 0 otherwise.
+
+    A test is `{"call": "add(1, 2)", "expected": "3"}`, the expected value a Python literal, or
+    `{"stdin": "1 2", "stdout": "3"}`. The program never meets what is expected of it: results leave
+    the sandbox and are compared outside.
+    """
+
+    partial: bool = True
+    seconds: float = 4.0
+    """For each test."""
+    total_seconds: float = 20.0
+    """For all tests of an answer; those that are not reached are not passed."""
+    memory_mb: int = 512
+    unsafe: bool = False
+    """Whether to run programs without isolation, as an ordinary process of this user."""
+
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    quick: ClassVar[bool] = False
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.seconds <= self.total_seconds <= 3600:
+            raise ConfigError(
+                f"reward: seconds = {self.seconds} must be positive and at most total_seconds = "
+                f"{self.total_seconds}, and that at most 3600"
+            )
+        if not 64 <= self.memory_mb <= 1 << 20:
+            raise ConfigError(
+                f"reward: memory_mb = {self.memory_mb} must be at least 64, and at most 1048576"
+            )
+        if not self.unsafe:
+            require_isolation()
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Judge one answer. Raises ValueError where the prompt has no tests."""
+        tests = read_tests(prompt.info)
+        program = read_program(text)
+        if not program.strip() or differ(inside(after_thinking(text), "answer")):
+            return Score(reward=0.0, success=False, parts={"passed": 0.0, "runs": 0.0})
+        outcomes = run(
+            program, [case for case, _ in tests], limits=self._limits(), unsafe=self.unsafe
+        )
+        passed = sum(
+            _passes(case, expected, outcome)
+            for (case, expected), outcome in zip(tests, outcomes, strict=True)
+        )
+        success = passed == len(tests)
+        return Score(
+            reward=passed / len(tests) if self.partial else float(success),
+            success=success,
+            parts={
+                "passed": passed / len(tests),
+                "runs": float(any(outcome.ran for outcome in outcomes)),
+            },
+        )
+
+    def _limits(self) -> Limits:
+        return Limits(
+            cpu_seconds=int(self.seconds) + 1,
+            wall_seconds=self.seconds,
+            total_seconds=self.total_seconds,
+            memory_bytes=self.memory_mb << 20,
+        )
+
+
+def _passes(case: Case, expected: object, outcome: Outcome) -> bool:
+    if not outcome.ran:
+        return False
+    if case.call is None:
+        assert isinstance(expected, str)
+        return same_output(expected, outcome.stdout)
+    return matches(expected, outcome.value)

@@ -1,0 +1,334 @@
+"""Coherence: whether a text could be language, mathematics or code, and not noise.
+
+Nothing is understood here. The measure knows which letters follow each other in words of Latin
+script, which characters are common in other scripts, and which signs stand side by side in formulas
+and programs; noise from a keyboard or from a random number generator has other habits. Sense it
+cannot tell from nonsense in good words.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import ClassVar
+
+from covey.rewards.efficiency import repetition
+from covey.rewards.score import Score
+from covey.types import Prompt
+
+RARE, RARE_COSTS = 1, 5.0
+"""Pairs of letters up to this level hardly occur in words; each takes so much off the sum."""
+PRIOR, PRIOR_PAIRS = 4.8, 5.0
+"""The level of so many pairs that a text has to its credit, for a few letters prove nothing."""
+LOW, HIGH = 3.0, 4.1
+"""Mean levels of letter pairs: noise below the first, language above the second."""
+WINDOW, WINDOWS = 4096, 5
+"""A longer text than five windows is judged by five that are spread evenly over it."""
+
+# Row: a letter, or the edge of a word (first); column: what follows it. A digit d stands for a
+# probability of about 2 ** (d - 9), from the common words of ten languages, English most.
+_FOLLOWS = (
+    "055555444433454451565344022",
+    "634541242413646130656332032",
+    "463107000610600600642500040",
+    "460306006505400700425400022",
+    "760037021600211600441411032",
+    "742454231312546230664232321",
+    "660016510600500600524500020",
+    "760017035500414500543500020",
+    "671017000600323600425401030",
+    "552545340123547531465140002",
+    "570137110404113610131610001",
+    "661007002603414600454412030",
+    "661147211602621510044420050",
+    "674107000600141650131400030",
+    "751456261503104500056320021",
+    "623442331313557440654534121",
+    "560106104500510650644400020",
+    "420000000200000000000900000",
+    "662347131603333620355421032",
+    "751406104503321540056401021",
+    "660207005600211500544402031",
+    "544445341512556240665221211",
+    "470008000700100600310200010",
+    "671127005601204600341200040",
+    "751505103600110460016410330",
+    "842425021312444530354202011",
+    "672227011602324510113503054",
+)
+# What characters are common in a script, and the share of them in plain text (about a half to three
+# quarters) below which a text is noise: where the plausibility is 0 and where it is 1.
+_COMMON: dict[str, tuple[str, float, float]] = {
+    "han": (
+        "的是一在不人有了我国这为中个大会们他来和年上以要到时对么能你就发可地生家出也说于学后成与过"
+        "行用日多自现都没作下得开经还法动好方而公子事分之民主里政看吗本月所天新业同全定部最其进如前"
+        "机美那当工关实小被但因长样理等什道去些面很心间区内电然力起体只着从并者高加想文问种员重及点"
+        "将意合产三外由市无女已制网第情场名应西代正表真此位题相明资计建利系化期特性度果次给让两通教"
+        "任比该东活手世提或使她物数立认怎知结入更國這為個會們來時對麼發說於學後與過現沒開經還動長樣"
+        "電間體點種員將產無場應題資計實關業進機從當問解设求令式值角边积除乘减故则根据证答案约每共",
+        0.12,
+        0.3,
+    ),
+    "kana": ("のいてなにたしでるとはがかっをすーもらうんれまだこンスルトリ", 0.3, 0.5),
+    "hangul": (
+        "이다는에하고가을지의로서은아한어도기사니있를나해리시그요인들자일게대라으스수만보",
+        0.08,
+        0.25,
+    ),
+    "cyrillic": ("оеаинтсрвлкмі", 0.45, 0.62),
+    "greek": ("ατοσιενρπκμης", 0.45, 0.62),
+    "arabic": ("اليمنورتعبدةیکہےں", 0.45, 0.6),
+    "hebrew": ("יוהלאתרבמש", 0.42, 0.58),
+    "devanagari": ("ाकेरहीनस्ंमितोलपयद", 0.35, 0.6),
+}
+_BLOCKS = (
+    ("latin", 0x41, 0x24F),
+    ("greek", 0x370, 0x3FF),
+    ("cyrillic", 0x400, 0x52F),
+    ("hebrew", 0x590, 0x5FF),
+    ("arabic", 0x600, 0x6FF),
+    ("devanagari", 0x900, 0x97F),
+    ("latin", 0x1E00, 0x1EFF),
+    ("kana", 0x3040, 0x30FF),
+    ("han", 0x3400, 0x9FFF),
+    ("hangul", 0xAC00, 0xD7A3),
+)
+# By a sign, the signs that often follow it in formulas, programs and prose.
+_SIGNS_AFTER = {
+    "!": '"()=[',
+    '"': "$%'()+,-./:;<=>?\\]{}",
+    "#": "!{",
+    "$": '"(),-./=\\{|',
+    "%": "(),.",
+    "&": "(=",
+    "'": '"%()*+,-./:;<=>?[\\]{}',
+    "(": "!\"$%&')*+-.:<?[\\`{",
+    ")": "!\"$'(*+,-./:;=?[\\]^{|}",
+    "*": "'(),./:?{",
+    "+": "$'()-=?\\{",
+    ",": "\"$'()-[\\{",
+    "-": "$%'(+.=>\\]{",
+    ".": "\"$'()*+,/;?[\\]",
+    "/": '"(*.>{',
+    ":": "\"'()*-/=\\]",
+    ";": '"/<}',
+    "<": "(-/=",
+    "=": "\"'(-<>[\\{",
+    ">": "\"%'()<=",
+    "?": '"().:[\\^',
+    "[": "\"&'(*+-.:\\]^",
+    "\\": "!'()+,.;?[]{|}",
+    "]": "'()*+,-./:;=?[^{}",
+    "^": "(-[\\]{",
+    "`": "),.",
+    "{": "\"'(-[\\}",
+    "|": "(,-=[\\^}",
+    "}": "\"$')+,-./:;=?\\]^{|",
+    "~": "/",
+}
+_WORD = re.compile(r"[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u1e00-\u1eff]+")
+_PIECE = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+# What is seldom found goes first, and what stands before it is looked at then.
+_LONE_LETTERS = re.compile(r"[A-Za-z](?= )(?<!\S[A-Za-z])(?: [A-Za-z]){5,}(?!\S)")
+_LONG = re.compile(r"[A-Za-z0-9]{8,}")
+_SIGNS = re.compile(r"[^\w\s]{2,}")
+_ODD_INFIX = re.compile(r"[$!#~?;](?<=[^\W\d_][$!#~?;])(?=[^\W\d_])")
+_RUN = re.compile(r"(\S)\1{3,}|([^\W\d_]{2,4}?)\2{3,}")
+
+
+def _between(value: float, low: float, high: float) -> float:
+    """0 up to low, 1 from high on, a straight line in between."""
+    return min(1.0, max(0.0, (value - low) / (high - low)))
+
+
+def _sample(text: str) -> str:
+    if len(text) <= WINDOW * WINDOWS:
+        return text
+    step = (len(text) - WINDOW) // (WINDOWS - 1)
+    return "\n".join(text[i * step : i * step + WINDOW] for i in range(WINDOWS))
+
+
+@lru_cache(maxsize=4096)
+def _kind(character: str) -> str:
+    """`digit`, `sign`, `space`, `noise`, or the script of a letter."""
+    category = unicodedata.category(character)
+    if category in ("Cc", "Cn", "Co", "Cs") or character == "\ufffd":
+        return "space" if character.isspace() else "noise"
+    if category[0] not in "LM":
+        return {"N": "digit", "Z": "space", "C": "space"}.get(category[0], "sign")
+    code = ord(character)
+    for script, first, last in _BLOCKS:
+        if first <= code <= last:
+            return script
+    return f"block {code >> 7}"
+
+
+@lru_cache(maxsize=1024)
+def _base(character: str) -> str:
+    """The letter from a to z under an accent; the nearest thing for the few that have none."""
+    letter = unicodedata.normalize("NFD", character)[0].lower()
+    return (
+        letter
+        if "a" <= letter <= "z"
+        else {"\u00f8": "o", "\u0142": "l", "\u0111": "d", "\u0131": "i"}.get(letter, "s")
+    )
+
+
+def _pieces(word: str) -> list[str]:
+    """A word, or the words that its capitals set off: `getHttpCode`."""
+    if word.islower() or word.isupper() or not word.isascii():
+        return [word]
+    return _PIECE.findall(word)
+
+
+def _levels(word: str) -> list[int]:
+    """How usual each pair of letters is, the edges of the word included; 0 for a third in a row."""
+    letters = [ord(c) - 96 if "a" <= c <= "z" else ord(_base(c)) - 96 for c in word.lower()]
+    edged = [0, *letters, 0]
+    levels = [ord(_FOLLOWS[a][b]) - 48 for a, b in pairwise(edged)]
+    for i in range(2, len(letters)):
+        if letters[i] == letters[i - 1] == letters[i - 2]:
+            levels[i] = 0
+    return levels
+
+
+def _sum_of_levels(word: str) -> tuple[float, int]:
+    """Return the sum over the pairs of letters of a word, and how many they are."""
+    total, pairs = 0.0, 0
+    for levels in map(_levels, _pieces(word)):
+        total += sum(levels) - RARE_COSTS * sum(level <= RARE for level in levels)
+        pairs += len(levels)
+    return total, pairs
+
+
+# Most answers say the same words; and those of noise must not fill the memory.
+_known_sum = lru_cache(maxsize=1 << 14)(_sum_of_levels)
+
+
+def _latin(text: str) -> float:
+    """How well the letters of the words follow each other."""
+    total, pairs = PRIOR * PRIOR_PAIRS, PRIOR_PAIRS
+    for word in _WORD.findall(text):
+        # A letter alone is a name in a formula, and says nothing.
+        if (length := len(word)) > 1:
+            levels, count = _known_sum(word) if length < 20 else _sum_of_levels(word)
+            total += levels
+            pairs += count
+    # Many of them in a row are another matter.
+    pairs += sum(len(match[0]) / 2 for match in _LONE_LETTERS.finditer(text))
+    return _between(total / pairs, LOW, HIGH)
+
+
+def _jumbled(word: str) -> bool:
+    """Whether case, or letters and digits, change all the time, as in keys and encoded bytes."""
+    pieces = len(_PIECE.findall(word))
+    return pieces > 4 and 3 * pieces > len(word)
+
+
+def _signs(text: str) -> float:
+    """The share of neighbouring signs that are neighbours in formulas and programs too."""
+    odd = pairs = len(_ODD_INFIX.findall(text))
+    for run in _SIGNS.findall(text):
+        pairs += len(run) - 1
+        for a, b in pairwise(run):
+            odd += a != b and b not in _SIGNS_AFTER.get(a, "") and (a + b).isascii()
+    return 1.0 - _between(odd / (pairs + 2), 0.15, 0.5)
+
+
+def _common(script: str, counts: Counter[str], total: int) -> float:
+    common, low, high = _COMMON[script]
+    share = (sum(counts[c] for c in common) + 2 * high) / (total + 2)
+    return _between(share, low, high)
+
+
+def coherence(text: str) -> float:
+    """Return how much a text looks like language, mathematics or code, in [0, 1]; 0 if empty.
+
+    Each kind of character (words of Latin script, another script, digits, signs) is judged on its
+    own, and the judgements are averaged over the characters. The average is then lowered for signs
+    with little between them, for letters of many scripts side by side, for the same character over
+    and over, and for text that repeats itself. Below 0.5 is noise.
+
+    >>> coherence("So 47 + 8 = 55, and 55 - 6 = 49.") > 0.9, coherence("zxcv kjhg qwpt bnmd") < 0.3
+    (True, True)
+    """
+    sample = _sample(text)
+    text = _LONG.sub(lambda match: "" if _jumbled(match[0]) else match[0], sample)
+    counts = Counter(text)
+    kinds: Counter[str] = Counter()
+    for character, count in counts.items():
+        kinds[_kind(character)] += count
+    del kinds["space"]
+    if kinds.total() == kinds["sign"] + kinds["noise"]:
+        return 0.0
+    jumbled = len(sample) - len(text)
+    judged = _judge(text, counts, kinds)
+    mean = sum(judged[kind] * count for kind, count in kinds.items()) / (kinds.total() + jumbled)
+    return mean * _medley(kinds) * _monotony(text, counts, kinds)
+
+
+def _judge(text: str, counts: Counter[str], kinds: Counter[str]) -> dict[str, float]:
+    """The plausibility of each kind of character."""
+    judged = {kind: 1.0 for kind in kinds} | {"noise": 0.0, "sign": _signs(text)}
+    if kinds["latin"]:
+        judged["latin"] = _latin(text)
+        # Programs and formulas shorten their words; their signs speak for them.
+        if judged["sign"] > 0.9 and kinds["sign"] > 0.25 * kinds.total():
+            judged["latin"] = max(0.3, judged["latin"])
+    for script in kinds.keys() & _COMMON.keys():
+        judged[script] = _common(script, counts, kinds[script])
+    # Japanese writes its Han characters, which are others than the Chinese ones, among kana.
+    if kinds["kana"] > 0.2 * kinds["han"]:
+        judged["han"] = judged["kana"]
+    return judged
+
+
+def _medley(kinds: Counter[str]) -> float:
+    """1; less for letters of more than three scripts, little but signs, or noise in between."""
+    letters = {kind: n for kind, n in kinds.items() if kind not in ("sign", "noise", "digit")}
+    main = sum(sorted(letters.values())[-3:]) / max(1, sum(letters.values()))
+    signs, noise = kinds["sign"] / kinds.total(), kinds["noise"] / kinds.total()
+    return (
+        (_between(main, 0.5, 0.8) if letters else 1.0)
+        * (1.0 - _between(signs, 0.7, 0.9))
+        * (1.0 - _between(noise, 0.05, 0.5))
+    )
+
+
+def _runs(text: str, counts: Counter[str]) -> int:
+    """How many characters only go on with what was there."""
+    # Without four of a character in a row, only eight letters can be what _RUN looks for.
+    four = any(4 * c in text for c, count in counts.items() if count > 3 and not c.isspace())
+    words = (word for word in text.split() if len(word) >= (4 if four else 8))
+    return sum(len(match[0]) - 3 for word in words for match in _RUN.finditer(word))
+
+
+def _monotony(text: str, counts: Counter[str], kinds: Counter[str]) -> float:
+    """1; less where a character or a phrase comes over and over."""
+    total = kinds.total()
+    factor = 1.0 - _between(_runs(text, counts) / total, 0.35, 0.75)
+    # Tables of numbers may say the same thing often.
+    if kinds["digit"] + kinds["sign"] < 0.9 * total:
+        factor *= 1.0 - _between(repetition(text, above=0.5), 0.5, 0.9)
+    return factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coherence:
+    """`coherence` of the text: near 1 for language, mathematics and code, near 0 for noise.
+
+    Success: at least 0.5.
+    """
+
+    quick: ClassVar[bool] = True
+    version: ClassVar[int] = 1
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Judge one answer."""
+        value = coherence(text)
+        return Score(reward=value, success=value >= 0.5, parts={"coherence": value})

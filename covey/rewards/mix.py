@@ -1,0 +1,162 @@
+"""Several rewards as one: a weighted mean, a gate, a schedule, and factors against gaming."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from covey.errors import ConfigError
+from covey.rewards.robust import robust_factor
+from covey.rewards.score import Reward, Score
+from covey.types import Prompt
+
+ACCURACY, FORMAT = "accuracy", "format"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """The weighted mean of parts: r = sum_k w_k r_k, with weights that sum to 1.
+
+    One part is called `accuracy`: whether an answer is right is for it to say. `gated`: if there is
+    a part called `format`, then accuracy counts only where the format holds; otherwise it counts
+    for the least that it can give. Without the gate both simply add up.
+
+    `early` are weights for the beginning of a run; they change in a straight line into `weights`
+    over the first `early_until` of its steps. `robust` multiplies what lies above the least
+    reward by `robust_factor`.
+    """
+
+    parts: Mapping[str, Reward]
+    weights: Mapping[str, float]
+    gated: bool = True
+    robust: bool = False
+    early: Mapping[str, float] = field(default_factory=dict)
+    early_until: float = 0.2
+
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if ACCURACY not in self.parts:
+            raise ConfigError(
+                f"reward: one part must be called {ACCURACY!r}: it says whether an answer is "
+                f"right; there are {', '.join(self.parts) or 'no parts'}"
+            )
+        _check_weights("weights", self.weights, self.parts)
+        if self.early:
+            _check_weights("early", self.early, self.parts)
+        if not 0 < self.early_until <= 1:
+            raise ConfigError(
+                f"reward: early_until = {self.early_until} must lie above 0 and not above 1"
+            )
+        self._check_company()
+
+    def _check_company(self) -> None:
+        """A model that judges can be talked round; rules hold at least half of the weight."""
+        judges = [n for n, p in self.parts.items() if getattr(p, "needs_company", False)]
+        for weights in filter(None, (self.weights, self.early)):
+            total = sum(weights[name] for name in judges)
+            if total > 0.5 or ACCURACY in judges:
+                raise ConfigError(
+                    f"reward: {', '.join(judges)} may hold at most half of the weight, not "
+                    f"{total:g}, and may not be the part {ACCURACY!r}: a judge never decides alone"
+                )
+
+    @property
+    def quick(self) -> bool:
+        """As quick as the slowest part."""
+        return all(part.quick for part in self.parts.values())
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The weighted means of the parts' bounds, at any time of the run."""
+        ends = [self._ends(w) for w in (self.weights, self.early or self.weights)]
+        return min(low for low, _ in ends), max(high for _, high in ends)
+
+    def _ends(self, weights: Mapping[str, float]) -> tuple[float, float]:
+        low = sum(weights[name] * part.bounds[0] for name, part in self.parts.items())
+        high = sum(weights[name] * part.bounds[1] for name, part in self.parts.items())
+        return low, high
+
+    def at(self, share: float) -> Mix:
+        """Return the mix with the weights for this share of the run."""
+        if not self.early:
+            return self
+        left = max(0.0, 1.0 - share / self.early_until)
+        weights = {k: w + (self.early[k] - w) * left for k, w in self.weights.items()}
+        return replace(self, weights=weights, early={})
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Judge one answer by every part."""
+        scores = {name: part(prompt, text) for name, part in self.parts.items()}
+        holds = not (self.gated and FORMAT in scores) or scores[FORMAT].success
+        values = {name: score.reward for name, score in scores.items()}
+        logged = {**values, **_inner(scores)}
+        if not holds:
+            values[ACCURACY] = self.parts[ACCURACY].bounds[0]
+        low, high = self._ends(self.weights)
+        total = sum(self.weights[name] * value for name, value in values.items())
+        if self.robust:
+            logged["robust"] = robust_factor(text)
+            total = low + (total - low) * logged["robust"]
+        return Score(
+            reward=min(max(total, low), high),  # sums of products stray by a last digit
+            success=scores[ACCURACY].success and holds,
+            parts=logged,
+        )
+
+
+def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
+    """Return the parts of the parts, where there are several."""
+    return {
+        f"{name}/{inner}": value
+        for name, score in scores.items()
+        if len(score.parts) > 1
+        for inner, value in score.parts.items()
+    }
+
+
+def _check_weights(what: str, weights: Mapping[str, float], parts: Mapping[str, Reward]) -> None:
+    if set(weights) != set(parts):
+        names = ", ".join(sorted(set(weights) ^ set(parts)))
+        raise ConfigError(
+            f"reward: {what} and parts must have the same names; they differ in {names}"
+        )
+    total = sum(weights.values())
+    if min(weights.values()) < 0 or abs(total - 1) > 1e-6:
+        listed = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+        raise ConfigError(
+            f"reward: {what} must not be negative and must sum to 1, not {total:g} ({listed})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByTask:
+    """A reward for each task, for prompts of several tasks."""
+
+    tasks: Mapping[str, Reward]
+
+    version: ClassVar[int] = 1
+
+    @property
+    def quick(self) -> bool:
+        """As quick as the slowest."""
+        return all(reward.quick for reward in self.tasks.values())
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The widest."""
+        ends = [reward.bounds for reward in self.tasks.values()]
+        return min(low for low, _ in ends), max(high for _, high in ends)
+
+    def at(self, share: float) -> ByTask:
+        """Return the rewards with their weights for this share of the run."""
+        return ByTask(
+            tasks={k: r.at(share) if hasattr(r, "at") else r for k, r in self.tasks.items()}
+        )
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Judge by the reward of the prompt's task."""
+        if prompt.task not in self.tasks:
+            raise ValueError(f"reward.tasks has none for task {prompt.task!r}")
+        return self.tasks[prompt.task](prompt, text)

@@ -1,0 +1,223 @@
+"""The reward of a tool call: the right tool, then the right arguments."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from covey.errors import ConfigError
+from covey.rewards.score import Score
+from covey.rewards.text import after_thinking, inside
+from covey.types import Prompt
+
+MAX_CHARACTERS = 10_000
+MAX_NESTING = 50
+_CALL = re.compile(r"[A-Za-z_][\w.]*\s*\(.*\)", re.DOTALL)
+_ARGUMENTS = ("arguments", "args", "parameters")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A tool and what it is called with."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    positional: tuple[Any, ...] = ()
+    """Arguments given without a name."""
+
+
+def parse_call(text: str) -> Call | None:
+    """Return the one call that the whole text is, with or without its tags, or None.
+
+    A call is `{"name": ..., "arguments": {...}}` (`args` and `parameters` do as well, and the
+    object may come as a JSON string) or `name(key=value, ...)` with literal values.
+
+    >>> parse_call('<tool_call>get_weather(city="Paris", days=3)</tool_call>').arguments
+    {'city': 'Paris', 'days': 3}
+    """
+    text = text.strip()
+    if len(text) > MAX_CHARACTERS:
+        return None
+    if text.startswith("<tool_call>") and text.endswith("</tool_call>"):
+        text = text.removeprefix("<tool_call>").removesuffix("</tool_call>").strip()
+    if _too_deep(text):
+        return None
+    return _from_json(text) if text.startswith("{") else _from_syntax(text)
+
+
+def read_calls(text: str) -> list[Call]:
+    """Return the calls that follow the thinking, in order, without those that are malformed.
+
+    Without any `<tool_call>` tags, the whole of what follows the thinking may be one call.
+    """
+    return [call for call in map(parse_call, _pieces(text)) if call is not None]
+
+
+def _pieces(text: str) -> list[str]:
+    rest = after_thinking(text)
+    return inside(rest, "tool_call") if "<tool_call>" in rest else [rest]
+
+
+def _only_call(text: str) -> Call | None:
+    if after_thinking(text).count("<tool_call>") > 1:
+        return None
+    pieces = _pieces(text)
+    return parse_call(pieces[0]) if pieces else None
+
+
+def _too_deep(text: str) -> bool:
+    depth = 0
+    for character in re.findall(r"[][(){}]", text):
+        depth = max(0, depth + (1 if character in "[({" else -1))
+        if depth > MAX_NESTING:
+            return True
+    return False
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse an argument that is given twice: which one is meant depends on who reads it."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key stands twice")
+    return dict(pairs)
+
+
+def _from_json(text: str) -> Call | None:
+    try:
+        value = json.loads(text, object_pairs_hook=_each_key_once)
+    except (ValueError, RecursionError):
+        return None
+    return _from_object(value) if isinstance(value, dict) else None
+
+
+def _from_object(value: Mapping[str, Any]) -> Call | None:
+    given = [value[key] for key in _ARGUMENTS if key in value]
+    arguments = given[0] if given else {}
+    if isinstance(arguments, str) and not _too_deep(arguments):
+        try:
+            arguments = json.loads(arguments, object_pairs_hook=_each_key_once)
+        except ValueError:
+            return None
+    name = value.get("name")
+    if len(given) > 1 or not isinstance(name, str) or not isinstance(arguments, Mapping):
+        return None
+    return Call(name=name.strip(), arguments=arguments)
+
+
+def _from_syntax(text: str) -> Call | None:
+    if not _CALL.fullmatch(text):
+        return None
+    try:
+        with warnings.catch_warnings():
+            # The parser complains of escapes such as \\d in the strings of others.
+            warnings.simplefilter("ignore")
+            call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call):
+            return None
+        keys = [keyword.arg for keyword in call.keywords]
+        values = [ast.literal_eval(keyword.value) for keyword in call.keywords]
+        positional = tuple(ast.literal_eval(value) for value in call.args)
+        name = ast.unparse(call.func)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+    if None in keys or len(set(keys)) < len(keys) or not re.fullmatch(r"[\w.]+", name):
+        return None
+    arguments = {str(key): value for key, value in zip(keys, values, strict=True)}
+    return Call(name=name, arguments=arguments, positional=positional)
+
+
+def same_value(given: Any, expected: Any) -> bool:
+    """Compare by value, as JSON has it: 3 is 3.0 but not "3", true is not 1, strings are stripped.
+
+    >>> same_value({"a": [3.0, " x"]}, {"a": [3, "x"]}), same_value("3", 3), same_value(True, 1)
+    (True, False, False)
+    """
+    if isinstance(given, str) and isinstance(expected, str):
+        return given.strip() == expected.strip()
+    if isinstance(given, Mapping) and isinstance(expected, Mapping):
+        return given.keys() == expected.keys() and all(
+            same_value(given[key], expected[key]) for key in expected
+        )
+    if isinstance(given, list | tuple) and isinstance(expected, list | tuple):
+        return len(given) == len(expected) and all(map(same_value, given, expected))
+    if isinstance(given, complex):
+        return False
+    return bool(isinstance(given, bool) == isinstance(expected, bool) and given == expected)
+
+
+def _named(call: Call, order: Sequence[str]) -> Mapping[str, Any] | None:
+    """Return all arguments by name, or None where the order of parameters does not give them."""
+    names = order[: len(call.positional)]
+    if len(names) < len(call.positional) or set(names) & set(call.arguments):
+        return None
+    return {**dict(zip(names, call.positional, strict=True)), **call.arguments}
+
+
+def _expected(prompt: Prompt) -> Call:
+    given = prompt.info.get("call", prompt.answer)
+    call = _from_object(given) if isinstance(given, Mapping) else parse_call(str(given))
+    if call is None:
+        raise ValueError(
+            f"prompt {prompt.id!r} has no call to compare with: give one in info['call'] or answer"
+        )
+    return call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """`name` for the right tool, plus the rest of 1 for the right arguments as well.
+
+    Arguments count only with the right tool, or `{}` would be half right for any tool that takes
+    none. One call is expected: more than one, or one that cannot be parsed, is worth nothing, so
+    that calling everything at once gains nothing. With `partial` the share of right arguments among
+    all that are given or expected counts; otherwise it is all of them or nothing.
+
+    The call is `prompt.info["call"]` (an object or text), else `prompt.answer`. Arguments without
+    names take those of `prompt.info["parameters"]`, in order; without it they are wrong.
+    """
+
+    name: float = 0.5
+    partial: bool = False
+
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    quick: ClassVar[bool] = True
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.name <= 1:
+            raise ConfigError(f"reward: name = {self.name} must lie between 0 and 1")
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Judge one answer."""
+        expected = _expected(prompt)
+        call = _only_call(text)
+        right_tool = call is not None and call.name == expected.name
+        share = 0.0
+        if call is not None and right_tool:
+            share = self._share(call, expected, tuple(prompt.info.get("parameters", ())))
+        return Score(
+            reward=self.name * right_tool + (1 - self.name) * share,
+            success=share == 1.0,
+            parts={"name": float(right_tool), "arguments": share},
+        )
+
+    def _share(self, call: Call, expected: Call, order: Sequence[str]) -> float:
+        given, wanted = _named(call, order), _named(expected, order)
+        if wanted is None:
+            ours, theirs = (
+                (call.positional, call.arguments),
+                (expected.positional, expected.arguments),
+            )
+            return float(same_value(ours, theirs))
+        if given is None:
+            return 0.0
+        keys = given.keys() | wanted.keys()
+        right = sum(
+            key in given and key in wanted and same_value(given[key], wanted[key]) for key in keys
+        )
+        share = right / len(keys) if keys else 1.0
+        return share if self.partial or share == 1.0 else 0.0

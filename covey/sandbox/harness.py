@@ -1,0 +1,379 @@
+"""What runs in the sandbox, as its first process: it runs the program once a case, in children.
+
+It is compiled outside and sent in with the job, so it cannot import the package; and it imports
+nothing that is slow to import (hence `_json` and `_signal`), because every program gets a sandbox
+of its own. It never runs the program itself. It knows no expected results, so there is nothing in
+it to be stolen or forged.
+
+As process 1 of its namespace it cannot be signalled from inside, and everything dies with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import resource
+import select
+import sys
+import time
+from _json import encode_basestring_ascii as quote
+from _signal import (  # type: ignore[import-not-found]
+    SIG_IGN,
+    SIGINT,
+    SIGKILL,
+    SIGXCPU,
+    default_int_handler,
+    signal,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+ENDED = ("exited", "timed out", "output limit", "killed")
+READY = b"ready\n"
+TICK = 20
+"""Milliseconds between looks at what all processes use together."""
+FILES = 10_000
+"""Files that may exist at a time: an empty one takes memory that no size limit counts."""
+Pipe = tuple[int, int]
+
+
+def main(job: dict[str, Any]) -> None:
+    """Run every case and report each as a line of numbers, then its outputs."""
+    compile("0", "<warm>", "eval")  # the first time is slow, and should not be every child's
+    gc.freeze()  # what is never looked at again is never copied to a child
+    signal(SIGINT, SIG_IGN)  # the one signal that Python answers, and so the one that would get in
+    report = os.dup(1)
+    if job["uid"] is not None:
+        become(job["uid"])
+    set_limits(job)
+    write_all(report, READY)
+    ends = time.monotonic() + job["total_seconds"]
+    for number, case in enumerate(job["cases"]):
+        began = time.monotonic()
+        deadline = min(began + job["wall_seconds"], ends)
+        if deadline <= began:
+            write_all(report, b"1 0 0 0 0 0\n")
+            continue
+        pipes = [os.pipe() for _ in range(4)]
+        child = os.fork()
+        if child == 0:
+            as_child(job, number, pipes)
+        ended, code, outputs = supervise(job, case, pipes, child, report, deadline)
+        sizes = " ".join(str(len(output)) for output in outputs)
+        line = f"{ended} {code} {time.monotonic() - began:.6f} {sizes}\n"
+        write_all(report, line.encode() + b"".join(outputs))
+        if job["isolated"]:
+            empty(job["place"])
+    os._exit(0)  # tidying up would take longer than it is worth
+
+
+def become(uid: int) -> None:
+    """Give up root for a user id of the sandbox's own: limits on processes do not bind root."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Write, however often it takes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+class Watch:
+    """A child's pipes: `given` goes in, what comes out is kept up to the limit."""
+
+    def __init__(self, given: bytes, pipes: list[Pipe], limit: int, report: int) -> None:
+        (reads, self.stdin), *outputs = pipes
+        os.close(reads)
+        self.given = memoryview(given)
+        self.kept = {output: bytearray() for output, _ in outputs}
+        self.limit = limit
+        self.report = report
+        self.poll = select.poll()
+        self.poll.register(report, 0)
+        for output, writes in outputs:
+            os.close(writes)
+            os.set_blocking(output, False)  # a child can read its own output before we do
+            self.poll.register(output, select.POLLIN)
+        os.set_blocking(self.stdin, False)
+        self.poll.register(self.stdin, select.POLLOUT)
+
+    def step(self, milliseconds: float) -> bool:
+        """Move what can be moved, waiting so long for the first; tell whether any was moved."""
+        events = self.poll.poll(milliseconds)
+        for file, _ in events:
+            if file == self.report:
+                os._exit(1)  # nobody listens any more, so nobody would end this either
+            elif file == self.stdin:
+                self._feed()
+            else:
+                self._keep(file)
+        return bool(events)
+
+    def _keep(self, file: int) -> None:
+        try:
+            data = os.read(file, 1 << 16)
+        except BlockingIOError:
+            return
+        self.kept[file] += data
+        if not data:
+            self.poll.unregister(file)
+
+    def _feed(self) -> None:
+        try:
+            self.given = self.given[os.write(self.stdin, self.given[: 1 << 16]) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.given = self.given[:0]
+        if not self.given:
+            self.poll.unregister(self.stdin)
+            os.close(self.stdin)
+            self.stdin = -1
+
+    def too_much(self) -> bool:
+        """Whether an output went over the limit."""
+        return any(len(data) > self.limit for data in self.kept.values())
+
+    def close(self) -> list[bytes]:
+        """Close the pipes and return what was kept of each output."""
+        for file in (*self.kept, *([self.stdin] if self.stdin >= 0 else [])):
+            os.close(file)
+        return [bytes(data[: self.limit]) for data in self.kept.values()]
+
+
+def supervise(
+    job: dict[str, Any],
+    case: dict[str, Any],
+    pipes: list[Pipe],
+    child: int,
+    report: int,
+    deadline: float,
+) -> tuple[int, int, list[bytes]]:
+    """Wait for a child to end, or end it; leave no process of the case behind."""
+    watch = Watch(case["stdin"], pipes, job["output_bytes"], report)
+    why, status, pause = "", None, 1.0
+    looked = time.monotonic()
+    while status is None and not why:
+        pause = 1.0 if watch.step(pause) else min(2 * pause, TICK)
+        status = reap(child)
+        now = time.monotonic()
+        if watch.too_much():
+            why = "output limit"
+        elif now > deadline:
+            why = "timed out"
+        elif job["isolated"] and now > looked + TICK / 1000:
+            looked = now
+            why = "killed" if uses_too_much(job) else ""
+    last = end_all(child, job["isolated"])
+    status = last if status is None else status
+    while watch.step(0) and not watch.too_much():
+        pass
+    code = os.waitstatus_to_exitcode(status)
+    if not why:
+        why = "exited" if code >= 0 else "timed out" if code == -SIGXCPU else "killed"
+    if watch.too_much():
+        why = "output limit"
+    return ENDED.index(why), code, watch.close()
+
+
+def reap(child: int) -> int | None:
+    """Bury the dead, orphans included; return the child's status if it is one of them."""
+    found = None
+    for _ in range(64):  # a storm of dying orphans must not keep us here
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            break
+        if pid == child:
+            found = status
+        if pid == 0:
+            break
+    return found
+
+
+def end_all(child: int, isolated: bool) -> int:
+    """Kill everything that the case started; return the child's status, 0 if it was known."""
+    found = 0
+    # Out of isolation -1 would be every process of the user.
+    targets = (-1,) if isolated and os.getpid() == 1 else (-child, child)
+    while True:
+        for target in targets:
+            try:
+                os.kill(target, SIGKILL)
+            except OSError:
+                continue  # there is none
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return found
+        if pid == child:
+            found = status
+
+
+def uses_too_much(job: dict[str, Any]) -> bool:
+    """Whether all processes together hold too much memory: rlimits count each by itself."""
+    disk = os.statvfs(job["place"])
+    if disk.f_files - disk.f_ffree > FILES:
+        return True
+    used = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit() and name != "1":
+            used += memory_of(name)
+    return bool(used > job["memory_bytes"])
+
+
+def memory_of(pid: str) -> int:
+    """Bytes of memory that a process has written to; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = file.read().split(b"\n")
+    except OSError:
+        return 0
+    names = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(names))
+
+
+def empty(place: str) -> None:
+    """Remove what a case left, so that it is not in the way of the next.
+
+    Folders within folders are first moved up: paths to the bottom can be too long to be used.
+    """
+    moved = 0
+    try:
+        while folders := remove_files(place):
+            for folder in folders:
+                for inner in remove_files(folder):
+                    moved += 1
+                    os.rename(inner, f"{place}/moved-{moved}")
+                os.rmdir(folder)
+    except OSError:
+        return  # whoever makes that happen has only made it harder for itself
+
+
+def remove_files(folder: str) -> list[str]:
+    """Remove the files of a folder and return the folders in it, now open to their owner."""
+    folders = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.path, 0o700)
+                folders.append(entry.path)
+            else:
+                os.unlink(entry.path)
+    return folders
+
+
+def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
+    """Run a case in this process and leave, as the interpreter would: it takes much longer to."""
+    code = 0
+    signal(SIGINT, default_int_handler)
+    try:
+        os.setsid()
+        for standard, end in ((0, pipes[0][0]), (1, pipes[1][1]), (2, pipes[2][1])):
+            os.dup2(end, standard)
+        value = pipes[3][1]
+        os.closerange(3, value)
+        os.closerange(value + 1, 1 << 12)
+        run_case(job, number, value)
+    except SystemExit as wanted:
+        code = exit_code(wanted.code)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    try:
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 255)
+
+
+def run_case(job: dict[str, Any], number: int, value: int) -> None:
+    """Run the program, then evaluate the call if there is one and send what it gives."""
+    if not job["isolated"]:  # where what a case leaves is not removed
+        os.mkdir(str(number))
+        os.chdir(str(number))
+    sys.path += job["paths"]
+    sys.argv = ["answer.py"]
+    call = job["cases"][number]["call"]
+    name = "__main__" if call is None else "answer"
+    module = type(sys)(name)
+    sys.modules[name] = module
+    cpu = job["cpu_seconds"]
+    lower(resource.RLIMIT_CPU, cpu, cpu + 1)
+    exec(compile(job["program"], f"<{name}>", "exec", dont_inherit=True), module.__dict__)
+    if call is not None:
+        result = eval(compile(call, "<call>", "eval", dont_inherit=True), module.__dict__)
+        write_all(value, encode(result).encode())
+
+
+def exit_code(wanted: object) -> int:
+    """What the interpreter makes of the argument of `sys.exit`."""
+    if wanted is None or isinstance(wanted, int):
+        return wanted or 0
+    print(wanted, file=sys.stderr)
+    return 1
+
+
+def set_limits(job: dict[str, Any]) -> None:
+    """Bind the harness, and with it every process to come, for good."""
+    limits = {
+        "AS": job["memory_bytes"],
+        "FSIZE": job["file_bytes"],
+        "NOFILE": 256,
+        "CORE": 1,  # 0 would not keep the kernel from starting a crash reporter; 1 does
+    }
+    if job["isolated"]:
+        # One more than allowed, because the harness is one too.
+        limits |= {"NPROC": job["processes"] + 1, "MSGQUEUE": 0, "MEMLOCK": 0}
+    for name, limit in limits.items():
+        try:
+            lower(getattr(resource, f"RLIMIT_{name}"), limit, limit)
+        except (AttributeError, ValueError):
+            if job["isolated"]:
+                raise
+
+
+def lower(kind: int, soft: int, hard: int) -> None:
+    """Set a limit, or leave one that is lower already."""
+    most = resource.getrlimit(kind)[1]
+    if most != resource.RLIM_INFINITY:
+        soft, hard = min(soft, most), min(hard, most)
+    resource.setrlimit(kind, (soft, hard))
+
+
+def encode(value: object) -> str:
+    """Write plain data as JSON: numbers, text, True, False, None; all else is `[kind, ...]`."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return quote(value)
+    if isinstance(value, float):
+        text = float.__repr__(value)
+        return {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}.get(text, text)
+    if isinstance(value, bytes | bytearray):
+        return f'["bytes", "{bytes(value).hex()}"]'
+    if isinstance(value, complex):
+        return f'["complex", {encode(value.real)}, {encode(value.imag)}]'
+    if isinstance(value, dict):
+        return sequence("dict", [part for item in value.items() for part in item])
+    for kind, types in (("list", list), ("tuple", tuple), ("set", (set, frozenset))):
+        if isinstance(value, types):
+            return sequence(kind, list(value))
+    if hasattr(value, "__index__"):  # whole numbers, those of numpy included
+        number = value.__index__()
+        return int.__repr__(number) if -(2**63) < number < 2**63 else f'["int", "{number:#x}"]'
+    raise TypeError(f"the result holds {type(value).__name__}, which is not plain data")
+
+
+def sequence(kind: str, items: list[object]) -> str:
+    """Write several values under the name of what holds them."""
+    return f'["{kind}", {", ".join(map(encode, items))}]' if items else f'["{kind}"]'

@@ -1,0 +1,131 @@
+"""The command that starts a process in isolation: bubblewrap, with all that it can take away.
+
+Not root: bubblewrap makes a user namespace, in which the limit on processes counts on its own.
+Root: such limits do not bind root, not even under another name in a user namespace. So there is no
+user namespace, bubblewrap leaves just the right to change users, and the harness uses it up: it
+becomes a user that nobody else is, because outside of user namespaces the limit counts all
+processes of a user wherever they run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+PLACE = "/tmp"
+ENVIRONMENT = {
+    "HOME": PLACE,
+    "LANG": "C.UTF-8",
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "PYTHONHASHSEED": "0",
+    "PYTHONUTF8": "1",
+    # Pools of threads, and memory kept for each thread, run into the limits for nothing.
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+_SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_runs = itertools.count()
+
+
+def interpreter() -> str:
+    """The running Python itself, not the environment that it may run in."""
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def package_folders() -> list[str]:
+    """Where installed packages lie: programs may import them."""
+    paths = sysconfig.get_paths()
+    return sorted({os.path.realpath(paths[name]) for name in ("purelib", "platlib")})
+
+
+def command(file_bytes: int) -> list[str]:
+    """Return the start of a command line; what to isolate follows it.
+
+    The filter of system calls is not part of it: it has to be handed over in an open file.
+    """
+    program = shutil.which("bwrap") or "bwrap"
+    return [program, *_namespaces(), *_file_system(), *_own_files(file_bytes)]
+
+
+def own_uid() -> int | None:
+    """A user id that no other sandbox has at the moment; None where we are not root."""
+    if os.geteuid() != 0:
+        return None
+    run = next(_runs)
+    if _mapped_uids() > 1 << 31:
+        return (1 << 30) + (os.getpid() << 7) + (run & 127)
+    return 60_000 + run % 5_000
+
+
+@cache
+def _mapped_uids() -> int:
+    """How many user ids there are, which in a container can be few."""
+    lines = Path("/proc/self/uid_map").read_text().splitlines()
+    return sum(int(line.split()[2]) for line in lines)
+
+
+def _namespaces() -> list[str]:
+    arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    arguments += ["--unshare-cgroup-try", "--as-pid-1", "--new-session", "--die-with-parent"]
+    arguments += ["--cap-drop", "ALL"]
+    if os.geteuid() == 0:
+        arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        arguments += ["--unshare-user"]
+    arguments += ["--clearenv"]
+    for name, value in ENVIRONMENT.items():
+        arguments += ["--setenv", name, value]
+    return arguments
+
+
+@cache
+def _file_system() -> tuple[str, ...]:
+    """What is needed to run Python, and nothing else, to be read only."""
+    arguments = ["--ro-bind", "/usr", "/usr"]
+    for name in _SYSTEM_LINKS:
+        path = Path("/", name)
+        if path.is_symlink():
+            arguments += ["--symlink", os.readlink(path), str(path)]
+        elif path.is_dir():
+            arguments += ["--ro-bind", str(path), str(path)]
+    for file in _SYSTEM_FILES:
+        arguments += ["--ro-bind-try", file, file]
+    seen = ["/usr"]
+    for folder in (os.path.realpath(sys.base_prefix), interpreter(), *package_folders()):
+        if os.path.exists(folder) and not any(Path(folder).is_relative_to(s) for s in seen):
+            arguments += [*_parents(folder), "--ro-bind", folder, folder]
+            seen.append(folder)
+    for folder in package_folders():
+        # Beside the packages lies Covey's own, with the answers to the problems that it ships.
+        covered = os.path.join(folder, "covey")
+        if os.path.isdir(covered):
+            arguments += ["--size", "4096", "--tmpfs", covered, "--remount-ro", covered]
+    return tuple(arguments)
+
+
+def _parents(path: str) -> list[str]:
+    """Folders that lead to a path: those that bubblewrap makes by itself nobody else may enter."""
+    folders = [str(folder) for folder in reversed(Path(path).parents)][1:]
+    return [part for folder in folders for part in ("--perms", "0755", "--dir", folder)]
+
+
+def _own_files(file_bytes: int) -> list[str]:
+    """Processes, devices and temporary files of its own."""
+    arguments = ["--proc", "/proc", *_parents("/dev/null")]
+    # The harness is process 1; through its folder its memory could be read and written.
+    arguments += ["--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
+    for name in _DEVICES:
+        arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    arguments += ["--symlink", "/proc/self/fd", "/dev/fd"]
+    arguments += ["--perms", "1777", "--size", str(file_bytes), "--tmpfs", PLACE]
+    # Shared memory counts against the same limit. All else, the root folder too, is read only.
+    arguments += ["--symlink", PLACE, "/dev/shm", "--remount-ro", "/", "--chdir", PLACE]
+    return arguments

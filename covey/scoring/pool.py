@@ -1,0 +1,256 @@
+"""Judging in processes of its own, each under a time limit that nothing can ignore.
+
+One thread looks after each process: it hands over a few jobs at a time, takes the answers, and
+kills and replaces the process when one takes too long or dies. The job at fault has no reward;
+those behind it go back to the front of the queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from covey.errors import ConfigError, RewardError
+from covey.rewards.score import Reward
+from covey.scoring.verdict import READY, Job, Verdict
+
+START_SECONDS = 120.0
+HUNG_UP_SECONDS = 5.0
+MOST_JOBS = 64
+HANDED_SECONDS = 0.01
+"""A process is handed about this much work at once: many quick jobs, or a single slow one."""
+
+Task = tuple[Job, "Future[list[Verdict]]"]
+
+
+class Worker:
+    """A process that judges."""
+
+    def __init__(self, payload: bytes, gigabytes: float) -> None:
+        here, there = Pipe()
+        self.connection: Connection = here
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "covey.scoring.worker", str(there.fileno())],
+            pass_fds=[there.fileno()],
+            start_new_session=True,  # Ctrl-C is for the trainer, which ends the others in order
+        )
+        there.close()
+        self._first = (sys.path, payload, gigabytes)
+
+    def load(self) -> None:
+        """Wait until the process has loaded the reward; raise if it cannot."""
+        try:
+            self.connection.send(self._first)
+            loaded = self.connection.poll(START_SECONDS)
+            said = self.connection.recv() if loaded else "it did not start"
+        except (EOFError, OSError):
+            said = f"it ended {self.died()}"
+        if said != READY:
+            raise RewardError(f"reward: the scoring process cannot load it: {said}")
+
+    def kill(self) -> None:
+        """End the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+
+    def died(self) -> str:
+        """Say how the process ended, which has hung up."""
+        try:
+            code = self.process.wait(HUNG_UP_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the conversation"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"by signal {names.get(-code, -code)}" if code < 0 else f"with code {code}"
+
+
+class Pool:
+    """Scoring processes. Jobs are taken in order, and nobody waits for the one before."""
+
+    def __init__(
+        self,
+        reward: Reward,
+        identity: str,
+        *,
+        workers: int,
+        timeout: float,
+        gigabytes: float = 8.0,
+    ) -> None:
+        self.identity = identity
+        self.whole_groups = bool(getattr(reward, "whole_groups", False))
+        self._side_by_side = bool(getattr(reward, "is_async", False))
+        self._payload = _payload(reward, identity)
+        self._workers = workers
+        self._timeout = timeout
+        self._gigabytes = gigabytes
+        self._tasks: deque[Task] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        self._running: set[Worker] = set()
+
+    def start(self) -> None:
+        """Start the processes, and wait for the first; raise if it cannot load the reward."""
+        with self._changed:
+            if self._threads or self._closed:
+                return
+            ready: list[Future[None]] = [Future() for _ in range(self._workers)]
+            for future in ready:
+                thread = threading.Thread(target=self._serve, args=(future,), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        try:
+            ready[0].result()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, job: Job) -> Future[list[Verdict]]:
+        """Queue a job."""
+        self.start()
+        future: Future[list[Verdict]] = Future()
+        with self._changed:
+            if self._closed:
+                raise RewardError("reward: the scoring processes are closed")
+            self._tasks.append((job, future))
+            self._changed.notify()
+        return future
+
+    def close(self) -> None:
+        """Kill the processes. Jobs that nobody has begun are forgotten."""
+        with self._changed:
+            self._closed = True
+            for _, future in self._tasks:
+                future.cancel()
+            self._tasks.clear()
+            self._changed.notify_all()
+            for worker in self._running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.process.pid, signal.SIGKILL)
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def _new_worker(self) -> Worker:
+        """Start a process. From the first moment it is one that `close` kills."""
+        with self._changed:
+            if self._closed:
+                raise RewardError("reward: the scoring processes are closed")
+            try:
+                worker = Worker(self._payload, self._gigabytes)
+            except OSError as error:  # no memory, no processes, no files
+                raise RewardError(f"reward: cannot start a scoring process: {error}") from None
+            self._running.add(worker)
+        try:
+            worker.load()
+        except RewardError:
+            self._end(worker)
+            raise
+        return worker
+
+    def _end(self, worker: Worker) -> None:
+        with self._changed:
+            self._running.discard(worker)
+        worker.kill()
+
+    def _take(self, most: int) -> list[Task]:
+        """Wait for jobs and take a fair share of them; none: the pool is closed."""
+        with self._changed:
+            while not self._tasks and not self._closed:
+                self._changed.wait()
+            # Those that wait side by side cost nothing; of others, the last are left to be shared.
+            shares = self._workers if self._side_by_side else 2 * self._workers
+            fair = -(-len(self._tasks) // shares)
+            return [self._tasks.popleft() for _ in range(min(fair, most))]
+
+    def _put_back(self, tasks: list[Task]) -> None:
+        with self._changed:
+            if self._closed:
+                for _, future in tasks:
+                    future.cancel()
+                return
+            self._tasks.extendleft(reversed(tasks))
+            self._changed.notify_all()
+
+    def _serve(self, ready: Future[None]) -> None:
+        """Look after one process. It is started here: it dies with the thread that started it."""
+        worker: Worker | None = None
+        try:
+            worker = self._new_worker()
+            ready.set_result(None)
+        except RewardError as error:
+            ready.set_exception(error)
+        most = MOST_JOBS if self._side_by_side else 1
+        while tasks := self._take(most):
+            begun = time.monotonic()
+            try:
+                worker = worker or self._new_worker()
+            except RewardError as error:
+                for job, future in tasks:
+                    future.set_result([Verdict(error=str(error))] * len(job.texts))
+                continue
+            if not self._converse(worker, tasks):
+                self._end(worker)
+                worker = None
+            if not self._side_by_side:
+                seconds_each = (time.monotonic() - begun) / len(tasks)
+                most = max(1, min(MOST_JOBS, int(HANDED_SECONDS / seconds_each)))
+        if worker is not None:
+            self._end(worker)
+
+    def _converse(self, worker: Worker, tasks: list[Task]) -> bool:
+        """Have some jobs judged. Return whether the process is still good."""
+        waiting = dict(enumerate(tasks))
+        begun = time.monotonic()
+        try:
+            worker.connection.send([job for job, _ in tasks])
+            while waiting:
+                left = begun + self._timeout - time.monotonic()
+                if not worker.connection.poll(max(0.0, left)):
+                    self._give_up(waiting, f"took longer than {self._timeout:g} seconds")
+                    return False
+                number, verdicts = worker.connection.recv()
+                waiting.pop(number)[1].set_result(verdicts)
+                if not self._side_by_side:
+                    begun = time.monotonic()
+        except (EOFError, OSError):
+            self._give_up(waiting, f"the scoring process ended {worker.died()}")
+            return False
+        except Exception as error:  # a reward that has found the connection can say anything
+            why = f"the scoring process said what nobody understands: {type(error).__name__}"
+            self._give_up(waiting, why)
+            return False
+        return True
+
+    def _give_up(self, waiting: dict[int, Any], why: str) -> None:
+        """Fail what was being judged, and queue again what was not."""
+        at_fault = list(waiting) if self._side_by_side else list(waiting)[:1]
+        for number in at_fault:
+            job, future = waiting.pop(number)
+            future.set_result([Verdict(error=why)] * len(job.texts))
+        self._put_back(list(waiting.values()))
+
+
+def _payload(reward: Reward, identity: str) -> bytes:
+    why = "it stands in the main script, which every process would run again"
+    try:
+        payload = pickle.dumps(reward)
+        if b"__main__" not in payload:
+            return payload
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        why = str(error)
+    raise ConfigError(
+        f"reward {identity}: cannot be sent to a scoring process ({why}); put it into a module, "
+        "or give it `quick = True` if it never takes long"
+    )

@@ -1,0 +1,47 @@
+"""Who judges answers, and where."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from typing import Protocol
+
+from covey.rewards.identity import identity
+from covey.rewards.score import Reward
+from covey.scoring.here import Here
+from covey.scoring.pool import Pool
+from covey.scoring.verdict import Job, Verdict
+
+
+class Scorer(Protocol):
+    """Takes jobs as answers are finished and gives futures, so that nobody has to wait."""
+
+    @property
+    def identity(self) -> str:
+        """Name, version and source hash of the reward."""
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether a job must hold all answers of a group."""
+
+    def submit(self, job: Job) -> Future[list[Verdict]]:
+        """Judge a job, some time."""
+
+    def close(self) -> None:
+        """End what was started."""
+
+
+def make_scorer(
+    name: str, reward: Reward, *, workers: int = 0, timeout: float = 30.0, gigabytes: float = 8.0
+) -> Scorer:
+    """Judge quick rewards here, and all others in `workers` processes; 0: one for each core.
+
+    Processes are started at once, so that a reward that they cannot load is known at once.
+    """
+    who = identity(name, reward)
+    if reward.quick:
+        return Here(reward, who)
+    workers = workers or os.cpu_count() or 1
+    pool = Pool(reward, who, workers=workers, timeout=timeout, gigabytes=gigabytes)
+    pool.start()
+    return pool

@@ -1,0 +1,68 @@
+"""Small Python problems, each with hidden tests and a solution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.tasks.packaged import packaged_rows
+from covey.tasks.task import asked, with_instruction
+from covey.types import Prompt
+
+INSTRUCTION = (
+    "You may think first, between <think> and </think>. Then give the whole solution in one code "
+    "block that begins with ```python."
+)
+
+
+def question(row: Mapping[str, Any]) -> str:
+    """Write a problem the way it is asked: what to do, the form of it, and examples."""
+    if row["signature"]:
+        shown = "\n".join(f"    {e['call']} -> {e['expected']}" for e in row["examples"])
+        form = (
+            f"Write it as a Python function:\n\n    {row['signature']}\n\nFor example:\n\n{shown}"
+        )
+    else:
+        example = row["examples"][0]
+        form = (
+            "Write it as a Python program that reads standard input and writes to standard output."
+            f" For example, this input:\n\n{_indented(example['stdin'])}\n\n"
+            f"gives this output:\n\n{_indented(example['stdout'])}"
+        )
+    return f"{row['question']}\n\n{form}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """48 small problems; about one in four is held out, always the same.
+
+    `info["tests"]` holds {call, expected}, with expected as a Python literal, for functions, and
+    {stdin, stdout} for programs. The prompt shows none of them, only examples. The answer is the
+    name of the function or of the problem.
+    """
+
+    system: str = ""
+    instruction: str = INSTRUCTION
+    name: str = "code"
+
+    def train(self) -> Sequence[Prompt]:
+        """The training problems."""
+        return [self._prompt(row, "train") for row in packaged_rows("code", "train")]
+
+    def held_out(self) -> Sequence[Prompt]:
+        """The held-out problems."""
+        return [self._prompt(row, "held_out") for row in packaged_rows("code", "held_out")]
+
+    def _prompt(self, row: Mapping[str, Any], split: str) -> Prompt:
+        return Prompt(
+            id=f"{self.name}/{split}/{row['id']}",
+            task=self.name,
+            messages=asked(with_instruction(question(row), self.instruction), self.system),
+            answer=row["id"],
+            info={"tests": row["tests"], "solution": f"```python\n{row['solution']}```"},
+        )

@@ -1,0 +1,100 @@
+"""GSM8K: grade school word problems whose worked solutions end in `#### 18`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from covey.errors import ConfigError
+from covey.tasks.hub import load_splits, rows_of
+from covey.tasks.jsonl import json_lines
+from covey.tasks.rows import Place, Row, Table
+from covey.tasks.task import THINK_THEN_ANSWER
+from covey.types import Prompt
+
+HUB_PATH, HUB_SUBSET = "openai/gsm8k", "main"
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+
+
+def read_solution(text: str) -> tuple[str, str] | None:
+    """Split a worked solution into its text and its final answer, or return None if it has none.
+
+    Calculator notes go, and so do the commas of thousands.
+
+    >>> read_solution("He has 3*400=<<3*400=1200>>1200 eggs.\\n#### 1,200")
+    ('He has 3*400=1200 eggs.', '1200')
+    """
+    worked, mark, answer = text.rpartition("####")
+    answer = answer.strip().replace(",", "")
+    return (_CALCULATOR.sub("", worked).strip(), answer) if mark and answer else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gsm8k:
+    """Grade school word problems, from the hub or from local files of the same form.
+
+    `train_file` and `held_out_file` are JSON Lines with `question` and `answer`; without them the
+    splits `train` and `test` of openai/gsm8k are used. `instruction` comes after each question.
+    """
+
+    train_file: str = ""
+    held_out_file: str = ""
+    system: str = ""
+    instruction: str = THINK_THEN_ANSWER
+    skip_bad_rows: bool = False
+    name: str = "gsm8k"
+    bad_rows: dict[str, list[str]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        if bool(self.train_file) != bool(self.held_out_file):
+            raise ConfigError(
+                "task: give both train_file and held_out_file, or neither for the hub's gsm8k, not "
+                f"{self.train_file!r} and {self.held_out_file!r}"
+            )
+
+    def train(self) -> Sequence[Prompt]:
+        """The training problems: 7473 on the hub."""
+        return self._read("train", self.train_file, "train")
+
+    def held_out(self) -> Sequence[Prompt]:
+        """The test problems: 1319 on the hub."""
+        return self._read("held_out", self.held_out_file, "test")
+
+    def _read(self, split: str, file: str, hub_split: str) -> list[Prompt]:
+        if file:
+            rows, source = json_lines(Path(file)), file
+        else:
+            source = f"{HUB_PATH}/{HUB_SUBSET}"
+            rows = rows_of(load_splits(HUB_PATH, HUB_SUBSET), hub_split, source)
+        table = Table(
+            answer="final",
+            system=self.system,
+            instruction=self.instruction,
+            skip_bad_rows=self.skip_bad_rows,
+            name=self.name,
+        )
+        prompts = table.read(split, _solved(rows), source)
+        self.bad_rows.update(table.bad_rows)
+        return prompts
+
+
+def _solved(rows: Iterable[Place]) -> Iterator[Place]:
+    for number, where, row in rows:
+        yield number, where, _with_final(row)
+
+
+def _with_final(row: Row | str) -> Row | str:
+    if isinstance(row, str):
+        return row
+    worked = row.get("answer")
+    if not isinstance(worked, str):
+        return "has no 'answer' that is text"
+    read = read_solution(worked)
+    if read is None:
+        return "has an 'answer' without #### and a number"
+    rest = {k: v for k, v in row.items() if k != "answer"}
+    return {**rest, "worked": read[0], "final": read[1]}

@@ -1,0 +1,109 @@
+"""Prompts from a data set of the hub, or from local files that `datasets` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from covey.errors import ConfigError, DataError, nearest
+from covey.tasks.optional import optional_module
+from covey.tasks.rows import Place, Table
+from covey.tasks.task import hash_share, with_instruction
+from covey.types import Prompt
+
+FORMATS = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+
+
+def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str, Any]:
+    """Load every split of a data set of the hub, a folder or a file: name -> rows.
+
+    A single .csv, .parquet, .json or .jsonl file is one split, `train`.
+    """
+    datasets = optional_module("datasets", "datasets")
+    local = Path(path)
+    try:
+        if local.is_file():
+            kind = FORMATS.get(local.suffix)
+            if kind is None:
+                raise DataError(f"task: cannot read {path}: give one of {', '.join(FORMATS)}")
+            return dict(datasets.load_dataset(kind, data_files=str(local)))
+        return dict(datasets.load_dataset(path, subset or None, revision=revision or None))
+    except DataError:
+        raise
+    except Exception as error:  # of its own, of the network's and of every file format's making
+        raise DataError(
+            f"task: cannot load the data set {path!r}: {_why(error)}; without the hub, give local "
+            "files instead: a path to a folder or file, or the task jsonl"
+        ) from None
+
+
+def _why(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[Place]:
+    """Number the rows of one split from 0."""
+    if split not in splits:
+        raise DataError(f"task: {source} has no split {split!r}{nearest(split, splits)}")
+    for number, row in enumerate(splits[split]):
+        yield number, f"{source} {split}[{number}]", row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub(Table):
+    """Questions and answers from `path`: a data set's name on the hub, a folder, or a file.
+
+    `Table` says what columns mean. Where there is one split only, leave `held_out_split`
+    empty: `held_out_share` of the questions are then held out, the same ones always, as a hash of
+    the question says; the same question twice is on one side.
+    """
+
+    path: str
+    subset: str = ""
+    revision: str = ""
+    train_split: str = "train"
+    held_out_split: str = ""
+    held_out_share: float = 0.1
+    name: str = "hub"
+
+    def __post_init__(self) -> None:
+        Table.__post_init__(self)
+        if not 0 < self.held_out_share < 1:
+            raise ConfigError(
+                f"task: held_out_share = {self.held_out_share} must lie between 0 and 1; "
+                "name a held_out_split to use all of train_split"
+            )
+        if self.held_out_split == self.train_split:
+            raise ConfigError(
+                f"task: train_split and held_out_split are both {self.train_split!r}; leave "
+                "held_out_split empty to hold out a share of it"
+            )
+
+    def train(self) -> Sequence[Prompt]:
+        """The prompts of `train_split` that are not held out."""
+        return self._read("train", self.train_split)
+
+    def held_out(self) -> Sequence[Prompt]:
+        """The prompts of `held_out_split`, or the share of `train_split` that is held out."""
+        return self._read("held_out", self.held_out_split or self.train_split)
+
+    def _read(self, split: str, source_split: str) -> list[Prompt]:
+        splits = load_splits(self.path, self.subset, self.revision)
+        source = f"{self.path}/{self.subset}" if self.subset else self.path
+        prompts = self.read(split, rows_of(splits, source_split, source), source)
+        if not self.held_out_split:
+            prompts = [p for p in prompts if self._is_held_out(p) == (split == "held_out")]
+        if not prompts:
+            raise DataError(
+                f"task: {source} has too few rows for held_out_share = {self.held_out_share}: "
+                f"no {split} prompts"
+            )
+        return prompts
+
+    def _is_held_out(self, prompt: Prompt) -> bool:
+        said = "\n".join(m["content"] for m in prompt.messages if m["role"] != "system")
+        # Another instruction must not move questions from one side to the other.
+        question = said.removesuffix(with_instruction("", self.instruction))
+        return hash_share(question) < self.held_out_share

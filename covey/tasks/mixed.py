@@ -1,0 +1,140 @@
+"""Several tasks at once, by weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from covey.config.options import resolve_options
+from covey.config.schema import Named
+from covey.errors import ConfigError
+from covey.tasks.task import Generated, Task
+from covey.types import Prompt
+
+LONGEST_BLOCK = 1000
+
+
+def quotas(weights: Sequence[float]) -> list[int]:
+    """Return how many prompts of each part a block holds.
+
+    The block is the shortest that has the exact proportions; where none of up to 1000 prompts has,
+    it is one of about 1000, every count rounded, and at least 1.
+
+    >>> quotas([0.75, 0.25]), quotas([1, 1, 1]), quotas([2, 1e-9])
+    ([3, 1], [1, 1, 1], [1000, 1])
+    """
+    total = math.fsum(weights)
+    for length in range(len(weights), LONGEST_BLOCK + 1):
+        counts = [weight / total * length for weight in weights]
+        if all(round(c) >= 1 and math.isclose(c, round(c), rel_tol=1e-9) for c in counts):
+            return [round(c) for c in counts]
+    return [max(1, round(weight / total * LONGEST_BLOCK)) for weight in weights]
+
+
+def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return a block: which part each prompt is of, and which of that part's in the block.
+
+    Each part is spread evenly: its prompt r of n stands at (r + 1/2) / n of the block.
+
+    >>> pattern([3, 1])
+    [(0, 0), (0, 1), (1, 0), (0, 2)]
+    """
+    places = [
+        ((rank + 0.5) / count, part, rank)
+        for part, count in enumerate(counts)
+        for rank in range(count)
+    ]
+    return [(part, rank) for _, part, rank in sorted(places)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """Tasks by weight: `parts` is {KEY: {name, weight, options of that task}}.
+
+    `name` is the key unless given, `weight` is 1. Training prompts come in blocks that hold the
+    parts in proportion to their weights, as many blocks as it takes to ask every prompt of every
+    part; the parts that are short for their weight start again, and their ids then end in `~1`,
+    `~2` and so on. All held-out prompts of all parts are kept, one part after the other.
+
+    Prompts keep the name of their task, so that rewards can go by it. Their ids begin with the
+    part's key where that is another.
+    """
+
+    parts: Mapping[str, Mapping[str, Any]]
+    name: str = "mixed"
+    tasks: dict[str, Task] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ConfigError("task: parts must name at least one task")
+        for key, options in self.parts.items():
+            if not isinstance(options, Mapping):
+                raise ConfigError(f"config: task.parts.{key} = {options!r} must be a table")
+            _weight(key, options)
+            self.tasks[key] = _build(key, options)
+
+    @property
+    def bad_rows(self) -> dict[str, list[str]]:
+        """What the parts have skipped, by part and split."""
+        return {
+            f"{key}/{split}": lines
+            for key, task in self.tasks.items()
+            for split, lines in getattr(task, "bad_rows", {}).items()
+        }
+
+    def train(self) -> Sequence[Prompt]:
+        """The training prompts of all parts by weight."""
+        keys = list(self.tasks)
+        splits = [self.tasks[key].train() for key in keys]
+        counts = quotas([_weight(key, self.parts[key]) for key in keys])
+        block = pattern(counts)
+        blocks = max(
+            math.ceil(len(prompts) / count) for prompts, count in zip(splits, counts, strict=True)
+        )
+
+        def make(index: int) -> Prompt:
+            number, place = divmod(index, len(block))
+            part, rank = block[place]
+            again, which = divmod(number * counts[part] + rank, len(splits[part]))
+            prompt = _of_part(splits[part][which], keys[part])
+            return replace(prompt, id=f"{prompt.id}~{again}") if again else prompt
+
+        return Generated(blocks * len(block), make)
+
+    def held_out(self) -> Sequence[Prompt]:
+        """The held-out prompts of every part, one after the other."""
+        return [_of_part(p, key) for key, task in self.tasks.items() for p in task.held_out()]
+
+
+def _of_part(prompt: Prompt, key: str) -> Prompt:
+    return prompt if prompt.id.startswith(f"{key}/") else replace(prompt, id=f"{key}/{prompt.id}")
+
+
+def _weight(key: str, options: Mapping[str, Any]) -> float:
+    weight = options.get("weight", 1.0)
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not number or not math.isfinite(weight) or weight <= 0:
+        raise ConfigError(f"config: task.parts.{key}.weight = {weight!r} must be a number above 0")
+    return float(weight)
+
+
+def _build(key: str, options: Mapping[str, Any]) -> Task:
+    from covey.tasks.registry import find_task  # the registry holds this very class
+
+    where = f"task.parts.{key}"
+    name = options.get("name", key)
+    if not isinstance(name, str):
+        raise ConfigError(f"config: {where}.name = {name!r} must be the name of a task")
+    constructor, preset = find_task(name, f"{where}.name")
+    given = {k: v for k, v in options.items() if k not in ("name", "weight")}
+    if twice := sorted(preset.keys() & given.keys()):
+        raise ConfigError(f"config: {where}.{twice[0]} is given already by its name {name!r}")
+    section = Named.model_validate({"name": name, **preset, **given})
+    resolved = resolve_options(constructor, section, where)
+    try:
+        return constructor(**resolved)
+    except ConfigError as error:
+        reason = str(error).removeprefix("task: ").removeprefix("config: ")
+        raise ConfigError(f"config: {where}: {reason}") from None

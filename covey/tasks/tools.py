@@ -1,0 +1,69 @@
+"""Calling tools: a request, and the one call that fulfils it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.tasks.packaged import packaged_rows
+from covey.tasks.task import asked
+from covey.types import Prompt
+
+SIGNATURES = """\
+calculate(operation: "add" | "subtract" | "multiply" | "divide", a: number, b: number)
+    The result of one operation on a and b, in that order.
+get_weather(city: string, unit: "celsius" | "fahrenheit")
+    The weather in a city now.
+add_event(title: string, date: string, time: string)
+    An entry in the calendar; date as YYYY-MM-DD, time as HH:MM of 24 hours.
+convert_units(value: number, from_unit: string, to_unit: string)
+    A quantity in another unit: kilometers, miles, kilograms, pounds, liters, gallons, celsius or
+    fahrenheit.
+search_web(query: string, max_results: integer)
+    Pages that match a query.
+translate(text: string, target_language: string)
+    A text in another language, which is given by its two-letter ISO 639-1 code, such as en.
+list_files(folder: string, pattern: string)
+    The files of a folder whose names match a pattern such as *.txt; * matches all.
+set_timer(minutes: integer, label: string)
+    A timer that rings after so many minutes."""
+
+SYSTEM = f"""\
+You can call these tools:
+
+{SIGNATURES}
+
+Fulfil the request with one call. You may think first, between <think> and </think>. Then write \
+the call as JSON between the tags, and nothing after it:
+<tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """72 requests for one of eight tools; about one in four is held out, always the same.
+
+    `info["call"]` is the call that is wanted.
+    """
+
+    system: str = SYSTEM
+    name: str = "tools"
+
+    def train(self) -> Sequence[Prompt]:
+        """The training requests."""
+        return [self._prompt(row, "train") for row in packaged_rows("tools", "train")]
+
+    def held_out(self) -> Sequence[Prompt]:
+        """The held-out requests."""
+        return [self._prompt(row, "held_out") for row in packaged_rows("tools", "held_out")]
+
+    def _prompt(self, row: dict[str, Any], split: str) -> Prompt:
+        call = json.dumps(row["call"])
+        return Prompt(
+            id=f"{self.name}/{split}/{row['id']}",
+            task=self.name,
+            messages=asked(row["question"], self.system),
+            answer=call,
+            info={"call": row["call"], "solution": f"<tool_call>{call}</tool_call>"},
+        )

@@ -1,0 +1,384 @@
+from __future__ import annotations
+
+import importlib
+import random
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.errors import ConfigError
+from covey.rewards.answer import (
+    ExactText,
+    FuzzyText,
+    MathAnswer,
+    is_tame,
+    letter_similarity,
+    word_overlap,
+)
+from covey.rewards.score import Score
+from covey.types import Prompt
+
+
+def prompt(answer: str, **info: Any) -> Prompt:
+    return Prompt(
+        id="p", task="t", messages=({"role": "user", "content": "?"},), answer=answer, info=info
+    )
+
+
+def judge(text: str, answer: str, **options: Any) -> Score:
+    return MathAnswer(**options)(prompt(answer), text)
+
+
+def right(given_answer: str, answer: str, **options: Any) -> bool:
+    return judge(f"<answer>{given_answer}</answer>", answer, **options).success
+
+
+def forms(number: int) -> list[str]:
+    return [
+        f"3 + 4\n#### {number}",
+        f"#### {number:,}",
+        rf"So \boxed{{{number}}}.",
+        f"<think>7 or 8</think><answer>{number}</answer>",
+        f"<answer>${number}</answer>",
+        f"The answer is {number}.",
+        f"<answer>{number} dollars</answer>",
+        f"<answer>{number}.00</answer>",
+        f"Therefore it is ${number:,}.",
+        f"**{number:,}**",
+    ]
+
+
+def test_whole_numbers_are_right_in_every_form_and_off_by_one_is_wrong_in_every_form() -> None:
+    draw = random.Random(7)
+    reward = MathAnswer(symbolic=False)
+    for _ in range(200):
+        number = draw.randint(-9, 10 ** draw.randint(1, 9))
+        asked = prompt(str(number))
+        assert [reward(asked, form).success for form in forms(number)] == [True] * 10
+        for other in (number - 1, number + 1):
+            assert [reward(asked, form).success for form in forms(other)] == [False] * 10
+
+
+@pytest.mark.parametrize(
+    ("given_answer", "answer", "tolerance", "success"),
+    [
+        ("1000", "1000", 1e-2, True),
+        ("1001", "1000", 1e-2, False),
+        ("1000.001", "1000", 1e-2, False),
+        ("999999999999999999998", "999999999999999999999", 1e-2, False),
+        ("0", "0", 1e-2, True),
+        ("0.001", "0", 1e-2, False),
+        ("78.53975", "78.54", 1e-2, True),
+        ("78.53975", "78.54", 1e-6, False),
+        ("77.7546", "78.54", 1e-2, True),
+        ("77.7545", "78.54", 1e-2, False),
+        ("79.3254", "78.54", 1e-2, True),
+        ("-78.54", "78.54", 1e-2, False),
+        ("0.5", "1/2", 0.0, True),
+        ("0.3333333", "1/3", 1e-6, True),
+        ("0.33333", "1/3", 1e-6, False),
+        ("0.3", "1/3", 0.0, False),
+    ],
+)
+def test_the_tolerance_is_relative_and_does_not_hold_for_whole_numbers(
+    given_answer: str, answer: str, tolerance: float, success: bool
+) -> None:
+    assert right(given_answer, answer, tolerance=tolerance) == success
+
+
+def test_a_call_of_the_calculator_counts_as_its_value() -> None:
+    text = (
+        "<think>\nThe area of the circle is 78.54.\n</think>\n"
+        "<tool_call>calculator(expression='3.14159 * 5**2')</tool_call>"
+    )
+    assert judge(text, "78.54", tolerance=1e-2).reward == 1.0
+    assert judge(text, "2", tolerance=1e-2).reward == 0.0
+    assert judge(text, "78.54", tolerance=1e-2, styles=("number",)).parts["found"] == 0.0
+
+
+RIGHT = [
+    (r"\sqrt{324}", "18"),
+    ("3*6", "18"),
+    ("2^{10}", "1024"),
+    ("10!", "3628800"),
+    (r"3\cdot 10^8", "300000000"),
+    (r"\log_2 8", "3"),
+    (r"\sin^2 x+\cos^2 x", "1"),
+    ("x=3", "3"),
+    ("3=x", "x=3"),
+    ("3", "x=3"),
+    (r"\frac{\pi}{2}", r"0.5\pi"),
+    (r"\sqrt{2}", "1.414213562"),
+    (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
+    (r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("x\u00b2+1", "x^2+1"),
+    ("1-x", "-x+1"),
+    ("0.75x", r"\frac{3}{4}x"),
+    (r"$\frac{1}{2}x$", "x/2"),
+    (r"\dfrac{x+1}{2}", r"\frac{x}{2}+\frac12"),
+    ("y=2x+1", "2x+1"),
+    ("e^{x+y}", "e^x e^y"),
+    ("3+2i", "2i+3"),
+    ("2x+3y=5", "5=2x+3y"),
+    ("4x+6y=10", "2x+3y=5"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    ("1,2", "2,1"),
+    (r"5 \pm 2", r"\{3,7\}"),
+    ("(1,2)", "( 1 , 2 )"),
+    (r"\left(2,3\right)", "(2,3)"),
+    ("(0.5, 3)", r"(\frac{1}{2},3)"),
+    (r"(-\infty,2)\cup(3,\infty)", r"(3,\infty)\cup(-\infty,2)"),
+    ("[0,1)", r"\left[0,1\right)"),
+    (r"x \in [0,1)", "[0,1)"),
+    (r"(3,\infty)", "x>3"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}"),
+    (r"\emptyset", r"\{\}"),
+    (r"\text{Tuesday}", "Tuesday"),
+    ("tuesday.", "Tuesday"),
+    ("(A)", "A"),
+    ("C", r"\text{(C)}"),
+]
+WRONG = [
+    ("17, 18", "18"),
+    (r"17 \text{ or } 18", "18"),
+    ("{17,18}", "18"),
+    ("18 and 19", "18"),
+    ("17 18", "35"),
+    ("eighteen", "18"),
+    ("18x", "18"),
+    ("18!", "18"),
+    ("9^{9^{9}}", "18"),
+    (r"\frac{1}{0}", "18"),
+    ("}{", "18"),
+    ("nan", "18"),
+    (r"18\%", "0.18"),
+    (r"2\pi", "6"),
+    (r"\sqrt{2}", "1.41"),
+    (r"\sqrt{3}", r"\sqrt{2}"),
+    (r"\frac{\pi}{3}", r"\frac{\pi}{2}"),
+    ("x^2+2x", "(x+1)^2"),
+    ("x", "y"),
+    ("x_1", "x_2"),
+    ("x^{2}", "x^{3}"),
+    ("e^{x}", "e^{-x}"),
+    (r"\sin x", r"\cos x"),
+    ("3-2i", "3+2i"),
+    ("2x+3y=6", "2x+3y=5"),
+    ("x>4", "x>3"),
+    ("x<3", "x>3"),
+    (r"\infty", r"-\infty"),
+    (r"\{1,2\}", r"\{1,2,3\}"),
+    (r"\{1,2,3\}", r"\{1,2\}"),
+    ("(2,1)", "(1,2)"),
+    ("(1,2,3)", "(1,2)"),
+    ("[1,2]", "(1,2)"),
+    (r"(0,\infty)", r"[0,\infty)"),
+    (r"\begin{pmatrix}1&2\\3&5\end{pmatrix}", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}"),
+    (r"\text{Monday}", r"\text{Tuesday}"),
+    ("seat", "east"),
+    ("B", "A"),
+    ("A, B", "A"),
+    ("A or B", "A"),
+]
+
+
+@pytest.mark.parametrize(("given_answer", "answer"), RIGHT)
+def test_equal_formulas_are_right(given_answer: str, answer: str) -> None:
+    assert right(given_answer, answer)
+
+
+@pytest.mark.parametrize(("given_answer", "answer"), WRONG)
+def test_other_formulas_are_wrong(given_answer: str, answer: str) -> None:
+    assert not right(given_answer, answer)
+
+
+def test_only_the_answer_that_was_found_is_compared() -> None:
+    text = r"It could be $\sqrt{2}$ or $\sqrt{3}$. So \boxed{\sqrt{5}}"
+    assert judge(text, r"\sqrt{5}").success
+    assert not judge(text, r"\sqrt{2}").success
+    assert judge(r"so $\sqrt{2}$", r"\sqrt{2}").parts == {"accuracy": 0.0, "found": 0.0}
+
+
+def test_parts_tell_a_wrong_answer_from_none() -> None:
+    assert judge("17", "18") == Score(
+        reward=0.0, success=False, parts={"accuracy": 0.0, "found": 1.0}
+    )
+    assert judge("<think>18", "18").parts == {"accuracy": 0.0, "found": 0.0}
+
+
+def test_the_expected_answer_may_be_a_worked_solution() -> None:
+    assert right("1000", "3 + 997 = 1000\n#### 1,000")
+    assert right("1000", r"Clearly \boxed{1000}.")
+
+
+BOMBS = [
+    "10^{10^{10}}", "10^10^10", "10**10**10", "10^(10^10)", "9^{9^{9}}", "9^{9}^{9}", "9^{(9)^{(9)}}",
+    r"9^{9^{\left(9\right)}}", "e^{e^{e^{100}}}", r"\exp(\exp(\exp(100)))", "9999999!", "(9!)!", "9!!", "9^{9!}",
+    r"\binom{999999999}{499999999}", r"\sum_{k=1}^{10^9} k", r"\prod_{k=1}^{99} k", r"\Gamma(10^{9})",
+    "9^{99999}", r"9^{9999 \cdot 9999}", "((9^{999})^{99})^{99}", "(x+y+z+w)^{99}", "((x+y+z)^{9})^{9}", "9" * 299,
+    "(" * 140 + ")" * 140, "{" * 5000, "x" * 301, r"\sqrt{" * 12 + "2" + "}" * 12,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=[b[:24] for b in BOMBS])
+def test_bombs_are_wrong_at_once(bomb: str) -> None:
+    assert not is_tame(bomb)
+    start = time.perf_counter()
+    assert judge(rf"\boxed{{{bomb}}}", r"\sqrt{2}").reward == 0.0
+    assert time.perf_counter() - start < 0.05
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "2^{100}", "x^{10}+x^{9}+x^{8}+x^7", "e^{x^2}", "(x+1)^{99}", "20!", r"\binom{10}{3}", r"10^{-12}",
+        r"\frac{(x+1)^2}{3}-(x-2)^2+x+5", "2^{3x+1}", r"x \neq 3", "n!", r"\exp(x)-\exp(-x)", r"\sqrt{1+\sqrt{2+\sqrt{3}}}",
+    ],
+)  # fmt: skip
+def test_ordinary_formulas_are_tame(formula: str) -> None:
+    assert is_tame(formula)
+
+
+@given(st.text(st.sampled_from("0123xy^!{}()+-*\\ ,=<"), max_size=30))
+@settings(deadline=None, max_examples=60)
+def test_any_formula_is_judged(text: str) -> None:
+    assert judge(f"<answer>{text}</answer>", r"\sqrt{2}+x").reward in (0.0, 1.0)
+
+
+def test_nothing_is_logged_or_printed(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for text in ("x+", r"\frac{1}{", "a_{b}", r"\unknown{x}"):
+        right(text, r"\sqrt{7}+x")
+    assert capfd.readouterr() == ("", "")
+    assert caplog.records == []
+
+
+def test_without_math_verify_numbers_are_judged_and_formulas_say_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert right("18", "18")
+    assert not right("19", "18")
+    with pytest.raises(ConfigError, match=r"pip install 'covey\[tasks\]', or set symbolic = false"):
+        right("x>3", r"(3,\infty)")
+    assert not right("x>3", r"(3,\infty)", symbolic=False)
+    assert right("x+2+x+x", "3x+2")
+
+
+def test_quick_unless_symbolic_and_options_are_checked() -> None:
+    assert (MathAnswer().quick, MathAnswer(symbolic=False).quick) == (False, True)
+    with pytest.raises(ConfigError, match=r"tolerance = -1"):
+        MathAnswer(tolerance=-1)
+    with pytest.raises(ConfigError, match="no style of answer"):
+        MathAnswer(styles=("tags",))
+    with pytest.raises(ConfigError, match=r"threshold = 0"):
+        FuzzyText(threshold=0)
+
+
+@pytest.mark.parametrize("reward", [MathAnswer(), ExactText(), FuzzyText()])
+def test_a_prompt_without_an_answer_is_an_error(reward: Any) -> None:
+    with pytest.raises(ValueError, match="'p' has n"):
+        reward(prompt(" "), "18")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "success"),
+    [
+        ("Paris", {}, True),
+        (" Paris\n", {}, True),
+        ("<think>Rome?</think><answer>Paris</answer> I think", {}, True),
+        ("<think>Paris</think>", {}, False),
+        ("It is Paris", {}, False),
+        ("paris", {}, False),
+        ("paris", {"ignore_case": True}, True),
+        ("Paris.", {}, False),
+        ("Paris.", {"ignore_punctuation": True}, True),
+        ("the  City\nof Light", {}, True),
+        ("the  City of Light", {"ignore_blanks": False}, False),
+        ("Rome", {}, False),
+        ("", {"ignore_punctuation": True}, False),
+    ],
+)
+def test_exact_text(text: str, options: dict[str, bool], success: bool) -> None:
+    asked = prompt("Paris", answers=["the City of Light"])
+    assert ExactText(**options)(asked, text).success == success
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words", "letters"),
+    [
+        ("a b c", "a b c", 1.0, 1.0),
+        ("c b a", "a b c", 1.0, 0.6),
+        ("", "a", 0.0, 0.0),
+        ("", "", 1.0, 1.0),
+        ("a a a a", "a", 0.4, 0.25),
+        ("kitten", "sitting", 0.0, 8 / 13),
+    ],
+)
+def test_similarities(one: str, other: str, words: float, letters: float) -> None:
+    assert word_overlap(one.split(), other.split()) == pytest.approx(words)
+    assert letter_similarity(one, other) == pytest.approx(letters)
+    assert letter_similarity(other, one) == pytest.approx(letters)
+
+
+@given(st.text("abc", max_size=12), st.text("abc", max_size=12))
+@settings(deadline=None)
+def test_letters_are_compared_by_the_longest_common_subsequence(one: str, other: str) -> None:
+    table = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
+    for i, a in enumerate(one):
+        for j, b in enumerate(other):
+            table[i + 1][j + 1] = (
+                table[i][j] + 1 if a == b else max(table[i][j + 1], table[i + 1][j])
+            )
+    total = len(one) + len(other)
+    assert letter_similarity(one, other) == (2 * table[-1][-1] / total if total else 1.0)
+
+
+def test_fuzzy_text_takes_the_nearest_and_padding_never_helps() -> None:
+    reward = FuzzyText()
+    asked = prompt("the quick brown fox", answers=["a lazy dog"])
+    assert reward(asked, "A  lazy dog").reward == 1.0
+    near = reward(asked, "the quick brown fix")
+    assert near.reward == pytest.approx((0.75 + 36 / 38) / 2)
+    assert not near.success
+    assert FuzzyText(threshold=0.8)(asked, "the quick brown fix").success
+    padded = reward(asked, "a lazy dog" + " and so on" * 1000)
+    assert padded.reward < 0.01
+    long = "word " * 1000
+    assert reward(prompt(long), long).reward == 1.0
+    assert reward(prompt(long), long + long).reward == pytest.approx(0.5, abs=1e-3)
+
+
+HOSTILE = [
+    "<" * 1_000_000,
+    "a " * 500_000,
+    "\ud800\x00" * 500_000,
+    "ab" * 500_000,
+    "." * 1_000_000,
+    "1" * 1_000_000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=[ascii(t[:4]) for t in HOSTILE])
+@pytest.mark.parametrize(
+    "reward",
+    [
+        MathAnswer(symbolic=False),
+        ExactText(ignore_case=True, ignore_punctuation=True),
+        FuzzyText(),
+    ],
+    ids=["math", "exact", "fuzzy"],
+)
+def test_hostile_text_takes_no_time(reward: Any, text: str) -> None:
+    asked = prompt("ab " * 600)
+    start = time.perf_counter()
+    assert 0.0 <= reward(asked, text).reward < 0.1
+    assert time.perf_counter() - start < 0.3

@@ -1,0 +1,56 @@
+"""Which reward it was: the same identity means the same judgement."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from covey.rewards import ThinkAnswer, as_reward
+from covey.rewards.identity import identity
+from tests.scoring import judges
+
+
+def test_it_names_the_reward_its_version_and_a_hash() -> None:
+    name, _, digest = identity("think_answer", ThinkAnswer()).partition("@1#")
+    assert name == "think_answer"
+    assert len(digest) == 12
+    int(digest, 16)
+    assert identity("counting", judges.Counting(word="x")).startswith("counting@7#")
+
+
+def test_options_change_it() -> None:
+    assert identity("r", ThinkAnswer()) != identity("r", ThinkAnswer(format=0.2))
+    assert identity("r", ThinkAnswer()) == identity("r", ThinkAnswer())
+    plain = [as_reward(judges.plain, options) for options in ({}, {"scale": 2.0})]
+    assert identity("r", plain[0]) != identity("r", plain[1])
+    assert identity("r", as_reward(judges.plain)) != identity("r", as_reward(judges.half_marks))
+
+
+def test_the_user_s_source_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "own_reward_source.py"
+    identities = []
+    for value in ("1.0", "2.0", "1.0"):
+        file.write_text(f"def f(prompt, text):\n    return {value}\n")
+        module = importlib.import_module("own_reward_source")
+        identities.append(identity("own", as_reward(module.f)))
+    assert identities[0] == identities[2] != identities[1]
+
+
+def test_what_is_typed_into_a_prompt_has_one_too() -> None:
+    made = [eval(f"lambda prompt, text: {x}") for x in ("1.0", "2.0")]
+    first, second = (identity("typed", as_reward(f)) for f in made)
+    assert first != second
+
+
+def test_it_is_the_same_in_another_process() -> None:
+    code = (
+        "from covey.rewards import ThinkAnswer\nfrom covey.rewards.identity import identity\n"
+        "print(identity('think_answer', ThinkAnswer()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == identity("think_answer", ThinkAnswer())

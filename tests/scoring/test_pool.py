@@ -1,0 +1,203 @@
+"""Scoring processes: nothing that a reward does can hurt the run, or another answer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from covey.errors import ConfigError, RewardError
+from covey.rewards import ThinkAnswer, as_reward
+from covey.scoring import Here, Job, Pool, Verdict, make_scorer
+from covey.types import Prompt
+from tests.scoring import judges
+
+PROMPT = Prompt(
+    id="p/1",
+    task="t",
+    messages=({"role": "user", "content": "1+1?"},),
+    answer="2",
+    info={"level": 3},
+)
+LIMIT = 1.0
+
+
+def job(*texts: str, share: float = 1.0) -> Job:
+    return Job(prompt=PROMPT, texts=texts, share=share)
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    pool = Pool(judges.Obeys(), "obeys", workers=2, timeout=LIMIT)
+    yield pool
+    pool.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs. One that has ended and that nobody has asked about is not alive."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def rewards(verdicts: list[Verdict]) -> list[float | None]:
+    return [None if v.score is None else v.score.reward for v in verdicts]
+
+
+def test_answers_come_back_in_order_whatever_is_done_first(pool: Pool) -> None:
+    times = [0.4, 0.0, 0.2, 0.1, 0.3, 0.0]
+    futures = [pool.submit(job(f"sleep {t}")) for t in times]
+    assert [rewards(f.result())[0] for f in futures] == times
+
+
+def test_work_is_shared_between_processes_and_nobody_waits_for_the_one_before(pool: Pool) -> None:
+    warm = [pool.submit(job("sleep 0.1")) for _ in range(8)]  # both processes have started
+    assert len([f.result() for f in warm]) == 8
+    started = time.monotonic()
+    slow = pool.submit(job("sleep 0.9"))
+    quick = [pool.submit(job("1")) for _ in range(20)]
+    pids = {f.result()[0].score.parts["pid"] for f in quick}
+    assert time.monotonic() - started < 0.8
+    assert len(pids) == 1
+    assert rewards(slow.result()) == [0.9]
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ("raise apples", "KeyError: 'apples'"),
+        ("loop", "took longer than 1 seconds"),
+        ("sleep 60", "took longer than 1 seconds"),
+        ("exit", "the scoring process ended with code 3"),
+        ("quit", "the scoring process ended with code 4"),
+        ("crash", "the scoring process ended by signal SIGSEGV"),
+        ("type", "TypeError: a reward gives a Score, not float"),
+        ("nan", "ValueError: the reward is nan"),
+        ("-inf", "ValueError: the reward is -inf"),
+        ("words", "ValueError: could not convert"),
+        ("child", "took longer than 1 seconds"),
+    ],
+)
+def test_what_a_reward_does_wrong_costs_one_answer_its_reward(
+    pool: Pool, bad: str, why: str
+) -> None:
+    texts = ["1", "2", bad, "3", "4", "5"]
+    started = time.monotonic()
+    verdicts = [pool.submit(job(text)) for text in texts]
+    results = [v.result()[0] for v in verdicts]
+    assert time.monotonic() - started < LIMIT + 2
+    assert rewards(results) == [1.0, 2.0, None, 3.0, 4.0, 5.0]
+    assert results[2].error.startswith(why)
+    started = time.monotonic()
+    assert rewards(pool.submit(job("6")).result()) == [6.0]
+    assert time.monotonic() - started < LIMIT
+
+
+def test_a_time_limit_kills_what_the_reward_had_started_as_well(pool: Pool) -> None:
+    (verdict,) = pool.submit(job("child raise")).result()
+    pid = int(verdict.error.split()[-1])
+    assert alive(pid)
+    # Both processes are busy, so each reaches its time limit; one of them has the child.
+    for future in [pool.submit(job("loop")) for _ in range(4)]:
+        assert rewards(future.result()) == [None]
+    time.sleep(0.2)
+    assert not alive(pid)
+
+
+def test_what_a_reward_prints_stays_out_of_the_conversation(pool: Pool) -> None:
+    futures = [pool.submit(job("print hello")) for _ in range(5)]
+    assert [rewards(f.result()) for f in futures] == [[0.5]] * 5
+
+
+def test_large_scores_and_many_answers_get_through(pool: Pool) -> None:
+    assert rewards(pool.submit(job("big")).result()) == [1.0]
+    futures = [pool.submit(job(str(n), str(-n))) for n in range(2000)]
+    assert [rewards(f.result()) for f in futures] == [[n, -n] for n in range(2000)]
+
+
+def test_an_async_function_waits_for_many_answers_at_once() -> None:
+    pool = Pool(as_reward(judges.waits), "waits", workers=1, timeout=2.0)
+    pool.start()
+    started = time.monotonic()
+    futures = [pool.submit(job("0.4")) for _ in range(32)]
+    assert [rewards(f.result()) for f in futures] == [[0.4]] * 32
+    assert time.monotonic() - started < 2.0
+    # The one that never comes back is the only one without a reward.
+    futures = [pool.submit(job(t)) for t in ("0", "600", "0.1", "words")]
+    assert [rewards(f.result())[0] for f in futures] == [0.0, None, 0.1, None]
+    assert rewards(pool.submit(job("0")).result()) == [0.0]
+    pool.close()
+
+
+def test_a_function_of_whole_groups_gets_whole_groups() -> None:
+    pool = make_scorer("relative", as_reward(judges.relative), workers=1, timeout=5)
+    assert pool.whole_groups
+    assert rewards(pool.submit(job("a", "aaaa", "aa")).result()) == [0.25, 1.0, 0.5]
+    pool.close()
+
+
+def test_closing_ends_every_process_and_cancels_what_waits() -> None:
+    pool = Pool(judges.Obeys(), "obeys", workers=2, timeout=60)
+    pids = {pool.submit(job("1")).result()[0].score.parts["pid"] for _ in range(20)}
+    busy = [pool.submit(job("loop")) for _ in range(2)]
+    waiting = [pool.submit(job("loop")) for _ in range(5)]
+    time.sleep(0.2)
+    pool.close()
+    assert all(f.cancelled() or f.done() for f in waiting)
+    assert all(f.done() for f in busy)
+    assert not any(alive(int(pid)) for pid in pids)
+    with pytest.raises(RewardError, match="closed"):
+        pool.submit(job("1"))
+
+
+def test_processes_die_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import time\nfrom tests.scoring.test_pool import *\n"
+        "pool = Pool(judges.Obeys(), 'obeys', workers=1, timeout=60)\n"
+        "print(int(pool.submit(job('1')).result()[0].score.parts['pid']), flush=True)\n"
+        "pool.submit(job('loop'))\ntime.sleep(60)\n"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    pid = int(trainer.stdout.readline())
+    time.sleep(0.3)
+    assert alive(pid)
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    deadline = time.monotonic() + 5
+    while alive(pid):
+        assert time.monotonic() < deadline, "the scoring process outlives the trainer"
+        time.sleep(0.05)
+
+
+def test_quick_rewards_stay_here_and_others_get_processes() -> None:
+    assert isinstance(make_scorer("think_answer", ThinkAnswer(), workers=1, timeout=1), Here)
+    pool = make_scorer("obeys", judges.Obeys(), workers=1, timeout=1)
+    assert isinstance(pool, Pool)
+    assert pool.identity.startswith("obeys@1#")
+    pool.close()
+
+
+def test_a_reward_that_cannot_be_sent_is_refused_with_a_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"put it into a module"):
+        make_scorer("mine", as_reward(lambda prompt, text: 1.0), workers=1, timeout=1)
+
+
+def test_a_reward_that_the_process_cannot_load_is_an_error_at_once(tmp_path: Path) -> None:
+    # The module is there when the reward is pickled and gone when the process looks for it.
+    (tmp_path / "vanishing_module.py").write_text("def f(prompt, text): return 1.0\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        import vanishing_module
+
+        (tmp_path / "vanishing_module.py").unlink()
+        with pytest.raises(RewardError, match="cannot load it: ModuleNotFoundError"):
+            make_scorer("gone", as_reward(vanishing_module.f), workers=1, timeout=1)
+    finally:
+        sys.path.remove(str(tmp_path))
