@@ -60,7 +60,19 @@ class Collected:
 
 def ask(model: LanguageModel, prompts: Iterable[Prompt]) -> list[Question]:
     """Turn prompts into questions with tokens."""
-    return [Question(prompt=p, tokens=model.encode(p.messages)) for p in prompts]
+    opening = model.opening
+    return [Question(prompt=p, tokens=model.encode(p.messages), opening=opening) for p in prompts]
+
+
+def prompt_notes(model: LanguageModel, prompts: Sequence[Prompt]) -> list[str]:
+    """Return what a user should know of how these prompts are put to the model."""
+    first = prompts[0].messages[0]["role"]
+    if first == "system" and model.renderer is not None and model.renderer.folds_system:
+        return [
+            "the model's chat template has no place for a system message: it opens the first "
+            "question instead"
+        ]
+    return []
 
 
 def draw_prompts(prompts: Sequence[Prompt], *, seed: int, step: int, count: int) -> list[Prompt]:
@@ -141,7 +153,7 @@ def collect(
     judging = _Judging(questions, sampling.samples, scorer, moment.share)
 
     def finished(question: int, rollout: Rollout) -> None:
-        judging.add(question, rollout)
+        judging.add(question, _opened(questions[question], rollout))
         if progress is not None:
             progress(1)
 
@@ -156,7 +168,8 @@ def collect(
     sampled = time.perf_counter()
     groups, failures = [], []
     for number, (question, rollouts) in enumerate(zip(questions, answers, strict=True)):
-        judged = list(zip(rollouts, judging.group(number), strict=True))
+        opened = [_opened(question, rollout) for rollout in rollouts]
+        judged = list(zip(opened, judging.group(number), strict=True))
         scored = tuple(_scored(rollout, verdict, scorer.identity) for rollout, verdict in judged)
         groups.append(Group(prompt=question.prompt, rollouts=scored))
         failures += [
@@ -170,6 +183,11 @@ def collect(
         rollout_seconds=sampled - started,
         score_seconds=time.perf_counter() - sampled,
     )
+
+
+def _opened(question: Question, rollout: Rollout) -> Rollout:
+    """Put the opening in front of the text; the tokens stay what the model wrote."""
+    return replace(rollout, text=question.opening + rollout.text) if question.opening else rollout
 
 
 def _scored(rollout: Rollout, verdict: Verdict, identity: str) -> Rollout:

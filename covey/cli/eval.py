@@ -1,4 +1,4 @@
-"""`covey eval`: measure a model on held-out prompts."""
+"""`covey eval`: measure a model on held-out prompts, alone or against another."""
 
 from __future__ import annotations
 
@@ -6,68 +6,110 @@ import json
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
 from covey.config import Config, load_config, toml_value
+from covey.errors import ConfigError
+
+if TYPE_CHECKING:
+    from covey.evaluate import Evaluation
 
 
-def eval_command(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|MODEL", help="A run folder, a checkpoint, a model folder, or 'embedded'."
-        ),
-    ],
-    source: Annotated[
-        str | None,
-        typer.Option(
-            "--config", metavar="CONFIG", help="Task and reward, if not those of the run."
-        ),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting."),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(min=0, help="Sampled answers a prompt for mean@k and pass@k.")
-    ] = 0,
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|MODEL", help="A run folder, a checkpoint, a model folder, or 'embedded'."
+    ),
+]
+Source = Annotated[
+    str | None,
+    typer.Option("--config", metavar="CONFIG", help="Task and reward, if not those of the run."),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")
+]
+Samples = Annotated[
+    int, typer.Option(min=0, help="Sampled answers a prompt for mean@k and pass@k.")
+]
+Against = Annotated[
+    str | None, typer.Option(metavar="RUN|MODEL", help="Compare with this, prompt by prompt.")
+]
+By = Annotated[
+    str | None,
+    typer.Option(metavar="KEY", help="A table by this key of the prompts' info, or 'task'."),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write every prompt's answers here, as JSON Lines."),
+]
+
+
+def eval_command(  # noqa: PLR0913 - one argument for each flag
+    target: Target,
+    source: Source = None,
+    overrides: Overrides = None,
+    samples: Samples = 0,
+    against: Against = None,
+    by: By = None,
+    out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure greedy accuracy, and with --samples mean@k and pass@k, with 95 % intervals.
 
-    Given a run, its newest checkpoint is measured on the run's own task.
+    Given a run, its newest checkpoint is measured on the run's own task. With --against, both are
+    measured on the same prompts, those of the first.
     """
-    path = Path(target)
-    run = next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
-    settings = [*(overrides or []), f"evaluate.samples={samples}"]
-    model = target
+    config = _config(target, source, [*(overrides or []), f"evaluate.samples={samples}"])
+    models = [config.model.path, *([_model(against)] if against is not None else [])]
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    evaluations = _evaluations(config, models, by, show=not as_json)
+    if out is not None:
+        _write_items(out, models, evaluations)
+
+    from covey.cli.measurements import measured, show_measured  # brings torch along
+
+    if as_json:
+        typer.echo(json.dumps(measured(models, evaluations, by)))
+    else:
+        show_measured(models, evaluations, by, Console(soft_wrap=True))
+
+
+def _config(target: str, source: str | None, settings: list[str]) -> Config:
+    """Return the settings of a target, which names the model."""
+    run = _run_of(target)
     if run is not None:
         source = source or str(run / "config.toml")
-        model = str(_newest_checkpoint(run) if path == run else path)
-    config = load_config(source or "arithmetic", [*settings, f"model.path={toml_value(model)}"])
-    row = _evaluate(config, show=not as_json)
-    if as_json:
-        typer.echo(json.dumps({"model": model, **row}))
+    model = f"model.path={toml_value(_model(target))}"
+    return load_config(source or "arithmetic", [*settings, model])
 
 
-def _newest_checkpoint(run: Path) -> Path:
+def _run_of(target: str) -> Path | None:
+    path = Path(target)
+    return next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
+
+
+def _model(target: str) -> str:
+    """Return what to load: of a run, its newest checkpoint."""
     from covey.errors import RunError
     from covey.run.folder import RunFolder
 
-    checkpoints = RunFolder(run).checkpoints()
+    if _run_of(target) != Path(target):
+        return target
+    checkpoints = RunFolder(Path(target)).checkpoints()
     if not checkpoints:
-        raise RunError(f"{run} has no checkpoint yet")
-    return checkpoints[-1][1]
+        raise RunError(f"{target} has no checkpoint yet")
+    return str(checkpoints[-1][1])
 
 
-def _evaluate(config: Config, show: bool) -> dict[str, Any]:
-    from covey.cli.report import evaluation_line
+def _evaluations(config: Config, models: list[str], by: str | None, show: bool) -> list[Evaluation]:
+    """Measure one model after the other on the same prompts, by the same scorer."""
     from covey.collect import ask
-    from covey.evaluate import evaluate
+    from covey.evaluate import check_category, evaluate
     from covey.sampler.native import NativeSampler
     from covey.train.assemble import (
         held_out_of,
@@ -80,22 +122,36 @@ def _evaluate(config: Config, show: bool) -> dict[str, Any]:
 
     config = resolve(config)
     prompts = held_out_of(config, task_of(config))
-    model = load_model(config)
-    with (
-        closing(scorer_of(config)) as scorer,
-        Progress(console=Console(stderr=True), disable=not show) as progress,
-    ):
-        answers = len(prompts) * (1 + config.evaluate.samples)
-        task = progress.add_task("answering", total=answers)
-        evaluation = evaluate(
-            ask(model, prompts),
-            sampler=NativeSampler(model),
-            scorer=scorer,
-            sampling=sampling_of(config),
-            samples=config.evaluate.samples,
-            temperature=config.evaluate.temperature,
-            progress=partial(progress.advance, task),
-        )
-    if show:
-        typer.echo(evaluation_line(evaluation))
-    return evaluation.row()
+    if by is not None:
+        check_category(prompts, by)
+    found = []
+    with closing(scorer_of(config)) as scorer:
+        for path in models:
+            named = config.model.model_copy(update={"path": path})
+            model = load_model(config.model_copy(update={"model": named}))
+            with Progress(console=Console(stderr=True), disable=not show) as progress:
+                answers = len(prompts) * (1 + config.evaluate.samples)
+                evaluation = evaluate(
+                    ask(model, prompts),
+                    sampler=NativeSampler(model),
+                    scorer=scorer,
+                    sampling=sampling_of(config),
+                    samples=config.evaluate.samples,
+                    temperature=config.evaluate.temperature,
+                    progress=partial(
+                        progress.advance, progress.add_task("answering", total=answers)
+                    ),
+                )
+            found.append(evaluation)
+    return found
+
+
+def _write_items(path: Path, models: list[str], evaluations: list[Evaluation]) -> None:
+    from covey.run.files import write_text
+
+    rows: list[dict[str, Any]] = [
+        {"model": model, **item.row()}
+        for model, evaluation in zip(models, evaluations, strict=True)
+        for item in evaluation.items
+    ]
+    write_text(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))

@@ -11,9 +11,12 @@ from rich.console import Console
 from covey._version import __version__
 from covey.cli.algorithms import algorithms_command
 from covey.cli.eval import eval_command
+from covey.cli.export import export_command
+from covey.cli.reference import app as reference_app
 from covey.cli.rewards import app as rewards_app
 from covey.cli.runs import runs_command
 from covey.cli.train import train_command
+from covey.cli.warmup import warmup_command
 from covey.errors import CoveyError
 
 INTERRUPTED = 130
@@ -27,10 +30,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train_command)
+app.command("warmup")(warmup_command)
 app.command("eval")(eval_command)
+app.command("export")(export_command)
 app.command("runs")(runs_command)
 app.command("algorithms")(algorithms_command)
 app.add_typer(rewards_app, name="rewards")
+app.add_typer(reference_app, name="reference")
 
 
 def _version(show: bool) -> None:

@@ -21,6 +21,13 @@ PLAIN_LOG_SECONDS = 5.0
 
 def summary(metrics: Mapping[str, Any]) -> str:
     """Return the few numbers of a step that say how it goes."""
+    if "loss/cross_entropy" in metrics:
+        return (
+            f"loss {metrics['loss/cross_entropy']:.4f}  "
+            f"epoch {metrics['warmup/epoch']:.2f}  "
+            f"grad {metrics['optim/grad_norm']:.2f}  "
+            f"{metrics['time/tokens_per_second']:,.0f} tok/s"
+        )
     # A step that had nothing to learn from has neither.
     names = {"objective/kl_avg": "kl", "policy/approxkl_avg": "kl old"}
     kl = next((f"{label} {metrics[m]:.4f}" for m, label in names.items() if m in metrics), "no kl")
@@ -92,18 +99,19 @@ class PlainReporter:
         """Print a line."""
         self.console.print(text, markup=False, highlight=False)
 
-    def finished(self, done: int, steps: int, signal: str | None) -> None:
+    def finished(self, done: int, steps: int, signal: str | None, command: str = "train") -> None:
         """Say what came of it and where to look."""
         if done < steps:
             self.note(f"{signal}: saved step {done} of {steps}")
-            self.note(f"go on with: covey train --resume {self.run.path}")
+            self.note(f"go on with: covey {command} --resume {self.run.path}")
             return
         table = before_and_after(self.run)
         if table is not None:
             self.console.print(table)
         newest = self.run.checkpoints()[-1][1]
         self.note(f"run      {self.run.path}")
-        self.note(f"answers  covey runs {self.run.path} --step {done}")
+        if command == "train":
+            self.note(f"answers  covey runs {self.run.path} --step {done}")
         self.note(f"model    {newest}")
 
 

@@ -40,7 +40,7 @@ def _overview(run: RunFolder) -> dict[str, Any]:
     return {
         "run": str(run.path),
         "steps": len(steps),
-        "reward": steps[-1]["objective/scores"] if steps else None,
+        "reward": steps[-1].get("objective/scores") if steps else None,
         "greedy_before": evaluations[0]["greedy"]["value"] if evaluations else None,
         "greedy_now": evaluations[-1]["greedy"]["value"] if evaluations else None,
         "checkpoint": run.checkpoints()[-1][0] if run.checkpoints() else None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from covey.config import Config, load_config, to_toml, toml_value
-from covey.errors import ConfigError
+from covey.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from covey.run.folder import RunFolder
@@ -32,7 +32,7 @@ def train_command(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="A folder, a hub name, or 'embedded'. Short for --set model.path=..."),
+        typer.Option(help="A folder, hub name, GGUF file, 'smollm2' or 'embedded': model.path."),
     ] = None,
     run: Annotated[
         Path | None, typer.Option(help="The run folder to make. Default: the next runs/NAME-N.")
@@ -89,6 +89,7 @@ def _start(config: Config, path: Path | None, label: str) -> None:
         config.seed, str(parts.policy.model.device), torch.get_num_threads()
     )
     environment["reward"] = parts.scorer.identity
+    environment["reference"] = parts.reference.identity if parts.reference else None
     with closing(parts.scorer):
         _run(parts, RunFolder.create(path, to_toml(config), environment))
 
@@ -97,6 +98,8 @@ def _resume(path: Path, print_config: bool) -> None:
     from covey.run.folder import RunFolder
 
     folder = RunFolder.open(path)
+    if folder.environment().get("kind") == "warmup":
+        raise RunError(f"{path} is a warm-up; go on with: covey warmup --resume {path}")
     config = _resolved(str(folder.config_file), [])
     if print_config:
         typer.echo(to_toml(config), nl=False)
@@ -112,6 +115,7 @@ def _run(parts: Parts, folder: RunFolder) -> None:
     import torch
 
     from covey.cli.report import make_reporter
+    from covey.collect import prompt_notes
     from covey.train.loop import stop_signal, train
 
     reporter = make_reporter(folder)
@@ -123,6 +127,8 @@ def _run(parts: Parts, folder: RunFolder) -> None:
         )
     if parts.bad_rows:
         reporter.note(f"{len(parts.bad_rows)} bad rows skipped; the first: {parts.bad_rows[0]}")
+    for note in prompt_notes(parts.policy.model, parts.train_prompts):
+        reporter.note(note)
     judged_by = folder.environment().get("reward", parts.scorer.identity)
     if judged_by != parts.scorer.identity:
         reporter.note(

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+"""Several names; a single one may go without brackets."""
 
 
 class Section(BaseModel):
@@ -38,13 +40,42 @@ class Named(Section):
 class Model(Section):
     """[model]"""
 
-    path: str = Field("embedded", description="A folder, a hub name, or 'embedded'.")
+    path: str = Field(
+        "embedded", description="A folder, a hub name, a GGUF file, 'smollm2' or 'embedded'."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Compute type; auto is bfloat16 on a GPU and float32 elsewhere."
     )
     device: str = Field("auto", description="cpu, cuda, cuda:1, or auto.")
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: slower, less memory."
+    )
+    template: str = Field(
+        "auto",
+        description="How questions are put: chat, plain, a text with {question} and perhaps "
+        "{system}; auto is the tokenizer's chat template, or plain if it has none.",
+    )
+    prefill: str = Field(
+        "", description="How every answer begins. Part of the prompt: it is not trained."
+    )
+    prefill_in_text: bool = Field(
+        True, description="Judge and record answers with the prefill in front of them."
+    )
+
+
+class Adapter(Section):
+    """[adapter]"""
+
+    rank: Count = Field(
+        0, description="Train a LoRA adapter of this rank instead of the weights; 0: none."
+    )
+    alpha: Positive = Field(32, description="The adapter counts alpha / rank times.")
+    targets: Names = Field(
+        ["all-linear"],
+        description="Linear layers to adapt, such as q_proj; 'all-linear' is all but the head.",
+    )
+    also_train: Names = Field(
+        [], description="Modules to train in full beside the adapter, such as lm_head."
     )
 
 
@@ -88,6 +119,36 @@ class Objective(Named):
             what = f"objective.{pieces[0]} needs objective.name = 'composed'"
             raise ValueError(f"{what}; {name!r} has pieces of its own")
         return {"name": name, **data}
+
+
+class Reference(Section):
+    """[reference]. Settings that the kind does not have are refused when a run is assembled."""
+
+    kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = Field(
+        "frozen",
+        description="What the KL penalty is taken against: the starting weights (frozen beside the "
+        "policy, offloaded to main memory, or under the adapter), weights that follow the policy "
+        "(moving, renewed), or a server. Without a penalty nothing is loaded.",
+    )
+    alpha: Share = Field(
+        0.6, description="moving: reference = alpha * policy + (1 - alpha) * reference."
+    )
+    every: Positive = Field(
+        100, description="moving, renewed: optimizer steps from one move to the next."
+    )
+    url: str = Field("", description="server: such as http://127.0.0.1:8500.")
+    token_env: str = Field(
+        "", description="server: NAME of the environment variable that holds the bearer token."
+    )
+    timeout: Annotated[float, Field(gt=0)] = Field(
+        120.0, description="server: seconds without a sign from it, for one try."
+    )
+    patience: Annotated[float, Field(ge=0)] = Field(
+        300.0, description="server: seconds of trying again while it is away."
+    )
+    fingerprint: str = Field(
+        "", description="server: digest that its weights must have; empty: any, always the same."
+    )
 
 
 class Rollout(Section):
@@ -186,6 +247,32 @@ class Train(Section):
         return self.mini_batches * self.epochs
 
 
+class Warmup(Section):
+    """[warmup]"""
+
+    steps: Count = Field(0, description="Optimizer steps; 0: as many as `epochs` takes.")
+    epochs: Positive = Field(1, description="Passes over all solutions, where steps is 0.")
+    solutions: Positive = Field(32, description="Solutions learned from in an optimizer step.")
+    learning_rate: Annotated[float, Field(ge=0)] = Field(1e-5, description="Peak rate of AdamW.")
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    warmup_steps: Count = Field(0, description="Optimizer steps of linear warm-up.")
+    max_tokens: Count = Field(
+        0,
+        description="Leave out longer solutions; 0: those longer than rollout.max_tokens, which "
+        "could never be sampled.",
+    )
+    template: str = Field(
+        "<think>{worked}</think><answer>{answer}</answer>",
+        description="A solution as the reward wants it, with {worked}, {solution} and {answer}.",
+    )
+    file: str = Field(
+        "", description="JSON Lines of question and completion, instead of the task's solutions."
+    )
+    evaluate_every: Count = Field(
+        50, description="Evaluate every so many steps, first and last as well; 0: never."
+    )
+
+
 class Evaluate(Section):
     """[evaluate]"""
 
@@ -220,15 +307,18 @@ class Config(Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     model: Model = Model()
+    adapter: Adapter = Adapter()
     task: Task = Task()
     reward: Reward = Reward()
     length_penalty: LengthPenalty = LengthPenalty()
     objective: Objective = Objective()
+    reference: Reference = Reference()
     rollout: Rollout = Rollout()
     scoring: Scoring = Scoring()
     select: Select = Select()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
+    warmup: Warmup = Warmup()
     evaluate: Evaluate = Evaluate()
     save: Save = Save()
 

@@ -28,12 +28,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from covey.embedded import CHECKPOINT
-from covey.policy.optimizer import learning_rate
-from covey.tasks.arithmetic import Sum, chain, question
+from covey.policy.model import LanguageModel, wrap
+from covey.policy.optimizer import MasterAdamW, learning_rate
+from covey.policy.policy import Policy
+from covey.tasks.arithmetic import Sum, chain, question, written
+from covey.train.supervised import encode_example, learn, stack
+from covey.types import Batch
 
 SEED = 0
 BATCH = 32
 BROKEN_FORM = 0.2
+TOKEN_BUDGET = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,9 +166,7 @@ def write_broken(working: Sequence[Worked], random: Random) -> str:
 
 
 def _steps(working: Sequence[Worked]) -> str:
-    return ";".join(
-        f"{w.sum.left:02d}{w.sum.operator}{w.sum.right}={w.result:02d}" for w in working
-    )
+    return ";".join(written(w.sum, w.result) for w in working)
 
 
 def example(lesson: Lesson, random: Random) -> tuple[str, str]:
@@ -179,30 +182,28 @@ def example(lesson: Lesson, random: Random) -> tuple[str, str]:
             return question(sums), text
 
 
-def training_batch(
-    tokenizer: PreTrainedTokenizerFast, lesson: Lesson, random: Random
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids [B, S] and, shifted to match, the targets [B, S] (-100: not trained)."""
-    rows = []
-    for _ in range(BATCH):
-        asked, told = (
-            tokenizer.encode(text, add_special_tokens=False) for text in example(lesson, random)
-        )
-        rows.append((asked, [*told, tokenizer.eos_token_id]))
-    width = max(len(asked) + len(told) for asked, told in rows)
-    ids = torch.full((BATCH, width), tokenizer.pad_token_id)
-    targets = torch.full((BATCH, width), -100)
-    for i, (asked, told) in enumerate(rows):
-        ids[i, : len(asked) + len(told)] = torch.tensor(asked + told)
-        targets[i, len(asked) - 1 : len(asked) + len(told) - 1] = torch.tensor(told)
-    return ids, targets
+def lesson_batch(model: LanguageModel, lesson: Lesson, random: Random) -> Batch:
+    """Draw the solutions of one optimizer step."""
+    drawn = (example(lesson, random) for _ in range(BATCH))
+    return stack(
+        [
+            encode_example(model, ({"role": "user", "content": asked},), told)
+            for asked, told in drawn
+        ],
+        model.device,
+    )
 
 
-def teach(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, lesson: Lesson, random: Random
-) -> None:
+def teach(model: LanguageModel, lesson: Lesson, random: Random) -> None:
     """Train on one lesson, with a rate that rises and then falls in a straight line."""
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = MasterAdamW(
+        model.model.named_parameters(),
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+    )
+    policy = Policy(model=model, optimizer=optimizer, temperature=1.0, logits_megabytes=256.0)
     start = time.monotonic()
     for step in range(lesson.steps):
         rate = learning_rate(
@@ -212,38 +213,30 @@ def teach(
             warmup_steps=lesson.warmup_steps,
             total_steps=lesson.steps,
         )
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = rate
-        ids, targets = training_batch(tokenizer, lesson, random)
-        hidden = model.model(ids).last_hidden_state
-        trained = targets != -100
-        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[trained]), targets[trained])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        batch = lesson_batch(model, lesson, random)
+        learned = learn(policy, batch, rate=rate, token_budget=TOKEN_BUDGET)
         if (step + 1) % 50 == 0:
             seconds = time.monotonic() - start
-            print(f"step {step + 1}/{lesson.steps}  loss {loss.item():.3f}  {seconds:.0f} s")
+            print(f"step {step + 1}/{lesson.steps}  loss {learned.loss:.3f}  {seconds:.0f} s")
 
 
-def warm_start(seed: int = SEED) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def warm_start(seed: int = SEED) -> LanguageModel:
     """Build the model and teach it every lesson."""
     torch.manual_seed(seed)
     random = Random(seed)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
+    model = wrap(build_model(tokenizer), tokenizer, name="embedded")
     for lesson in LESSONS:
-        teach(model, tokenizer, lesson, random)
-    return model, tokenizer
+        teach(model, lesson, random)
+    return model
 
 
 def main() -> None:
     """Make the checkpoint and save it as ordinary Hugging Face files."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else CHECKPOINT
-    model, tokenizer = warm_start()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model = warm_start()
+    model.model.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

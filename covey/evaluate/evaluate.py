@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.collect import Collected, Moment, collect
-from covey.evaluate.statistics import Estimate, mean_over_prompts, pass_at_k, proportion
+from covey.evaluate.items import Answer, Item, estimates
+from covey.evaluate.statistics import Estimate
 from covey.sampler.pick import Distribution
 from covey.sampler.protocol import Question, Sampler, Sampling
 from covey.scoring import Scorer
@@ -27,15 +28,14 @@ class Evaluation:
     """Means of the reward's parts over the greedy answers."""
     mean_tokens: float
     unscored: int
+    items: tuple[Item, ...] = ()
+    """What all this was taken over, prompt by prompt."""
 
     def row(self) -> dict[str, Any]:
         """Return plain data, for eval.jsonl."""
         return {
             "prompts": self.prompts,
-            **{
-                name: {"value": e.value, "low": e.low, "high": e.high}
-                for name, e in self.estimates.items()
-            },
+            **{name: estimate.row() for name, estimate in self.estimates.items()},
             "parts": dict(self.parts),
             "mean_tokens": self.mean_tokens,
             "unscored": self.unscored,
@@ -65,21 +65,19 @@ def evaluate(
         )
 
     greedy = answer(Distribution(temperature=0.0), 1)
-    answers = [group.rollouts[0] for group in greedy.groups]
-    right = sum(bool(r.success) for r in answers)
-    estimates = {"greedy": proportion(right, len(answers))}
-    unscored = len(greedy.failures)
+    sampled = None
     if samples:
         sampled = answer(replace(sampling.distribution, temperature=temperature), samples)
-        estimates |= _sampled_estimates(sampled, samples)
-        unscored += len(sampled.failures)
+    items = _items(greedy, sampled)
+    answers = [group.rollouts[0] for group in greedy.groups]
     names = sorted({name for r in answers for name in r.parts})
     return Evaluation(
-        prompts=len(answers),
-        estimates=estimates,
+        prompts=len(items),
+        estimates=estimates(items),
         parts={n: _mean([r.parts[n] for r in answers if n in r.parts]) for n in names},
         mean_tokens=sum(len(r.tokens) for r in answers) / len(answers),
-        unscored=unscored,
+        unscored=len(greedy.failures) + (len(sampled.failures) if sampled else 0),
+        items=items,
     )
 
 
@@ -87,12 +85,13 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _sampled_estimates(sampled: Collected, samples: int) -> dict[str, Estimate]:
-    # An answer that could not be scored counts as wrong here: a measurement has no group to spare.
-    right = [sum(bool(r.success) for r in group.rollouts) for group in sampled.groups]
-    estimates = {f"mean@{samples}": mean_over_prompts([c / samples for c in right])}
-    ks = [k for k in (2**power for power in range(samples.bit_length())) if 1 < k <= samples]
-    for k in ks:
-        chances = [pass_at_k(samples, correct, k) for correct in right]
-        estimates[f"pass@{k}"] = mean_over_prompts(chances)
-    return estimates
+def _items(greedy: Collected, sampled: Collected | None) -> tuple[Item, ...]:
+    more = [group.rollouts for group in sampled.groups] if sampled else [()] * len(greedy.groups)
+    return tuple(
+        Item(
+            prompt=group.prompt,
+            greedy=Answer.of(group.rollouts[0]),
+            samples=tuple(Answer.of(rollout) for rollout in rollouts),
+        )
+        for group, rollouts in zip(greedy.groups, more, strict=True)
+    )

@@ -1,4 +1,4 @@
-"""Accuracies with their uncertainty."""
+"""Accuracies with their uncertainty, and what can be said about the difference of two."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from scipy import stats
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
+ROUNDING = 1e-9
+"""Means of k samples that differ by less than this are equal: they are multiples of 1 / k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,10 @@ class Estimate:
     value: float
     low: float
     high: float
+
+    def row(self) -> dict[str, float]:
+        """Return plain data."""
+        return {"value": self.value, "low": self.low, "high": self.high}
 
 
 def proportion(successes: int, trials: int) -> Estimate:
@@ -40,10 +46,64 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def mean_over_prompts(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Estimate a mean over prompts, with a bootstrap over prompts: their samples go together."""
+    """Estimate a mean over prompts, with a bootstrap over prompts: their samples go together.
+
+    Expanded percentiles (Hesterberg, arXiv 1411.5279): plain ones are too narrow by the factor that
+    a deviation with n in place of n - 1 has, and by taking the normal's tails for Student's. With a
+    dozen prompts they cover the truth 91 times in 100 where these do 94 times.
+    """
     data = np.asarray(values, dtype=float)
+    mean = float(data.mean())
+    if len(data) == 1:
+        return Estimate(mean, mean, mean)
     generator = np.random.default_rng(seed)
     picks = generator.integers(0, len(data), (RESAMPLES, len(data)))
-    tail = (1 - CONFIDENCE) / 2
+    tail = _expanded_tail(len(data))
     low, high = np.quantile(data[picks].mean(axis=1), [tail, 1 - tail])
-    return Estimate(float(data.mean()), float(low), float(high))
+    return Estimate(mean, float(low), float(high))
+
+
+def _expanded_tail(size: int) -> float:
+    quantile = stats.t.ppf((1 - CONFIDENCE) / 2, size - 1)
+    return float(stats.norm.cdf(math.sqrt(size / (size - 1)) * quantile))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How two policies differ on the same prompts."""
+
+    estimate: Estimate
+    """The mean of first - second over prompts, with the interval of a bootstrap over pairs."""
+    gained: int
+    """Prompts on which the first is better."""
+    lost: int
+    """Prompts on which the second is better."""
+    p_value: float
+    """Two-sided and exact, for that neither is better: the chance of a split at least as uneven."""
+
+    def row(self) -> dict[str, float]:
+        """Return plain data."""
+        counts = {"gained": self.gained, "lost": self.lost, "p_value": self.p_value}
+        return {**self.estimate.row(), **counts}
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Difference:
+    """Compare two policies prompt by prompt.
+
+    Prompts are of very different difficulty; a difference on the same prompts does without that
+    scatter, and is therefore known much better than the two values that it is the difference of.
+    The p-value is that of the sign test over prompts that differ: for answers that are right or
+    wrong, the exact test of McNemar.
+
+    >>> d = paired_difference([1, 1, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0])
+    >>> d.estimate.value, d.gained, d.lost, d.p_value
+    (0.5, 5, 1, 0.21875)
+    """
+    if len(first) != len(second):
+        raise ValueError(f"{len(first)} and {len(second)} values are not pairs")
+    differences = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
+    gained = int((differences > ROUNDING).sum())
+    lost = int((differences < -ROUNDING).sum())
+    p_value = float(stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
+    estimate = mean_over_prompts(differences.tolist(), seed)
+    return Difference(estimate=estimate, gained=gained, lost=lost, p_value=p_value)

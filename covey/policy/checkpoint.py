@@ -3,6 +3,9 @@
 config.json, model.safetensors, tokenizer...   load with AutoModelForCausalLM; float32 masters
 optimizer.safetensors                          AdamW's moments
 covey.json                                     training step and policy version
+
+With an adapter, the first line is adapter_config.json and adapter_model.safetensors instead, as
+peft has them: what never changes is not saved again.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from covey.errors import RunError
+from covey.policy.adapter import WEIGHTS_FILE, named_weights, save_adapter
 from covey.policy.policy import Policy
 
 STATE_FILE = "covey.json"
@@ -43,23 +47,28 @@ def save_policy(policy: Policy, folder: Path, state: dict[str, Any]) -> None:
 
 
 def _write(policy: Policy, folder: Path, state: dict[str, Any]) -> None:
+    if policy.model.adapter is None:
+        _write_model(policy, folder)
+    else:
+        save_adapter(policy.model, policy.optimizer.masters, folder)
+    tensors = {k: v.contiguous() for k, v in policy.optimizer.state().items()}
+    save_file(tensors, folder / OPTIMIZER_FILE)
+    (folder / STATE_FILE).write_text(json.dumps({**state, "version": policy.version}, indent=2))
+
+
+def _write_model(policy: Policy, folder: Path) -> None:
     model = policy.model.model
     config = copy.deepcopy(model.config)
     config.dtype = torch.float32
     model.save_pretrained(folder, state_dict=master_state_dict(policy))
     config.save_pretrained(folder)
     policy.model.tokenizer.save_pretrained(folder)
-    tensors = {k: v.contiguous() for k, v in policy.optimizer.state().items()}
-    save_file(tensors, folder / OPTIMIZER_FILE)
-    (folder / STATE_FILE).write_text(json.dumps({**state, "version": policy.version}, indent=2))
 
 
 def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
     """Restore a policy in place from a checkpoint and return the state saved beside it."""
     try:
-        weights: dict[str, torch.Tensor] = {}
-        for file in sorted(folder.glob("model*.safetensors")):
-            weights.update(load_file(file))
+        weights = _read_weights(policy, folder)
         moments = load_file(folder / OPTIMIZER_FILE)
         state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
     except (OSError, ValueError) as error:
@@ -67,3 +76,15 @@ def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
     policy.optimizer.load(weights, moments)
     policy.version = state["version"]
     return state
+
+
+def _read_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
+    if policy.model.adapter is not None:
+        weights = named_weights(policy.model, load_file(folder / WEIGHTS_FILE))
+        if weights.keys() != policy.optimizer.masters.keys():
+            raise RunError(f"checkpoint {folder} has another adapter than [adapter] asks for")
+        return weights
+    weights = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        weights.update(load_file(file))
+    return weights

@@ -117,8 +117,9 @@ class _TokenLogp(torch.autograd.Function):
         hidden, weight, bias, tokens, normalizer, entropy = ctx.saved_tensors
         scale, softcap, _ = ctx.settings
         hidden_grad = torch.empty_like(hidden)
-        weight_grad = torch.zeros_like(weight)
-        bias_grad = None if bias is None else torch.zeros_like(bias)
+        # Under an adapter the head is frozen, and its gradient would be as large as the head.
+        weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        bias_grad = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for part, logits, grad in _Chunks(hidden, weight, bias, ctx.settings):
             slope = None if softcap is None else 1 - (logits / softcap).square_()
             log_p = logits.sub_(normalizer[part, None])
@@ -137,7 +138,8 @@ class _TokenLogp(torch.autograd.Function):
                 grad.mul_(slope)
             rounded = grad.mul_(scale).to(weight.dtype)
             torch.mm(rounded, weight, out=hidden_grad[part])
-            weight_grad.addmm_(rounded.t(), hidden[part])
+            if weight_grad is not None:
+                weight_grad.addmm_(rounded.t(), hidden[part])
             if bias_grad is not None:
                 bias_grad += rounded.sum(dim=0)
         return hidden_grad, weight_grad, bias_grad, None, None

@@ -19,7 +19,9 @@ from torch import nn
 from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
 from covey.policy.attention import NAME
+from covey.policy.gguf import find_gguf, import_gguf
 from covey.policy.layout import Packed, lay_out, pack, trial_batch
+from covey.policy.template import Renderer, Template, renderer
 from covey.types import Message
 
 transformers.utils.logging.set_verbosity_error()
@@ -56,6 +58,10 @@ class LanguageModel:
     """Tokens that end an answer."""
     packs: bool = False
     """Whether the model gives the same for packed tokens as for padded ones."""
+    renderer: Renderer | None = None
+    """Turns conversations into prompts; `wrap` gives it."""
+    adapter: Any = None
+    """peft's description of the adapter that is trained. None: all weights are."""
 
     @property
     def backbone(self) -> nn.Module:
@@ -71,13 +77,13 @@ class LanguageModel:
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Turn a conversation into token ids, up to where the model's answer begins."""
-        if self.tokenizer.chat_template:
-            text = self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
-            )
-        else:
-            text = "\n".join(m["content"] for m in messages)
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        assert self.renderer is not None
+        return self.renderer.tokens(messages)
+
+    @property
+    def opening(self) -> str:
+        """What an answer is judged and read with in front of it, though it is in the prompt."""
+        return "" if self.renderer is None else self.renderer.template.opening
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Turn an answer's tokens into text, without end-of-sequence and padding."""
@@ -87,12 +93,17 @@ class LanguageModel:
 
 
 def load_language_model(
-    path: str, *, dtype: str = "auto", device: str = "auto", gradient_checkpointing: bool = False
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    gradient_checkpointing: bool = False,
+    template: Template = Template(),  # noqa: B008 - it cannot change
 ) -> LanguageModel:
-    """Load a model by folder, hub name, or `embedded`."""
+    """Load a model by folder, hub name, GGUF file, `smollm2` or `embedded`."""
     where = _device(device)
     wanted = _dtype(dtype, where)
-    source = str(CHECKPOINT) if path == "embedded" else path
+    source = _source(path)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=wanted)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
@@ -101,23 +112,38 @@ def load_language_model(
     model.to(where)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return wrap(model, tokenizer, name=path)
+    return wrap(model, tokenizer, name=path, template=template)
 
 
-def wrap(model: Any, tokenizer: Any, name: str = "model") -> LanguageModel:
+def _source(path: str) -> str:
+    """Return the folder or hub name to load; a GGUF file is imported first."""
+    if path == "embedded":
+        return str(CHECKPOINT)
+    gguf = find_gguf(path)
+    return path if gguf is None else str(import_gguf(gguf))
+
+
+def wrap(
+    model: Any,
+    tokenizer: Any,
+    name: str = "model",
+    template: Template = Template(),  # noqa: B008 - it cannot change
+) -> LanguageModel:
     """Take a causal language model apart, and check that the parts give what the whole gives."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         raise ModelError(f"model: {name} has no linear output layer, which covey needs")
     _switch_dropout_off(model)
     head = _matching_head(model, linear, name)
+    asking = renderer(tokenizer, template, name)
     return LanguageModel(
         model=model,
         tokenizer=tokenizer,
         head=head,
         packs=_use_own_attention(model),
         context=int(getattr(model.config, "max_position_embeddings", None) or 2**31),
-        stop_ids=_stop_ids(model, tokenizer),
+        stop_ids=_stop_ids(model, tokenizer, asking.turn_end),
+        renderer=asking,
     )
 
 
@@ -210,8 +236,9 @@ def _use_own_attention(model: Any) -> bool:
     return same and packs
 
 
-def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    ids = [tokenizer.eos_token_id, model.config.eos_token_id]
+def _stop_ids(model: Any, tokenizer: Any, turn_end: int | None) -> tuple[int, ...]:
+    """Return every token that some file, or the chat template, takes for the end of an answer."""
+    ids = [turn_end, tokenizer.eos_token_id, model.config.eos_token_id]
     if model.generation_config is not None:
         ids.append(model.generation_config.eos_token_id)
     flat = itertools.chain.from_iterable(i if isinstance(i, list) else [i] for i in ids)

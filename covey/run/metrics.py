@@ -41,6 +41,12 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "policy/ratio_overflow": "Share of tokens with |logp - old_logp| above 20, where ratios "
         "are cut off. Anything but 0 means that something is wrong.",
         "loss/policy_avg": "Mean over optimizer steps of the loss. Its size is not progress.",
+        "loss/cross_entropy": "Warm-up: mean cross-entropy in nats over the tokens of the step's "
+        "solutions, before its optimizer step.",
+        "warmup/epoch": "Passes over all solutions so far.",
+        "warmup/solutions": "Solutions learned from in the step.",
+        "warmup/left_out": "Solutions left out of the step: longer than warmup.max_tokens.",
+        "warmup/tokens": "Tokens of the step's solutions, their end tokens included.",
         "optim/grad_norm": "Mean over optimizer steps, but those skipped, of the gradient "
         "norm before clipping.",
         "optim/skipped": "Optimizer steps left out because their gradient was not finite.",
@@ -85,7 +91,8 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "time/score": "Seconds spent scoring.",
         "time/update": "Seconds spent on log-probabilities, gradients and optimizer steps.",
         "time/total": "Seconds of the whole step, without evaluation and saving.",
-        "time/tokens_per_second": "Sampled tokens of the step over its seconds.",
+        "time/tokens_per_second": "Sampled tokens of the step over its seconds; in a warm-up, "
+        "those of its solutions.",
     }
 )
 

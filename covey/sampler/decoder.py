@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention
 from transformers import DynamicCache
 
+from covey.policy.adapter import NAME, stirred
 from covey.policy.attention import SHORT, short_attention, short_bias
 from covey.policy.model import LanguageModel
 from covey.sampler.slots import SlotCache, attention_mask
@@ -64,20 +65,38 @@ class TransformersDecoder:
 
 
 @dataclass(frozen=True, slots=True)
+class _Linear:
+    """A linear layer, perhaps with an adapter's two thin ones beside it."""
+
+    layer: nn.Linear
+    down: nn.Linear | None = None
+    up: nn.Linear | None = None
+    scale: float = 1.0
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """Return W x + b + scale * B A x."""
+        result = linear(values, self.layer.weight, self.layer.bias)
+        if self.down is None or self.up is None:
+            return result
+        thin = linear(values, self.down.weight)
+        return torch.addmm(result, thin, self.up.weight.t(), alpha=self.scale)
+
+
+@dataclass(frozen=True, slots=True)
 class _Block:
     """The parts of one layer; modules, so that their weights are always those of now."""
 
     input_norm: nn.Module
-    query: nn.Linear
-    key: nn.Linear
-    value: nn.Linear
-    output: nn.Linear
+    query: _Linear
+    key: _Linear
+    value: _Linear
+    output: _Linear
     query_norm: nn.Module | None
     key_norm: nn.Module | None
     post_norm: nn.Module
-    gate: nn.Linear
-    up: nn.Linear
-    down: nn.Linear
+    gate: _Linear
+    up: _Linear
+    down: _Linear
     activation: Callable[[torch.Tensor], torch.Tensor]
     head_size: int
     scaling: float
@@ -107,7 +126,7 @@ class LlamaDecoder:
         self.rotary: nn.Module = backbone.rotary_emb
         self.cosine = self.signed_sine = torch.empty(0)
         self.joint: list[_Joint] | None = None
-        self.joins = _joint_bytes(self.blocks) <= JOINT_BYTES and not self.blocks[0].query_norm
+        self.joins = _joins(self.blocks)
         if type(self.embedding) is not nn.Embedding or not _plain_positions(model.model.config):
             raise _NotUnderstood
 
@@ -139,9 +158,9 @@ class LlamaDecoder:
             values.view(-1, block.head_size).index_copy_(0, rows, value.flatten(0, 1))
             width, reach = cache.width, cache.reach
             attended = attend(query, keys[:width, :, :reach], values[:width, :, :reach])
-            hidden = hidden + _linear(block.output, attended)
+            hidden = hidden + block.output(attended)
             gate, up = _gate_up(block, joint, _norm(block.post_norm, hidden))
-            hidden = hidden + _linear(block.down, block.activation(gate) * up)
+            hidden = hidden + block.down(block.activation(gate) * up)
         return _norm(self.final_norm, hidden)
 
 
@@ -150,12 +169,14 @@ def decoder_for(model: LanguageModel) -> Decoder:
     plain = TransformersDecoder(model)
     try:
         lean = LlamaDecoder(model)
-        expected, got = _trial(model, plain), _trial(model, lean)
-    except (_NotUnderstood, AttributeError, TypeError, ValueError, RuntimeError, IndexError):
+        with stirred(model):
+            expected, got = _trial(model, plain), _trial(model, lean)
+    except (_NotUnderstood, AttributeError, TypeError, ValueError, RuntimeError, LookupError):
         return plain
-    tolerance = 3e-2 if expected.dtype == torch.bfloat16 else 1e-4
-    same = float((got - expected).abs().max()) <= tolerance * float(expected.abs().max())
-    return lean if same else plain
+    # In bfloat16 two right ways differ by 4 % after 30 layers; a wrong one differs by about all.
+    tolerance = 0.1 if expected.dtype == torch.bfloat16 else 1e-4
+    apart = (got - expected).float().norm() / expected.float().norm()
+    return lean if float(apart) <= tolerance else plain
 
 
 @torch.inference_mode()
@@ -180,29 +201,36 @@ def _trial(model: LanguageModel, decoder: Decoder) -> torch.Tensor:
 
 def _block(layer: Any) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
-    block = _Block(
+    return _Block(
         input_norm=layer.input_layernorm,
-        query=attention.q_proj,
-        key=attention.k_proj,
-        value=attention.v_proj,
-        output=attention.o_proj,
+        query=_understood(attention.q_proj),
+        key=_understood(attention.k_proj),
+        value=_understood(attention.v_proj),
+        output=_understood(attention.o_proj),
         query_norm=getattr(attention, "q_norm", None),
         key_norm=getattr(attention, "k_norm", None),
         post_norm=layer.post_attention_layernorm,
-        gate=mlp.gate_proj,
-        up=mlp.up_proj,
-        down=mlp.down_proj,
+        gate=_understood(mlp.gate_proj),
+        up=_understood(mlp.up_proj),
+        down=_understood(mlp.down_proj),
         activation=mlp.act_fn,
         head_size=attention.head_dim,
         scaling=attention.scaling,
     )
-    linears = (
-        block.query, block.key, block.value, block.output, block.gate, block.up, block.down
-    )  # fmt: skip
-    # An adapter, a quantized layer or a hook is more than the product that is written out here.
-    if any(type(each) is not nn.Linear or each._forward_hooks for each in linears):
+
+
+def _understood(module: Any) -> _Linear:
+    """Take a linear layer apart; a quantized one, or one with a hook, is more than a product."""
+    if not hasattr(module, "lora_A"):
+        found = _Linear(module)
+    else:
+        down, up = module.lora_A[NAME], module.lora_B[NAME]
+        found = _Linear(module.base_layer, down, up, module.scaling[NAME])
+    parts = [part for part in (found.layer, found.down, found.up) if part is not None]
+    hooks = any(part._forward_hooks for part in (module, *parts))
+    if hooks or any(type(part) is not nn.Linear for part in parts):
         raise _NotUnderstood
-    return block
+    return found
 
 
 def _plain_positions(config: Any) -> bool:
@@ -214,10 +242,6 @@ def _plain_positions(config: Any) -> bool:
         and kinds == {"full_attention"}
         and not (window)
     )
-
-
-def _linear(layer: nn.Linear, values: torch.Tensor) -> torch.Tensor:
-    return linear(values, layer.weight, layer.bias)
 
 
 def _norm(module: Any, values: torch.Tensor) -> torch.Tensor:
@@ -237,13 +261,11 @@ def _heads(
     """Return query [W, H, D], key and value [W, K, D], the first two turned by their position."""
     shape = (len(normed), -1, block.head_size)
     if joint is not None:
-        count = block.key.out_features // block.head_size
+        count = block.key.layer.out_features // block.head_size
         heads = linear(normed, joint.heads, joint.heads_bias).view(shape)
         turned = _turned(heads[:, :-count], rope)
         return turned[:, :-count], turned[:, -count:], heads[:, -count:]
-    query, key, value = (
-        _linear(m, normed).view(shape) for m in (block.query, block.key, block.value)
-    )
+    query, key, value = (m(normed).view(shape) for m in (block.query, block.key, block.value))
     if block.query_norm is not None:
         query, key = _norm(block.query_norm, query), _norm(block.key_norm, key)
     return _turned(query, rope), _turned(key, rope), value
@@ -253,22 +275,25 @@ def _gate_up(
     block: _Block, joint: _Joint | None, normed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if joint is None:
-        return _linear(block.gate, normed), _linear(block.up, normed)
+        return block.gate(normed), block.up(normed)
     gate, up = linear(normed, joint.gate_up, joint.gate_up_bias).chunk(2, dim=-1)
     return gate, up
 
 
 def _join(block: _Block) -> _Joint:
-    def joined(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-        biases: list[torch.Tensor] = [m.bias for m in layers if m.bias is not None]
-        return torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None
+    def joined(*parts: _Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+        biases: list[torch.Tensor] = [m.layer.bias for m in parts if m.layer.bias is not None]
+        return torch.cat([m.layer.weight for m in parts]), torch.cat(biases) if biases else None
 
     return _Joint(*joined(block.query, block.key, block.value), *joined(block.gate, block.up))
 
 
-def _joint_bytes(blocks: list[_Block]) -> int:
-    each = ((b.query, b.key, b.value, b.gate, b.up) for b in blocks)
-    return sum(m.weight.numel() * m.weight.element_size() for layer in each for m in layer)
+def _joins(blocks: list[_Block]) -> bool:
+    """Tell whether weights are few enough to copy, and all that there is to a layer."""
+    parts = [m for b in blocks for m in (b.query, b.key, b.value, b.gate, b.up)]
+    size = sum(m.layer.weight.numel() * m.layer.weight.element_size() for m in parts)
+    adapted = any(m.down is not None for m in parts)
+    return size <= JOINT_BYTES and not blocks[0].query_norm and not adapted
 
 
 def _turned(heads: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -288,7 +313,7 @@ def _attention(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return attention [W, H * D] from query [W, H, D], keys and values [W, K, L, D]."""
     mask = seen[:, None, None]
-    shared = block.query.out_features // (key_heads * block.head_size)
+    shared = block.query.layer.out_features // (key_heads * block.head_size)
     if weight.device.type == "cpu" and seen.shape[1] <= SHORT:
         bias = short_bias(mask, weight.dtype, key_heads, shared)
 

@@ -16,6 +16,8 @@ class Question:
 
     prompt: Prompt
     tokens: tuple[int, ...]
+    opening: str = ""
+    """The end of the prompt that answers are judged and read with, put there by `collect`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

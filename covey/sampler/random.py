@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-_PROMPT_ORDER, _TOKENS, _MINI_BATCHES, _REFILL = range(4)
+_PROMPT_ORDER, _TOKENS, _MINI_BATCHES, _REFILL, _SOLUTIONS = range(5)
 """Purposes, each a stream of its own."""
 
 
@@ -39,8 +39,8 @@ def token_uniforms(*, seed: int, step: int, prompt: str, sample: int, count: int
 
 
 @lru_cache(maxsize=4)
-def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
-    return np.random.Generator(_philox(seed, epoch, _PROMPT_ORDER)).permutation(size)
+def _epoch_order(seed: int, epoch: int, size: int, purpose: int = _PROMPT_ORDER) -> np.ndarray:
+    return np.random.Generator(_philox(seed, epoch, purpose)).permutation(size)
 
 
 def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
@@ -52,6 +52,15 @@ def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
     epoch, place = divmod(step, size // count)
     order = _epoch_order(seed, epoch, size)
     return [int(index) for index in order[place * count : (place + 1) * count]]
+
+
+def solution_indices(*, seed: int, start: int, stop: int, size: int) -> list[int]:
+    """Return which solutions of `size` come number `start` to `stop` - 1 in a warm-up.
+
+    Every epoch is a new order of all of them, and epochs follow each other without a gap.
+    """
+    places = (divmod(number, size) for number in range(start, stop))
+    return [int(_epoch_order(seed, epoch, size, _SOLUTIONS)[place]) for epoch, place in places]
 
 
 def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[int]:

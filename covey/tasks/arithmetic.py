@@ -77,6 +77,15 @@ def question(sums: Sequence[Sum]) -> str:
     return f"{sums[0].left:02d}{tail}?"
 
 
+def written(sum: Sum, result: int) -> str:
+    """Write one sum with the result that somebody found.
+
+    >>> written(Sum(47, "+", 8), 55)
+    '47+8=55'
+    """
+    return f"{sum.left:02d}{sum.operator}{sum.right}={result:02d}"
+
+
 def parse_question(text: str) -> list[Sum]:
     """Read a problem back into its sums.
 
@@ -102,7 +111,11 @@ def problem(split: str, operations: tuple[int, int], index: int) -> Prompt:
         task="arithmetic",
         messages=({"role": "user", "content": question(sums)},),
         answer=f"{sums[-1].result:02d}",
-        info={"operations": len(sums), "carries": sum(s.carries for s in sums)},
+        info={
+            "operations": len(sums),
+            "carries": sum(s.carries for s in sums),
+            "worked": ";".join(written(s, s.result) for s in sums),
+        },
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -13,10 +14,13 @@ from covey.config.options import choose, resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
 from covey.objective import Objective, algorithm, build
+from covey.policy.adapter import adapter_base, add_adapter, load_adapter
 from covey.policy.model import LanguageModel, load_language_model
 from covey.policy.optimizer import MasterAdamW, learning_rate
 from covey.policy.policy import Policy
-from covey.reference import FrozenReference, Reference
+from covey.policy.template import Template
+from covey.reference import Reference
+from covey.reference.build import check_reference, make_reference
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.rewards.build import check_alone, make_reward, reward_options
 from covey.sampler.native import NativeSampler
@@ -64,6 +68,8 @@ def resolve(config: Config) -> Config:
     named = {where: {"name": getattr(config, where).name, **o} for where, o in options.items()}
     resolved = parse_config({**config.model_dump(), **named})
     objective_of(resolved)
+    check_reference(resolved.reference)
+    template_of(resolved)
     if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' does not go with rollout.top_k, top_p or min_p: "
@@ -143,11 +149,7 @@ def assemble(config: Config, reward: Reward | None = None) -> Parts:
     model = load_model(config)
     reference = None
     if objective.needs_reference:
-        reference = FrozenReference(
-            model=load_model(config),
-            temperature=config.rollout.temperature,
-            logits_megabytes=config.train.logits_megabytes,
-        )
+        reference = make_reference(config, policy=model, load=partial(load_model, config))
     sampling = sampling_of(config)
     return Parts(
         config=config,
@@ -158,7 +160,7 @@ def assemble(config: Config, reward: Reward | None = None) -> Parts:
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
             **config.length_penalty.options
         ),
-        policy=_policy(config, model),
+        policy=policy_of(config, model),
         reference=reference,
         sampler=NativeSampler(model),
         sampling=sampling,
@@ -167,17 +169,54 @@ def assemble(config: Config, reward: Reward | None = None) -> Parts:
     )
 
 
-def load_model(config: Config) -> LanguageModel:
-    """Load the model. Checkpointing only acts in training mode, so references may have it too."""
-    return load_language_model(
-        config.model.path,
-        dtype=config.model.dtype,
-        device=config.model.device,
-        gradient_checkpointing=config.model.gradient_checkpointing,
+def template_of(config: Config) -> Template:
+    """Build the template, which says how questions are put."""
+    model = config.model
+    return Template(
+        form=model.template, prefill=model.prefill, prefill_in_text=model.prefill_in_text
     )
 
 
-def _policy(config: Config, model: LanguageModel) -> Policy:
+def load_model(config: Config) -> LanguageModel:
+    """Load the model. Checkpointing only acts in training mode, so references may have it too."""
+    path = config.model.path
+    base = adapter_base(path)
+    model = load_language_model(
+        path if base is None else base,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        template=template_of(config),
+    )
+    return _with_adapter(config, model if base is None else load_adapter(model, Path(path)))
+
+
+def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
+    """Give the model the adapter that is asked for, if it does not come with it."""
+    wanted = config.adapter
+    if model.adapter is not None:
+        if wanted.rank not in (0, model.adapter.r):
+            raise ConfigError(
+                f"config: adapter.rank = {wanted.rank}, but the adapter {config.model.path} has "
+                f"rank {model.adapter.r}: leave the rank out, or merge it into a model first"
+            )
+        return model
+    if getattr(model.model, "peft_config", None):  # transformers follows such names by itself
+        raise ConfigError(
+            f"config: model.path = {config.model.path!r} is an adapter; give a folder that holds "
+            "adapter_config.json and adapter_model.safetensors alone"
+        )
+    if wanted.rank == 0 and wanted.also_train:
+        raise ConfigError(
+            "config: adapter.also_train needs adapter.rank; without it all is trained"
+        )
+    if wanted.rank == 0:
+        return model
+    return add_adapter(model, **wanted.model_dump(), seed=config.seed, base=config.model.path)
+
+
+def policy_of(config: Config, model: LanguageModel) -> Policy:
+    """Give a model its optimizer."""
     settings = config.optimizer
     return Policy(
         model=model,

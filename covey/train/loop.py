@@ -12,21 +12,18 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from covey.collect import ask
-from covey.errors import RunError
-from covey.evaluate import Evaluation, evaluate
 from covey.objective import next_beta, with_advantage
-from covey.policy.checkpoint import load_policy, save_policy
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
 from covey.run.review import review
 from covey.train.assemble import Parts
 from covey.train.collate import collate
 from covey.train.gather import gather
+from covey.train.measure import measure
 from covey.train.report import (
     FLAT_STEPS,
     Reporter,
@@ -36,6 +33,7 @@ from covey.train.report import (
     selection_metrics,
 )
 from covey.train.select import Selected, without_truncated
+from covey.train.state import State, restore, save
 from covey.train.update import prepare, update
 from covey.types import Batch
 
@@ -65,59 +63,30 @@ def stop_signal() -> Iterator[StopSignal]:
             signal.signal(number, handler)
 
 
-@dataclass(slots=True, kw_only=True)
-class State:
-    """What a step hands on to the next, beside the policy. It is saved with the policy."""
-
-    step: int = 0
-    episode: int = 0
-    """Answers sampled so far."""
-    beta: float
-    """Weight of the KL, which an objective may adapt."""
-    flat: list[float] = field(default_factory=list)
-    """Share of groups with equal rewards in each of the last steps."""
-
-
 def train(parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal) -> int:
     """Train until the configured number of steps, or a signal. Return the last step done."""
     config = parts.config
-    state = _restore(parts, run)
+    state = restore(parts, run)
     reporter.started(
         steps=config.train.steps,
         done=state.step,
         answers=config.rollout.prompts * config.rollout.samples,
     )
     if state.step == 0 and config.evaluate.every:
-        _evaluate(parts, run, reporter, step=0)
+        measure(parts, run, reporter, step=0)
     saved = state.step
     while state.step < config.train.steps and stop.received is None:
         state.step += 1
         _step(parts, run, reporter, state)
         last = state.step == config.train.steps
         if config.evaluate.every and (state.step % config.evaluate.every == 0 or last):
-            _evaluate(parts, run, reporter, state.step)
+            measure(parts, run, reporter, state.step)
         if last or (config.save.every and state.step % config.save.every == 0):
             save(parts, run, state)
             saved = state.step
     if saved < state.step:
         save(parts, run, state)
     return state.step
-
-
-def _restore(parts: Parts, run: RunFolder) -> State:
-    """Load the newest checkpoint, if any, and return the state saved with it."""
-    checkpoints = run.checkpoints()
-    if not checkpoints:
-        run.forget_after(-1)  # the evaluation of step 0 comes again as well
-        return State(beta=parts.objective.beta)
-    step, folder = checkpoints[-1]
-    saved = load_policy(parts.policy, folder)
-    if saved["step"] != step:
-        raise RunError(f"{folder} holds step {saved['step']}")
-    run.forget_after(step)
-    return State(
-        step=step, episode=saved["episode"], beta=saved["beta"], flat=saved.get("flat", [])
-    )
 
 
 def _step(parts: Parts, run: RunFolder, reporter: Reporter, state: State) -> None:
@@ -170,31 +139,16 @@ def _learn(parts: Parts, selected: Selected, state: State) -> tuple[Batch | None
     batch = with_advantage(objective, batch)
     if parts.config.select.mask_truncated:
         batch = without_truncated(batch)
-    metrics = update(batch, policy=policy, objective=objective, settings=settings, step=state.step)
+    metrics = update(
+        batch,
+        policy=policy,
+        objective=objective,
+        reference=parts.reference,
+        settings=settings,
+        step=state.step,
+    )
     if objective.needs_reference:
         metrics["objective/beta"] = state.beta
         if "objective/kl_avg" in metrics:  # not if every answer was masked
             state.beta = next_beta(objective, metrics["objective/kl_avg"], answers=len(batch))
     return batch, metrics
-
-
-def _evaluate(parts: Parts, run: RunFolder, reporter: Reporter, step: int) -> Evaluation:
-    evaluation = evaluate(
-        ask(parts.policy.model, parts.held_out_prompts),
-        sampler=parts.sampler,
-        scorer=parts.scorer,
-        sampling=parts.sampling,
-        samples=parts.config.evaluate.samples,
-        temperature=parts.config.evaluate.temperature,
-        progress=reporter.sampled,
-    )
-    run.log_evaluation({"step": step, **evaluation.row()})
-    reporter.evaluated(step, evaluation)
-    return evaluation
-
-
-def save(parts: Parts, run: RunFolder, state: State) -> None:
-    """Write a checkpoint, whole or not at all, and remove those that are too old."""
-    with run.new_checkpoint(state.step) as folder:
-        save_policy(parts.policy, folder, asdict(state))
-    run.prune_checkpoints(parts.config.save.keep)

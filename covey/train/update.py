@@ -59,7 +59,8 @@ def prepare(
         batch = replace(batch, old_logp=old.logp, entropy=old.entropy)
     if objective.needs_reference:
         assert reference is not None, "an objective with a penalty is given a reference"
-        ref = _whole_batch(batch, settings.token_budget, reference.logp)
+        with reference.at_work():
+            ref = _whole_batch(batch, settings.token_budget, reference.logp)
         batch = replace(batch, ref_logp=ref.logp)
     return batch
 
@@ -76,9 +77,18 @@ def _whole_batch(batch: Batch, token_budget: int, logp: Callable[[Batch], LogPro
 
 
 def update(
-    batch: Batch, *, policy: Policy, objective: Objective, settings: UpdateSettings, step: int
+    batch: Batch,
+    *,
+    policy: Policy,
+    objective: Objective,
+    settings: UpdateSettings,
+    step: int,
+    reference: Reference | None = None,
 ) -> dict[str, float]:
-    """Take every optimizer step that `settings` asks for, and return the metrics of the update."""
+    """Take every optimizer step that `settings` asks for, and return the metrics of the update.
+
+    The reference is told of each step: some follow the policy.
+    """
     meter = Meter()
     policy.model.model.train()
     first, skipped = True, 0
@@ -99,6 +109,8 @@ def update(
                 observe_sampler(meter, micro, now.logp)
         rate = settings.learning_rate(policy.version)
         stepped = policy.step(rate)
+        if reference is not None:
+            reference.after_step(policy)
         meter.add("loss/policy_avg", loss)
         skipped += stepped.skipped
         if not stepped.skipped:

@@ -41,6 +41,27 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "dtype": st.sampled_from(["auto", "float32", "bfloat16"]),
         "device": text,
         "gradient_checkpointing": st.booleans(),
+        "template": text,
+        "prefill": text,
+        "prefill_in_text": st.booleans(),
+    },
+    "adapter": {
+        "rank": count,
+        "alpha": positive,
+        "targets": st.lists(text, max_size=3),
+        "also_train": st.lists(text, max_size=3),
+    },
+    "reference": {
+        "kind": st.sampled_from(
+            ["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"]
+        ),
+        "alpha": st.floats(0, 1, exclude_min=True),
+        "every": positive,
+        "url": text,
+        "token_env": text,
+        "timeout": size,
+        "patience": st.floats(0, allow_infinity=False),
+        "fingerprint": text,
     },
     "rollout": {
         "prompts": positive,
@@ -83,6 +104,18 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "token_budget": positive,
         "logits_megabytes": size,
         "old_logp": st.sampled_from(["auto", "recompute", "sampler"]),
+    },
+    "warmup": {
+        "steps": count,
+        "epochs": positive,
+        "solutions": positive,
+        "learning_rate": st.floats(0, allow_infinity=False),
+        "schedule": st.sampled_from(["constant", "linear", "cosine"]),
+        "warmup_steps": count,
+        "max_tokens": count,
+        "template": text,
+        "file": text,
+        "evaluate_every": count,
     },
     "evaluate": {"every": count, "prompts": count, "samples": count, "temperature": size},
     "save": {

@@ -11,7 +11,8 @@ import transformers
 from covey.collect import Moment, ask, collect
 from covey.embedded import CHECKPOINT, recipe
 from covey.evaluate import evaluate
-from covey.policy.model import LanguageModel
+from covey.policy.model import LanguageModel, wrap
+from covey.policy.policy import batch_logp
 from covey.rewards import ThinkAnswer
 from covey.sampler.native import NativeSampler
 from covey.sampler.protocol import Sampling
@@ -84,15 +85,15 @@ def test_the_careless_pupil_is_wrong_only_where_a_sum_carries() -> None:
 def test_teaching_lowers_the_loss() -> None:
     torch.manual_seed(0)
     tokenizer = recipe.build_tokenizer()
-    model = recipe.build_model(tokenizer)
+    model = wrap(recipe.build_model(tokenizer), tokenizer)
     lesson = recipe.Lesson(steps=15, operations=(1, 1), peak_rate=3e-3, careless=False)
 
     def loss() -> float:
-        ids, targets = recipe.training_batch(tokenizer, lesson, Random(9))
+        batch = recipe.lesson_batch(model, lesson, Random(9))
         with torch.no_grad():
-            logits = model(ids).logits
-        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+            logp = batch_logp(model, batch).logp
+        return -float(logp.sum() / batch.mask.sum())
 
     before = loss()
-    recipe.teach(model, tokenizer, lesson, Random(0))
+    recipe.teach(model, lesson, Random(0))
     assert loss() < 0.8 * before

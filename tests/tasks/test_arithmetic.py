@@ -88,7 +88,17 @@ def test_info_counts_the_operations_and_the_sums_whose_tens_change() -> None:
         partials = list(accumulate(numbers(prompt.text)))
         tens = [partial // 10 for partial in partials]
         changes = sum(a != b for a, b in pairwise(tens))
-        assert prompt.info == {"operations": len(partials) - 1, "carries": changes}
+        counted = {"operations": len(partials) - 1, "carries": changes}
+        assert {k: v for k, v in prompt.info.items() if k != "worked"} == counted
+
+
+def test_the_worked_solution_goes_from_one_partial_result_to_the_next() -> None:
+    for prompt in problems("held_out", 500, (1, 6)):
+        partials = list(accumulate(numbers(prompt.text)))
+        sums = [step.split("=") for step in prompt.info["worked"].split(";")]
+        assert [eval(left.lstrip("0")) for left, _ in sums] == partials[1:]
+        assert [int(result) for _, result in sums] == partials[1:]
+        assert [int(left[:2]) for left, _ in sums] == partials[:-1]
 
 
 def test_a_sum_carries_when_its_tens_change() -> None:

@@ -1,0 +1,92 @@
+"""`covey export`: write a trained model for others to load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from covey.config import Config, load_config
+from covey.errors import RunError
+
+if TYPE_CHECKING:
+    from covey.run.folder import RunFolder
+
+
+def export_command(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="RUN|CHECKPOINT", help="A run, one of its checkpoints, or a model."),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="The checkpoint of this step. Default: the newest.")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        typer.Option(help="Type of the weights. auto: the one that the run computed with."),
+    ] = "auto",
+) -> None:
+    """Write a model that transformers and vLLM load: no optimizer state, and a model card.
+
+    An adapter is merged into the weights of its base model.
+    """
+    run = _run_of(Path(target))
+    source = target
+    if run is not None and run.path == Path(target):
+        source = str(_checkpoint(run, step))
+    elif step is not None:
+        raise RunError(f"--step {step} needs a run, and {target} is none")
+    config = Config() if run is None else load_config(str(run.config_file))
+
+    from covey.policy.export import export_model  # imports torch, which takes seconds
+    from covey.run.card import Exported, model_card
+    from covey.train.assemble import template_of
+
+    chosen = _dtype(dtype, config, run)
+
+    def card(stop_ids: Sequence[int], merged: bool) -> str:
+        name = Path(source).name
+        exported = Exported(
+            name=folder.resolve().name,
+            source=source,
+            step=int(name) if run is not None and name.isdecimal() else None,
+            dtype=chosen,
+            stop_ids=stop_ids,
+            merged=merged,
+        )
+        return model_card(exported, run)
+
+    export_model(source, folder, dtype=chosen, template=template_of(config), card=card)
+    typer.echo(f"{source} is exported to {folder}, in {chosen}")
+
+
+def _run_of(path: Path) -> RunFolder | None:
+    """Return the run that a path is, or of which it is a checkpoint."""
+    from covey.run.folder import RunFolder
+
+    found = next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
+    return None if found is None else RunFolder(found)
+
+
+def _checkpoint(run: RunFolder, step: int | None) -> Path:
+    checkpoints = dict(run.checkpoints())
+    if not checkpoints:
+        raise RunError(f"{run.path} has no checkpoint yet")
+    wanted = max(checkpoints) if step is None else step
+    if wanted not in checkpoints:
+        kept = ", ".join(str(s) for s in checkpoints)
+        raise RunError(f"--step {step}: {run.path} has checkpoints of the steps {kept}")
+    return checkpoints[wanted]
+
+
+def _dtype(asked: str, config: Config, run: RunFolder | None) -> str:
+    """Return the type of the weights: what was measured is what is exported."""
+    if asked != "auto":
+        return asked
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    device = "cpu" if run is None else str(run.environment().get("device", "cpu"))
+    return "bfloat16" if device.startswith("cuda") else "float32"

@@ -1,0 +1,121 @@
+"""`covey reference`: a reference policy as a server of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from covey.errors import ConfigError
+
+app = typer.Typer(help="Serve a reference policy to runs on this machine or others.")
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Dtype(StrEnum):
+    """Compute types."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@app.callback()
+def _reference() -> None:
+    """Serve a reference policy to runs on this machine or others."""
+
+
+@app.command("serve")
+def serve_command(
+    model: Annotated[str, typer.Option(help="A folder, a hub name, or 'embedded'.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8500,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    token_env: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Environment variable with the token that clients must show."
+        ),
+    ] = "",
+    dtype: Annotated[Dtype, typer.Option(help="Compute type, as model.dtype.")] = Dtype.auto,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto.")] = "auto",
+    max_megabytes: Annotated[
+        float, typer.Option(min=0.01, max=4096.0, help="The largest request body.")
+    ] = 64.0,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Padded tokens of a request, and of one forward pass.")
+    ] = 131_072,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")
+    ] = 120.0,
+) -> None:
+    """Load a model and answer runs that have reference.kind = "server" until interrupted."""
+    token = _token(token_env)
+    if host not in LOOPBACK and not token:
+        raise ConfigError(f"--host {host} lets others in; give --token-env as well")
+    _need_extra()
+
+    from covey.policy.model import load_language_model
+    from covey.reference.server import ServerSettings, make_app
+
+    loaded = load_language_model(model, dtype=dtype.value, device=device)
+    settings = ServerSettings(
+        name=model,
+        token=token,
+        max_megabytes=max_megabytes,
+        max_tokens=max_tokens,
+        timeout=timeout,
+    )
+    _serve(make_app(loaded, settings), host, port, model)
+
+
+def _serve(application: object, host: str, port: int, model: str) -> None:
+    import uvicorn
+
+    listener = _listen(host, port)
+    address, port = listener.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    # Connections are taken from here on, and answered a moment later.
+    typer.echo(f"covey: serving {model} at http://{shown}:{port}")
+    config = uvicorn.Config(
+        application,  # type: ignore[arg-type]
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=5,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    # A server that is restarted gets its port back at once.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    return listener
+
+
+def _token(variable: str) -> str:
+    if not variable:
+        return ""
+    token = os.environ.get(variable, "")
+    if not token or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"--token-env {variable}: that environment variable holds no token")
+    return token
+
+
+def _need_extra() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        what = f"the reference server needs {error.name}"
+        raise ConfigError(f"{what}: pip install 'covey[server]'") from None

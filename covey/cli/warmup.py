@@ -1,0 +1,118 @@
+"""`covey warmup`: learn from worked solutions before reinforcement."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from covey.config import Config, load_config, to_toml, toml_value
+from covey.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from covey.run.folder import RunFolder
+    from covey.train.warmup import WarmupParts
+
+KIND = "warmup"
+
+
+def warmup_command(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A TOML file or the name of a packaged recipe. Default: arithmetic.",
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override a setting, as in warmup.steps=20."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model to start from. Short for --set model.path=...")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="The run folder to make. Default: the next runs/NAME-N.")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Go on with this warm-up, with its own settings."),
+    ] = None,
+) -> None:
+    """Train a model on worked solutions: the task's own, or a file of questions and completions.
+
+    Reinforcement only sharpens what a model does now and then; a warm-up shows it the form of an
+    answer, and the way to one. `covey train --model RUN/checkpoints/...` goes on from there.
+    """
+    if resume is not None:
+        if source or overrides or model or run:
+            raise ConfigError("--resume takes its settings from the run; give it alone")
+        _resume(resume)
+        return
+    settings = [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
+    _start(_resolved(source or "arithmetic", settings), run, source or "arithmetic")
+
+
+def _resolved(source: str, settings: list[str]) -> Config:
+    config = load_config(source, settings)
+
+    from covey.train.assemble import resolve  # imports torch, which takes seconds
+
+    return resolve(config)
+
+
+def _start(config: Config, path: Path | None, label: str) -> None:
+    import torch
+
+    from covey.run.environment import describe_environment
+    from covey.run.folder import RunFolder, next_run_path
+    from covey.train.warmup import assemble_warmup
+
+    parts = assemble_warmup(config)
+    path = path or next_run_path(Path("runs"), f"{Path(label).stem}-{KIND}")
+    environment = describe_environment(
+        config.seed, str(parts.policy.model.device), torch.get_num_threads()
+    )
+    environment |= {"kind": KIND, "reward": parts.scorer.identity}
+    with closing(parts.scorer):
+        _run(parts, RunFolder.create(path, to_toml(config), environment))
+
+
+def _resume(path: Path) -> None:
+    from covey.run.folder import RunFolder
+
+    folder = RunFolder.open(path)
+    if folder.environment().get("kind") != KIND:
+        raise RunError(f"{path} is no warm-up; go on with: covey train --resume {path}")
+    config = _resolved(str(folder.config_file), [])
+
+    from covey.train.warmup import assemble_warmup
+
+    parts = assemble_warmup(config)
+    with closing(parts.scorer):
+        _run(parts, folder)
+
+
+def _run(parts: WarmupParts, folder: RunFolder) -> None:
+    import torch
+
+    from covey.cli.report import make_reporter
+    from covey.train.loop import stop_signal
+    from covey.train.warmup import warm_up
+
+    reporter = make_reporter(folder)
+    threads = folder.environment().get("threads")
+    if threads != torch.get_num_threads():
+        reporter.note(
+            f"this run was started with {threads} threads and goes on with "
+            f"{torch.get_num_threads()}: results may differ in the last bits"
+        )
+    if parts.bad_rows:
+        reporter.note(f"{len(parts.bad_rows)} bad rows skipped; the first: {parts.bad_rows[0]}")
+    with folder.locked(), stop_signal() as stop, reporter:
+        done = warm_up(parts, folder, reporter, stop)
+    reporter.finished(done, parts.steps, stop.received, command=KIND)

@@ -1,0 +1,110 @@
+"""From the [reference] table to a reference policy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from covey.config.schema import Config
+from covey.config.schema import Reference as Section
+from covey.errors import ConfigError
+from covey.policy.adapter import adapter_base
+from covey.policy.model import LanguageModel
+from covey.reference.client import Address, ServerReference
+from covey.reference.fingerprint import tokenizer_digest
+from covey.reference.frozen import AdapterOffReference, FrozenReference, OffloadedReference
+from covey.reference.moving import MovingReference
+from covey.reference.protocol import Reference
+
+OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "frozen": (),
+        "offloaded": (),
+        "adapter_off": (),
+        "moving": ("alpha", "every"),
+        "renewed": ("every",),
+        "server": ("url", "token_env", "timeout", "patience", "fingerprint"),
+    }
+)
+"""Every kind of reference, and the settings that it has."""
+
+
+def check_reference(section: Section) -> None:
+    """Refuse a setting that the kind in use would not look at."""
+    for name, value in section.model_dump(exclude={"kind"}).items():
+        if name not in OPTIONS[section.kind] and value != Section.model_fields[name].default:
+            users = " or ".join(repr(kind) for kind, names in OPTIONS.items() if name in names)
+            raise ConfigError(
+                f"config: reference.{name} = {value!r} means nothing to reference.kind = "
+                f"{section.kind!r}; it belongs to {users}"
+            )
+    if section.kind == "server" and not section.url:
+        raise ConfigError("config: reference.url must be given for reference.kind = 'server'")
+
+
+def make_reference(
+    config: Config, *, policy: LanguageModel, load: Callable[[], LanguageModel]
+) -> Reference:
+    """Build the reference; `load` gives a second copy of the starting weights, if it is needed."""
+    section = config.reference
+    check_reference(section)
+    temperature, megabytes = config.rollout.temperature, config.train.logits_megabytes
+    if section.kind == "server":
+        return ServerReference(
+            address=Address(
+                url=section.url.rstrip("/"),
+                token=_token(section.token_env),
+                timeout=section.timeout,
+                patience=section.patience,
+            ),
+            temperature=temperature,
+            tokenizer=tokenizer_digest(policy),
+            weights=section.fingerprint,
+        )
+    if section.kind == "adapter_off":
+        _need_adapter(policy)
+    # The weights under a new adapter are those that training starts from; they are there already.
+    under = section.kind == "frozen" and policy.adapter and not adapter_base(config.model.path)
+    if section.kind == "adapter_off" or under:
+        return AdapterOffReference(
+            model=policy, temperature=temperature, logits_megabytes=megabytes
+        )
+    if section.kind in ("moving", "renewed"):
+        _need_no_adapter(policy, section.kind)
+        return MovingReference(
+            model=load(),
+            temperature=temperature,
+            logits_megabytes=megabytes,
+            alpha=section.alpha if section.kind == "moving" else 1.0,
+            every=section.every,
+        )
+    kind = OffloadedReference if section.kind == "offloaded" else FrozenReference
+    return kind(model=load(), temperature=temperature, logits_megabytes=megabytes)
+
+
+def _token(variable: str) -> str:
+    if not variable:
+        return ""
+    token = os.environ.get(variable, "")
+    if not token or not token.isascii() or not token.isprintable():
+        raise ConfigError(
+            f"config: reference.token_env = {variable!r}: that environment variable holds no token"
+        )
+    return token
+
+
+def _need_adapter(policy: LanguageModel) -> None:
+    if policy.adapter is None:
+        raise ConfigError(
+            "config: reference.kind = 'adapter_off' needs an adapter to switch off; set "
+            "adapter.rank, or use 'frozen'"
+        )
+
+
+def _need_no_adapter(policy: LanguageModel, kind: str) -> None:
+    if policy.adapter is not None:
+        raise ConfigError(
+            f"config: reference.kind = {kind!r} follows whole weights, not an adapter's; use "
+            "'adapter_off' or 'frozen' with one"
+        )

@@ -1,0 +1,217 @@
+"""A reference policy that a server computes. Needs nothing but the standard library for it.
+
+A server that is away (restarted, overloaded, not up yet) is asked again for as long as `patience`
+says, and then the run goes on as if nothing had been: asking changes nothing on either side. What
+would fail again at once, such as a wrong token, ends the run with the server's own words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import sys
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from covey.errors import ConfigError, ModelError, RunError
+from covey.policy.layout import micro_batches
+from covey.policy.policy import LogProbs
+from covey.reference.protocol import Still
+from covey.reference.wire import (
+    BYTES_PER_TOKEN,
+    HEADER_BYTES,
+    WireError,
+    decode_reply,
+    encode_request,
+)
+from covey.types import Batch
+
+AWAY = frozenset({502, 503, 504})
+"""What a server, or what stands before it, answers when it will be there later."""
+FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
+RECORD_FILE = "reference.json"
+
+
+def _to_stderr(text: str) -> None:
+    print(f"covey: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a server is, and how long to wait for it."""
+
+    url: str
+    token: str = ""
+    timeout: float = 120.0
+    """Seconds without a sign from the server, for one try."""
+    patience: float = 300.0
+    """Seconds of trying again, until it is there."""
+
+    def __post_init__(self) -> None:
+        where = "config: reference.url"
+        try:
+            split = urllib.parse.urlsplit(self.url)
+            proper = split.scheme in ("http", "https") and split.hostname and split.port != 0
+        except ValueError:
+            proper = False
+        if not proper or not self.url.isascii() or not self.url.isprintable() or " " in self.url:
+            raise ConfigError(f"{where} = {self.url!r} must be like http://127.0.0.1:8500")
+        if "@" in split.netloc or split.query or split.fragment:
+            # Not shown: it may be a secret that is already in the wrong place.
+            raise ConfigError(
+                f"{where} must hold no password and no query; put the token in an environment "
+                "variable, and that variable's name in reference.token_env"
+            )
+
+
+class _Reply(NamedTuple):
+    status: int
+    retry_after: str
+    body: bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerReference(Still):
+    """Asks a server that `covey reference serve` has started."""
+
+    address: Address
+    temperature: float
+    tokenizer: str
+    """The policy's tokenizer digest: ids must mean the same on both sides."""
+    weights: str = ""
+    """The digest that the server's weights must have; empty: whatever they have at first."""
+    note: Callable[[str], None] = _to_stderr
+    budget: int = field(init=False)
+    """Padded tokens that the server takes in one request."""
+
+    def __post_init__(self) -> None:
+        health = self._health()
+        theirs = health["fingerprint"]
+        if theirs["tokenizer"] != self.tokenizer:
+            raise ModelError(
+                f"reference: {self.address.url} serves {health['model']}, whose tokenizer is not "
+                "the policy's: its token ids mean something else"
+            )
+        self._check_weights(theirs["weights"])
+        by_bytes = (health["max_bytes"] - HEADER_BYTES) // BYTES_PER_TOKEN
+        self.budget = max(1, min(health["max_tokens"], by_bytes))
+
+    @property
+    def identity(self) -> str:
+        """Where it is asked, and the digest of its weights."""
+        return f"server {self.address.url} {self.weights}"
+
+    def logp(self, batch: Batch) -> LogProbs:
+        """Return log-probability and entropy of every trained token, as the server has them."""
+        shape, device = batch.tokens.shape, batch.tokens.device
+        whole = LogProbs(logp=torch.zeros(shape), entropy=torch.zeros(shape))
+        for index in micro_batches(batch, self.budget):
+            rows = batch.rows(index)
+            body = encode_request(rows, temperature=self.temperature, tokenizer=self.tokenizer)
+            reply = self._ask("POST", "/logp", body)
+            try:
+                part, weights = decode_reply(reply, rows.tokens.shape)
+            except WireError as error:
+                raise ModelError(f"reference: {self.address.url}: {error}") from None
+            self._check_weights(weights)
+            for target, values in zip(whole, part, strict=True):
+                target[index.cpu(), : values.shape[1]] = values
+        return LogProbs(*(values.to(device) for values in whole))
+
+    def save(self, folder: Path) -> None:
+        """Record which weights the penalty was taken against."""
+        record = {"url": self.address.url, "weights": self.weights}
+        (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
+
+    def load(self, folder: Path) -> None:
+        """Refuse to go on against other weights than before."""
+        try:
+            before = json.loads((folder / RECORD_FILE).read_text())["weights"]
+        except (OSError, ValueError, KeyError) as error:
+            raise RunError(f"checkpoint {folder} does not say its reference: {error}") from None
+        if before != self.weights:
+            raise ModelError(self._other_weights(before, self.weights))
+
+    def _check_weights(self, found: str) -> None:
+        self.weights = self.weights or found
+        if found != self.weights:
+            raise ModelError(self._other_weights(self.weights, found))
+
+    def _other_weights(self, wanted: str, found: str) -> str:
+        return (
+            f"reference: {self.address.url} has other weights: {wanted[:16]}... were expected, it "
+            f"has {found[:16]}...; serve the model (and --dtype) that the run was started with"
+        )
+
+    def _health(self) -> Mapping[str, Any]:
+        body = self._ask("GET", "/health")
+        try:
+            health: dict[str, Any] = json.loads(body)
+            for key, kind in (("max_bytes", int), ("max_tokens", int), ("model", str)):
+                if not isinstance(health[key], kind):
+                    raise TypeError
+            for key in ("tokenizer", "weights"):
+                health["fingerprint"][key].encode()
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(f"reference: {self.address.url} is not a reference server") from None
+        return health
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """Return the body of a good reply; wait for a server that is away, and say so once."""
+        deadline, wait, told = time.monotonic() + self.address.patience, FIRST_WAIT, False
+        while True:
+            asked = ""
+            try:
+                reply = _send(self.address, method, path, body)
+            except (OSError, http.client.HTTPException) as error:
+                problem = f"cannot be reached: {error or type(error).__name__}"
+            else:
+                if reply.status == 200:
+                    if told:
+                        self.note(f"reference: {self.address.url} is back")
+                    return reply.body
+                problem = f"answered {reply.status}: {_line(reply.body)}"
+                asked = reply.retry_after
+                if reply.status not in AWAY:
+                    raise ModelError(f"reference: {self.address.url} {problem}")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                what = f"reference: {self.address.url} {problem}"
+                raise ModelError(f"{what}; gave up after {self.address.patience:g} s")
+            if not told:
+                self.note(f"reference: {self.address.url} {problem}; waiting up to {left:.0f} s")
+                told = True
+            pause = float(asked) if asked.isdecimal() and len(asked) < 6 else wait
+            time.sleep(min(pause, LONGEST_WAIT, left))
+            wait *= 2
+
+
+def _send(address: Address, method: str, path: str, body: bytes | None) -> _Reply:
+    """Ask once. Redirects are not followed: they would take the token to another host."""
+    split = urllib.parse.urlsplit(address.url)
+    kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection
+    connection = kind(split.hostname or "", split.port, timeout=address.timeout)
+    headers = {"Content-Type": "application/octet-stream", "User-Agent": "covey"}
+    if address.token:
+        headers["Authorization"] = f"Bearer {address.token}"
+    try:
+        connection.request(method, split.path.rstrip("/") + path, body, headers)
+        response = connection.getresponse()
+        return _Reply(response.status, response.getheader("Retry-After", ""), response.read())
+    finally:
+        connection.close()
+
+
+def _line(body: bytes) -> str:
+    """Return what a server says is wrong: the error of its JSON, or its text."""
+    text = body[:10_000].decode("utf-8", "replace")
+    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+        text = str(json.loads(text)["error"])
+    return " ".join(text.split())[:300]

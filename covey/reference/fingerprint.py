@@ -1,0 +1,64 @@
+"""Telling models apart: what a client and a server must agree on before numbers are exchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from covey.policy.model import LanguageModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """Three digests (sha256, hexadecimal)."""
+
+    tokenizer: str
+    """Which text every token id stands for, and the special ids. Must be equal on both sides."""
+    model: str
+    """Architecture, vocabulary size, layers and hidden size. May differ: a larger reference."""
+    weights: str
+    """Every weight, in the type that it is computed with."""
+
+
+def fingerprint(model: LanguageModel) -> Fingerprint:
+    """Take all digests of a model. Reads every weight: about a second for a gigabyte."""
+    config = model.model.config
+    shape = {
+        "architecture": type(model.model).__name__,
+        "vocabulary": config.vocab_size,
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+    }
+    return Fingerprint(
+        tokenizer=tokenizer_digest(model), model=_digest(shape), weights=_weights_digest(model)
+    )
+
+
+def tokenizer_digest(model: LanguageModel) -> str:
+    """Return the digest of a vocabulary, ids in order, and of the special ids."""
+    tokenizer = model.tokenizer
+    return _digest(
+        {
+            "vocabulary": sorted(tokenizer.get_vocab().items()),
+            "special": sorted(tokenizer.all_special_ids),
+            "end": tokenizer.eos_token_id,
+            "padding": tokenizer.pad_token_id,
+        }
+    )
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _weights_digest(model: LanguageModel) -> str:
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.model.state_dict().items()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+        flat = weight.detach().cpu().contiguous().flatten()
+        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+    return digest.hexdigest()

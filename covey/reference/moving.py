@@ -1,0 +1,83 @@
+"""A reference that follows the policy: a moving average of its weights, or now and then a copy.
+
+    every n optimizer steps:  reference = alpha * policy + (1 - alpha) * reference
+
+With alpha = 1 it becomes the policy as it is then: the outer iterations of GRPO's first paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from covey.errors import RunError
+from covey.policy.model import LanguageModel
+from covey.policy.policy import Policy
+from covey.reference.frozen import FrozenReference
+
+REFERENCE_FILE = "reference.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovingReference(FrozenReference):
+    """A second copy of the weights, which takes a step towards the policy every so often."""
+
+    alpha: float
+    every: int
+    """Optimizer steps from one move to the next, whatever the step of training they are in."""
+    weights: dict[str, torch.Tensor] = field(init=False)
+    """In float32, as the optimizer has them: small steps would be lost in bfloat16."""
+
+    def __post_init__(self) -> None:
+        FrozenReference.__post_init__(self)
+        object.__setattr__(self, "weights", _masters(self.model))
+
+    @property
+    def identity(self) -> str:
+        """How it moves."""
+        return f"moving by {self.alpha:g} every {self.every} optimizer steps"
+
+    @torch.no_grad()
+    def after_step(self, policy: Policy) -> None:
+        """Take a step towards the policy, if it is time."""
+        if policy.version % self.every:
+            return
+        # Weights that are not trained are the same in both, and stay so.
+        for name, master in policy.optimizer.masters.items():
+            self.weights[name].lerp_(master.to(self.weights[name].dtype), self.alpha)
+        self._round_to_parameters()
+
+    def save(self, folder: Path) -> None:
+        """Write the weights beside the policy's."""
+        try:
+            save_file(self.weights, folder / REFERENCE_FILE)
+        except SafetensorError as error:
+            raise OSError(str(error)) from None  # a full disk; callers know it as what it is
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Read the weights back."""
+        try:
+            saved = load_file(folder / REFERENCE_FILE)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise RunError(f"checkpoint {folder} has no reference to go on with: {error}") from None
+        for name, weight in self.weights.items():
+            weight.copy_(saved[name])
+        self._round_to_parameters()
+
+    def _round_to_parameters(self) -> None:
+        for name, parameter in self.model.model.named_parameters():
+            if parameter.data_ptr() != self.weights[name].data_ptr():
+                parameter.copy_(self.weights[name])
+
+
+def _masters(model: LanguageModel) -> dict[str, torch.Tensor]:
+    exact = (torch.float32, torch.float64)
+    return {
+        name: p.data if p.dtype in exact else p.data.float()
+        for name, p in model.model.named_parameters()
+    }

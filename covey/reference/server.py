@@ -1,0 +1,191 @@
+"""A reference policy that runs elsewhere and is asked over HTTP.
+
+    POST /logp      rows of a batch -> log-probabilities and entropies (see wire.py)
+    GET  /health    which model this is, and what it takes
+    GET  /metrics   counters, as Prometheus reads them
+
+Needs fastapi and uvicorn: pip install 'covey[server]'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from covey._version import __version__
+from covey.policy.model import LanguageModel
+from covey.reference.fingerprint import Fingerprint, fingerprint
+from covey.reference.wire import Bounds, WireError, decode_request, encode_reply
+from covey.reference.worker import Busy, Worker
+
+PATIENCE = 4
+"""A body that is too large is read, and thrown away, up to so many times the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How a server behaves."""
+
+    name: str
+    """The model, as it was given."""
+    token: str = ""
+    """What clients must show; empty: nothing."""
+    max_megabytes: float = 64.0
+    max_tokens: int = 131_072
+    timeout: float = 120.0
+    """Seconds for a request, its arrival and its turn included."""
+    waiting: int = 64
+    """Requests that may wait."""
+
+    @property
+    def max_bytes(self) -> int:
+        """The largest body."""
+        return int(self.max_megabytes * 2**20)
+
+
+class Refused(Exception):
+    """An answer other than the one hoped for."""
+
+    def __init__(self, status: int, line: str) -> None:
+        super().__init__(line)
+        self.status = status
+
+
+@dataclass(slots=True, kw_only=True)
+class Service:
+    """What the routes share."""
+
+    settings: ServerSettings
+    worker: Worker
+    fingerprint: Fingerprint
+    bounds: Bounds
+    started: float = field(default_factory=time.monotonic)
+    requests: int = 0
+    errors: Counter[int] = field(default_factory=Counter)
+
+    async def logp(self, request: Request) -> Response:
+        """Answer POST /logp."""
+        try:
+            async with asyncio.timeout(self.settings.timeout):
+                limit = self.settings.max_bytes
+                body = await self._body(request, keep=limit)
+                if body is None:
+                    raise Refused(413, f"the body is larger than {limit} bytes (--max-megabytes)")
+                # Checking reads every token, and must not hold up the others.
+                asked = await asyncio.to_thread(decode_request, body, self.bounds)
+                if asked.tokenizer != self.fingerprint.tokenizer:
+                    raise Refused(422, "the client's tokenizer is not the one of this model")
+                values = await asyncio.wrap_future(self.worker.submit(asked))
+        except WireError as error:
+            raise Refused(422, str(error)) from None
+        except Busy:
+            raise Refused(503, "too many requests wait") from None
+        except TimeoutError:
+            raise Refused(503, f"not done within {self.settings.timeout:g} s") from None
+        reply = encode_reply(values, self.fingerprint.weights)
+        return Response(reply, media_type="application/octet-stream")
+
+    async def health(self) -> Response:
+        """Answer GET /health."""
+        return JSONResponse(
+            {
+                "model": self.settings.name,
+                "fingerprint": asdict(self.fingerprint),
+                "version": __version__,
+                "seconds": round(time.monotonic() - self.started, 3),
+                "max_bytes": self.settings.max_bytes,
+                "max_tokens": self.settings.max_tokens,
+            }
+        )
+
+    async def metrics(self) -> Response:
+        """Answer GET /metrics."""
+        counts = self.worker.counts
+        values = {
+            "requests_total": self.requests,
+            "tokens_total": counts.tokens,
+            "batches_total": counts.batches,
+            "seconds_total": counts.seconds,
+            "queue_length": self.worker.waiting,
+        }
+        lines = []
+        for name, value in values.items():
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# TYPE covey_reference_{name} {kind}", f"covey_reference_{name} {value}"]
+        lines.append("# TYPE covey_reference_errors_total counter")
+        for status, count in sorted(self.errors.items()):
+            lines.append(f'covey_reference_errors_total{{status="{status}"}} {count}')
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+    async def _body(self, request: Request, keep: int) -> bytes | None:
+        """Read a body; None if it is larger than `keep`.
+
+        What is sent without end is cut off; but a client that is only somewhat above the limit is
+        heard out, for one that is still sending would see a broken connection and not the refusal.
+        """
+        body, seen = bytearray(), 0
+        async for piece in request.stream():
+            seen += len(piece)
+            if seen <= keep:
+                body += piece
+            elif seen > PATIENCE * self.settings.max_bytes:
+                break
+        return bytes(body) if seen <= keep else None
+
+    async def _ask_for_token(self, request: Request) -> None:
+        shown = request.headers.get("authorization", "").encode()
+        wanted = f"Bearer {self.settings.token}".encode()
+        if self.settings.token and not hmac.compare_digest(shown, wanted):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.timeout):
+                    await self._body(request, keep=0)
+            raise Refused(401, "the bearer token is missing or wrong")
+
+    async def guard(
+        self, request: Request, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        """Ask for the token before anything is read, and turn refusals into one line of JSON."""
+        self.requests += 1
+        try:
+            await self._ask_for_token(request)
+            response = await answer(request)
+        except Refused as refused:
+            response = JSONResponse({"error": str(refused)}, status_code=refused.status)
+            if refused.status == 503:
+                response.headers["Retry-After"] = "1"
+            if refused.status in (401, 413):
+                response.headers["Connection"] = "close"  # or the rest would be read for ever
+        except Exception as error:
+            line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            response = JSONResponse({"error": line}, status_code=500)
+        if response.status_code >= 400:
+            self.errors[response.status_code] += 1
+        return response
+
+
+def make_app(model: LanguageModel, settings: ServerSettings) -> FastAPI:
+    """Put a server together around a loaded model."""
+    service = Service(
+        settings=settings,
+        worker=Worker(model, max_tokens=settings.max_tokens, waiting=settings.waiting),
+        fingerprint=fingerprint(model),
+        bounds=Bounds(
+            vocabulary=model.model.config.vocab_size,
+            context=model.context,
+            tokens=settings.max_tokens,
+        ),
+    )
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.post("/logp")(service.logp)
+    app.get("/health")(service.health)
+    app.get("/metrics")(service.metrics)
+    app.middleware("http")(service.guard)
+    return app

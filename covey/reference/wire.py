@@ -1,0 +1,196 @@
+"""What travels between a run and a reference server: safetensors, never pickle.
+
+A request holds the rows of a batch, with the temperature and the client's tokenizer digest as
+metadata; a reply the log-probabilities and entropies, with the digest of the server's weights.
+Everything that a stranger might send is checked here before a model sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from covey.policy.policy import LogProbs
+from covey.types import Batch
+
+TYPES: Mapping[str, tuple[torch.dtype, int]] = {
+    "prompt_tokens": (torch.int32, 2),
+    "prompt_lengths": (torch.int32, 1),
+    "tokens": (torch.int32, 2),
+    "lengths": (torch.int32, 1),
+    "mask": (torch.bool, 2),
+}
+"""The tensors of a request: type and number of dimensions."""
+
+BYTES_PER_TOKEN = 17
+"""A request's most, padding and lengths included, for each token that `padded_tokens` counts."""
+HEADER_BYTES = 4096
+"""A request's names, shapes and metadata, generously."""
+
+
+class WireError(ValueError):
+    """What was sent is not what was agreed on. The message is one line for the sender."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Rows to judge, and how."""
+
+    batch: Batch
+    temperature: float
+    tokenizer: str
+    """The client's tokenizer digest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a server takes."""
+
+    vocabulary: int
+    context: int
+    """Tokens of one row at most."""
+    tokens: int
+    """Padded tokens of one request at most."""
+
+
+def padded_tokens(batch: Batch) -> int:
+    """Return the rows times the longest of them: what a batch costs in memory."""
+    return len(batch) * int((batch.prompt_lengths + batch.lengths).max())
+
+
+def encode_request(batch: Batch, *, temperature: float, tokenizer: str) -> bytes:
+    """Write a request."""
+    tensors = {
+        name: getattr(batch, name).to("cpu", kind).contiguous() for name, (kind, _) in TYPES.items()
+    }
+    body: bytes = save(tensors, {"temperature": repr(temperature), "tokenizer": tokenizer})
+    return body
+
+
+def decode_request(body: bytes, bounds: Bounds) -> Request:
+    """Read a request, and refuse what cannot be computed."""
+    tensors, metadata = _read(body)
+    _check_types(tensors)
+    _check_shapes(tensors)
+    _check_values(tensors, bounds)
+    try:
+        temperature = float(metadata.get("temperature", "1"))
+    except ValueError:
+        temperature = math.nan
+    if not (0 < temperature < math.inf):
+        raise WireError(f"temperature = {metadata['temperature'][:40]!r} must be a number above 0")
+    return Request(
+        batch=_batch({n: t if n == "mask" else t.long() for n, t in tensors.items()}),
+        temperature=temperature,
+        tokenizer=metadata.get("tokenizer", ""),
+    )
+
+
+def encode_reply(values: LogProbs, weights: str) -> bytes:
+    """Write a reply."""
+    tensors = {k: v.to("cpu", torch.float32).contiguous() for k, v in values._asdict().items()}
+    body: bytes = save(tensors, {"weights": weights})
+    return body
+
+
+def decode_reply(body: bytes, shape: torch.Size) -> tuple[LogProbs, str]:
+    """Read a reply and the digest of the weights that gave it."""
+    tensors, metadata = _read(body)
+    for name in LogProbs._fields:
+        found = tensors.get(name)
+        if found is None or found.shape != shape or found.dtype != torch.float32:
+            raise WireError(f"the reply has no {name} of shape {list(shape)}")
+    return LogProbs(**{n: tensors[n] for n in LogProbs._fields}), metadata.get("weights", "")
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Put the rows of several batches below each other."""
+    return _batch({name: _stacked([getattr(b, name) for b in batches]) for name in TYPES})
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Bring what a model reads to its device."""
+    return replace(batch, **{name: getattr(batch, name).to(device) for name in TYPES})
+
+
+def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if parts[0].ndim == 1:
+        return torch.cat(list(parts))
+    width = max(p.shape[1] for p in parts)
+    return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[1])) for p in parts])
+
+
+def _read(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    try:
+        tensors = load(body)
+        size = int.from_bytes(body[:8], "little")
+        metadata = json.loads(body[8 : 8 + size]).get("__metadata__", {})
+    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise WireError(f"not safetensors: {' '.join(str(error).split())[:200]}") from None
+    return tensors, metadata
+
+
+def _check_types(tensors: Mapping[str, torch.Tensor]) -> None:
+    if tensors.keys() != TYPES.keys():
+        raise WireError(f"tensors must be {', '.join(TYPES)}, not {', '.join(sorted(tensors))}")
+    for name, (kind, dimensions) in TYPES.items():
+        tensor = tensors[name]
+        if tensor.dtype != kind or tensor.ndim != dimensions:
+            found = f"{tensor.dtype} with {tensor.ndim}".removeprefix("torch.")
+            wanted = f"{kind} with {dimensions}".removeprefix("torch.")
+            raise WireError(f"{name} must be {wanted} dimensions, not {found}")
+
+
+def _check_shapes(tensors: Mapping[str, torch.Tensor]) -> None:
+    rows = {name: tensor.shape[0] for name, tensor in tensors.items()}
+    if len(set(rows.values())) > 1 or rows["tokens"] == 0:
+        raise WireError(f"every tensor must have as many rows, and one or more, not {rows}")
+    if tensors["mask"].shape != tensors["tokens"].shape or not tensors["tokens"].numel():
+        raise WireError("mask and tokens must have the same shape, and one or more columns")
+    for lengths, tokens, least in (
+        ("prompt_lengths", "prompt_tokens", 1),
+        ("lengths", "tokens", 0),
+    ):
+        most = tensors[tokens].shape[1]
+        low, high = tensors[lengths].min(), tensors[lengths].max()
+        if low < least or high > most:
+            raise WireError(f"{lengths} must be {least} to {most}, the width of {tokens}")
+
+
+def _check_values(tensors: Mapping[str, torch.Tensor], bounds: Bounds) -> None:
+    for name in ("prompt_tokens", "tokens"):
+        ids = tensors[name]
+        if ids.min() < 0 or ids.max() >= bounds.vocabulary:
+            raise WireError(f"{name} must be 0 to {bounds.vocabulary - 1}: the vocabulary")
+    mask, lengths = tensors["mask"], tensors["lengths"]
+    if mask.view(torch.uint8).max() > 1:
+        raise WireError("mask must hold 0 and 1")
+    if (mask & (torch.arange(mask.shape[1]) >= lengths[:, None])).any():
+        raise WireError("mask must not mark what is beyond a row's length")
+    total = tensors["prompt_lengths"].long() + lengths
+    longest = int(total.max())
+    if longest > bounds.context:
+        raise WireError(f"a row of {longest} tokens is longer than the context, {bounds.context}")
+    if longest * len(total) > bounds.tokens:
+        what = f"{len(total)} rows of up to {longest} tokens"
+        raise WireError(f"{what} are more than {bounds.tokens} (--max-tokens)")
+
+
+def _batch(tensors: Mapping[str, torch.Tensor]) -> Batch:
+    """Return a batch of which only what a model reads is filled in."""
+    rows = len(tensors["tokens"])
+    zeros = torch.zeros(rows, dtype=torch.float64)
+    return Batch(
+        **tensors,
+        sampler_logp=torch.zeros(tensors["tokens"].shape),
+        rewards=zeros,
+        success=zeros.bool(),
+        group=zeros.long(),
+        truncated=zeros.bool(),
+    )

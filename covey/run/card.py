@@ -1,0 +1,132 @@
+"""The model card: what an exported model is, how it came about and what it can do.
+
+No torch here: all that a card says is in the run folder.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.run.folder import RunFolder
+
+HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""What the hub calls models that have a short name here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What is exported."""
+
+    name: str
+    source: str
+    """The folder or the name that it was loaded from."""
+    step: int | None
+    """The training step, if it is a checkpoint of a run."""
+    dtype: str
+    stop_ids: Sequence[int]
+    merged: bool = False
+    """Whether an adapter was added into the weights."""
+
+
+def model_card(exported: Exported, run: RunFolder | None) -> str:
+    """Return README.md for a model, with all that its run knows, if it has one."""
+    config = {} if run is None else tomllib.loads(run.config_file.read_text(encoding="utf-8"))
+    base = config.get("model", {}).get("path", exported.source)
+    parts = [_front_matter(base, config), f"# {exported.name}", _origin(exported, base, config)]
+    parts.append(_use(exported, config.get("model", {})))
+    if run is not None:
+        parts.append(_results(run.evaluations(), exported.step))
+        parts.append(_data(config))
+        parts.append(_made_with(run.environment()))
+        settings = run.config_file.read_text(encoding="utf-8").strip()
+        parts.append(f"## Configuration\n\n```toml\n{settings}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(base: str, config: Mapping[str, Any]) -> str:
+    lines = ["library_name: transformers", "pipeline_tag: text-generation"]
+    hub = HUB_NAMES.get(base, base)
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", hub):  # one slash: a hub's name, not a path's
+        lines.append(f"base_model: {hub}")
+    tags = ["covey", "reinforcement-learning"]
+    if re.fullmatch(r"\w+", algorithm := config.get("objective", {}).get("name", "")):
+        tags.append(algorithm)
+    return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
+
+
+def _origin(exported: Exported, base: str, config: Mapping[str, Any]) -> str:
+    merged = " Its adapter is part of the weights." if exported.merged else ""
+    if not config:
+        return f"Exported by Covey from `{base}`, in {exported.dtype}.{merged}"
+    steps = config.get("train", {}).get("steps")
+    return (
+        f"`{base}` after {exported.step} of {steps} steps of reinforcement learning with Covey: "
+        f"algorithm `{config['objective']['name']}`, task `{config['task']['name']}`, reward "
+        f"`{config['reward']['name']}`. The weights are {exported.dtype}.{merged}"
+    )
+
+
+def _use(exported: Exported, model: Mapping[str, Any]) -> str:
+    form, prefill = model.get("template", "auto"), model.get("prefill", "")
+    put = {
+        "auto": "by the tokenizer's chat template, or joined by line ends if it has none",
+        "chat": "by the tokenizer's chat template",
+        "plain": "as they are, several messages joined by line ends, without the chat template",
+    }.get(form, f"as the text {form!r}, without the chat template")
+    stops = ", ".join(str(stop) for stop in exported.stop_ids)
+    lines = [
+        f"Questions were put {put}.",
+        *([f"Every answer began with {prefill!r}; ask in the same way."] if prefill else []),
+        f"Tokens that end an answer: {stops}.",
+    ]
+    return "## Use\n\n" + " ".join(lines)
+
+
+def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> str:
+    """Show the first, the best and the last evaluation, and that of the exported step."""
+    if not evaluations:
+        return "## Results\n\nThe run was not evaluated."
+    best = max(evaluations, key=lambda row: row["greedy"]["value"])
+    labelled = [("first", evaluations[0]), ("best", best), ("last", evaluations[-1])]
+    labelled += [("exported", row) for row in evaluations if row["step"] == step]
+    names = [n for n, v in evaluations[-1].items() if isinstance(v, dict) and "low" in v]
+    table = ["| | step | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for label, row in labelled:
+        cells = [_estimate(row.get(name)) for name in names]
+        table.append(f"| {label} | {row['step']} | " + " | ".join(cells) + " |")
+    return (
+        f"## Results\n\nOn {evaluations[-1]['prompts']} held-out prompts, with 95 % intervals. The "
+        "best was picked on these same prompts, which flatters it.\n\n" + "\n".join(table)
+    )
+
+
+def _estimate(estimate: Mapping[str, float] | None) -> str:
+    if estimate is None:
+        return "-"
+    return f"{estimate['value']:.1%} [{estimate['low']:.1%}, {estimate['high']:.1%}]"
+
+
+def _data(config: Mapping[str, Any]) -> str:
+    options = {k: v for k, v in config["task"].items() if k != "name"}
+    lines = [f"- {name}: `{value}`" for name, value in options.items()]
+    return f"## Data\n\nTask `{config['task']['name']}`\n\n" + "\n".join(lines or ["- no options"])
+
+
+def _made_with(environment: Mapping[str, Any]) -> str:
+    packages = environment.get("packages", {})
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+    commit = environment.get("git", {}).get("commit")
+    lines = [
+        f"- command: `{shlex.join(environment.get('command', []))}`",
+        f"- versions: python {environment.get('python')}, {versions}",
+        f"- machine: {environment.get('platform')}, on {environment.get('device')}",
+        f"- seed: {environment.get('seed')}",
+        *([f"- git commit of the working folder: {commit}"] if commit else []),
+        *([f"- reward: {environment['reward']}"] if environment.get("reward") else []),
+    ]
+    return "## Made with\n\n" + "\n".join(lines)

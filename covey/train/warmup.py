@@ -1,0 +1,198 @@
+"""Supervised training on worked solutions, before reinforcement:
+
+    draw solutions -> encode -> learn -> log -> evaluate -> save
+
+Which solutions a step sees is a function of seed and step, so the policy is all there is to save.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from covey.config import Config
+from covey.errors import DataError, RunError
+from covey.policy.checkpoint import load_policy, save_policy
+from covey.policy.optimizer import learning_rate
+from covey.policy.policy import Policy
+from covey.run.folder import RunFolder
+from covey.run.metrics import meaning
+from covey.sampler.native import NativeSampler
+from covey.sampler.protocol import Sampler, Sampling
+from covey.sampler.random import solution_indices
+from covey.scoring import Scorer
+from covey.tasks import bad_rows_of
+from covey.train.assemble import (
+    held_out_of,
+    load_model,
+    policy_of,
+    sampling_of,
+    scorer_of,
+    task_of,
+)
+from covey.train.loop import StopSignal
+from covey.train.measure import measure
+from covey.train.report import Reporter
+from covey.train.solutions import Solutions, solutions_of
+from covey.train.supervised import Example, encode_example, learn, stack
+from covey.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupParts:
+    """What a warm-up is made of."""
+
+    config: Config
+    solutions: Solutions
+    held_out_prompts: Sequence[Prompt]
+    bad_rows: tuple[str, ...]
+    """One line for every row of the data that was skipped."""
+    scorer: Scorer
+    policy: Policy
+    sampler: Sampler
+    sampling: Sampling
+
+    @property
+    def total(self) -> int:
+        """How many solutions are learned from, repetitions included."""
+        settings = self.config.warmup
+        if settings.steps:
+            return settings.steps * settings.solutions
+        return settings.epochs * len(self.solutions)
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps that takes. The last may be a smaller one."""
+        return math.ceil(self.total / self.config.warmup.solutions)
+
+
+def assemble_warmup(config: Config) -> WarmupParts:
+    """Build everything that a resolved configuration names."""
+    task = task_of(config)
+    solutions, held_out = solutions_of(config, task), held_out_of(config, task)
+    model = load_model(config)
+    policy = policy_of(config, model)
+    # Cross-entropy is that of the model itself, whatever temperature it will be sampled at.
+    policy.temperature = 1.0
+    parts = WarmupParts(
+        config=config,
+        solutions=solutions,
+        held_out_prompts=held_out,
+        bad_rows=tuple(bad_rows_of(task)),
+        scorer=scorer_of(config),
+        policy=policy,
+        sampler=NativeSampler(model),
+        sampling=sampling_of(config),
+    )
+    try:
+        step_examples(parts, 1)  # what is wrong with the solutions is found before a run is made
+    except BaseException:
+        parts.scorer.close()
+        raise
+    return parts
+
+
+def step_examples(parts: WarmupParts, step: int) -> tuple[list[Example], int]:
+    """Return the solutions of a step, counted from 1, and how many were left out as too long."""
+    settings, model = parts.config.warmup, parts.policy.model
+    start = (step - 1) * settings.solutions
+    picks = solution_indices(
+        seed=parts.config.seed,
+        start=start,
+        stop=min(start + settings.solutions, parts.total),
+        size=len(parts.solutions),
+    )
+    limit = settings.max_tokens or parts.config.rollout.max_tokens
+    examples, shortest = [], math.inf
+    for solution in (parts.solutions[index] for index in picks):
+        example = encode_example(model, solution.prompt.messages, solution.text)
+        shortest = min(shortest, len(example.tokens))
+        whole = len(example.prompt_tokens) + len(example.tokens)
+        if len(example.tokens) <= limit and whole <= model.context:
+            examples.append(example)
+    if not examples:
+        raise DataError(
+            f"warmup: all {len(picks)} solutions of step {step} are too long, the shortest of "
+            f"{shortest} tokens; raise warmup.max_tokens = {limit}"
+        )
+    return examples, len(picks) - len(examples)
+
+
+def warm_up(parts: WarmupParts, run: RunFolder, reporter: Reporter, stop: StopSignal) -> int:
+    """Train until the configured number of steps, or a signal. Return the last step done."""
+    config, steps = parts.config, parts.steps
+    step = saved = _restore(parts, run)
+    every = config.warmup.evaluate_every
+    reporter.started(steps=steps, done=step, answers=config.warmup.solutions)
+    if step == 0 and every:
+        measure(parts, run, reporter, step=0)
+    while step < steps and stop.received is None:
+        step += 1
+        _step(parts, run, reporter, step)
+        if every and (step % every == 0 or step == steps):
+            measure(parts, run, reporter, step)
+        if step == steps or (config.save.every and step % config.save.every == 0):
+            _save(parts, run, step)
+            saved = step
+    if saved < step:
+        _save(parts, run, step)
+    return step
+
+
+def _step(parts: WarmupParts, run: RunFolder, reporter: Reporter, step: int) -> None:
+    started = time.perf_counter()
+    config, policy = parts.config, parts.policy
+    examples, left_out = step_examples(parts, step)
+    rate = learning_rate(
+        policy.version,
+        peak=config.warmup.learning_rate,
+        schedule=config.warmup.schedule,
+        warmup_steps=config.warmup.warmup_steps,
+        total_steps=parts.steps,
+    )
+    learned = learn(
+        policy,
+        stack(examples, policy.model.device),
+        rate=rate,
+        token_budget=config.train.token_budget,
+    )
+    seconds = time.perf_counter() - started
+    seen = min(step * config.warmup.solutions, parts.total)
+    metrics = {
+        "step": step,
+        "loss/cross_entropy": learned.loss,
+        "policy/entropy_avg": learned.entropy,
+        "lr": rate,
+        "optim/grad_norm": learned.grad_norm,
+        "optim/skipped": int(learned.skipped),
+        "warmup/epoch": seen / len(parts.solutions),
+        "warmup/solutions": len(examples),
+        "warmup/left_out": left_out,
+        "warmup/tokens": learned.tokens,
+        "time/total": seconds,
+        "time/tokens_per_second": learned.tokens / seconds,
+    }
+    assert all(meaning(name) for name in metrics), "every metric has a meaning"
+    run.log_step(metrics)
+    reporter.step(metrics)
+
+
+def _restore(parts: WarmupParts, run: RunFolder) -> int:
+    """Load the newest checkpoint, if any, and return its step."""
+    checkpoints = run.checkpoints()
+    if not checkpoints:
+        run.forget_after(-1)  # the evaluation of step 0 comes again as well
+        return 0
+    step, folder = checkpoints[-1]
+    if load_policy(parts.policy, folder)["step"] != step:
+        raise RunError(f"{folder} does not hold step {step}")
+    run.forget_after(step)
+    return step
+
+
+def _save(parts: WarmupParts, run: RunFolder, step: int) -> None:
+    with run.new_checkpoint(step) as folder:
+        save_policy(parts.policy, folder, {"step": step})
+    run.prune_checkpoints(parts.config.save.keep)

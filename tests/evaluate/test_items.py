@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from covey.errors import ConfigError
+from covey.evaluate import by_category, check_category, compare, estimates
+from covey.evaluate.items import Answer, Item
+from covey.evaluate.statistics import mean_over_prompts, proportion
+from covey.types import Prompt
+
+
+def answer(right: bool | None) -> Answer:
+    return Answer(text=f"so {right}", right=right, reward=None, tokens=3, finish="stop")
+
+
+def item(name: str, right: bool | None, samples: Sequence[bool | None] = (), **info: Any) -> Item:
+    asked = ({"role": "user", "content": f"{name}?"},)
+    prompt = Prompt(id=name, task="sums", messages=asked, answer="7", info=info)
+    return Item(prompt=prompt, greedy=answer(right), samples=tuple(map(answer, samples)))
+
+
+def test_the_values_of_a_prompt() -> None:
+    assert item("a", True).values() == {"greedy": 1.0}
+    # 2 of 5 right: of the 10 pairs, 3 hold none; of the 5 fours, none does.
+    values = item("a", False, [True, False, True, False, None]).values()
+    assert values == {"greedy": 0.0, "mean@5": 0.4, "pass@2": pytest.approx(0.7), "pass@4": 1.0}
+    assert item("a", True, [True]).values() == {"greedy": 1.0, "mean@1": 1.0}
+
+
+def test_what_could_not_be_scored_counts_as_wrong_and_is_told_apart() -> None:
+    one = item("a", None, [None, True])
+    assert one.values() == {"greedy": 0.0, "mean@2": 0.5, "pass@2": 1.0}
+    row = json.loads(json.dumps(one.row()))
+    assert row["right"] is None
+    assert [sample["right"] for sample in row["samples"]] == [None, True]
+
+
+def test_a_row_says_what_was_asked_expected_and_answered() -> None:
+    row = item("a", True, [False], level=2).row()
+    assert (row["prompt_id"], row["prompt"], row["expected"]) == ("a", "a?", "7")
+    assert (row["answer"], row["right"], row["info"]) == ("so True", True, {"level": 2})
+    assert row["samples"][0]["text"] == "so False"
+
+
+def test_numbers_over_items_are_wilsons_and_the_bootstraps() -> None:
+    items = [item(str(n), n < 3, [n < 5, n < 8]) for n in range(10)]
+    found = estimates(items)
+    assert found["greedy"] == proportion(3, 10)
+    assert found["mean@2"] == mean_over_prompts([1.0] * 5 + [0.5] * 3 + [0.0] * 2)
+    assert found["pass@2"] == mean_over_prompts([1.0] * 8 + [0.0] * 2)
+
+
+def test_categories_come_in_the_order_of_their_numbers_then_names() -> None:
+    levels = [10, 9, 2.5, "hard", 9]
+    items = [item(str(n), True, level=level) for n, level in enumerate(levels)]
+    items.append(item("none", True))
+    found = by_category(items, "level")
+    assert list(found) == ["2.5", "9", "10", "-", "hard"]
+    assert [i.prompt.id for i in found["9"]] == ["1", "4"]
+    assert sum(map(len, found.values())) == len(items)
+    assert list(by_category(items, "task")) == ["sums"]
+
+
+def test_a_key_that_no_prompt_has_is_refused_with_the_nearest() -> None:
+    prompts = [item("a", True, operations=2).prompt]
+    check_category(prompts, "operations")
+    check_category(prompts, "task")
+    with pytest.raises(ConfigError, match=r"--by operation: .*did you mean 'operations'"):
+        check_category(prompts, "operation")
+
+
+def test_a_comparison_names_what_was_gained_and_lost() -> None:
+    first = [
+        item("a", True, [True] * 2),
+        item("b", False, [True] * 2),
+        item("c", True, [False] * 2),
+    ]
+    second = [
+        item("a", False, [True] * 2),
+        item("b", True, [False] * 2),
+        item("c", True, [False] * 2),
+    ]
+    found = compare(first, second)
+    assert (found.gained, found.lost) == (("a",), ("b",))
+    greedy, mean = found.differences["greedy"], found.differences["mean@2"]
+    assert (greedy.estimate.value, greedy.gained, greedy.lost, greedy.p_value) == (0.0, 1, 1, 1.0)
+    assert (mean.estimate.value, mean.gained, mean.lost) == (pytest.approx(1 / 3), 1, 0)
+    row = json.loads(json.dumps(found.row()))
+    assert (row["gained"], row["greedy"]["p_value"]) == (["a"], 1.0)
+
+
+def test_evaluations_of_other_prompts_are_not_compared() -> None:
+    with pytest.raises(ValueError, match="not of the same prompts"):
+        compare([item("a", True)], [item("b", True)])
