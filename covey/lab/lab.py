@@ -247,7 +247,9 @@ def examine(
     if not prompts:
         raise RewardError("rewards lab: there are no prompts to try the reward on")
     gold, form = check_gold(lab, prompts)
-    checks = [gold, *check_hacks(lab, prompts[:8], form)]
+    # A program that never ends takes all the time that it is given, and some hacks are such.
+    tried = prompts[: 8 if lab.reward.quick else 3]
+    checks = [gold, *check_hacks(lab, tried, form)]
     if labelled:
         checks += check_labels(lab, labelled, allowed)
     return [*checks, check_bounds(lab), check_determinism(lab), *check_time(lab, prompts, form)]

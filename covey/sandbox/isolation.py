@@ -46,6 +46,11 @@ def package_folders() -> list[str]:
     return sorted({os.path.realpath(paths[name]) for name in ("purelib", "platlib")})
 
 
+def package_places() -> list[str]:
+    """Where they lie inside, in the same order."""
+    return [f"/packages/{number}" for number in range(len(package_folders()))]
+
+
 def command(file_bytes: int) -> list[str]:
     """Return the start of a command line; what to isolate follows it.
 
@@ -99,16 +104,25 @@ def _file_system() -> tuple[str, ...]:
     for file in _SYSTEM_FILES:
         arguments += ["--ro-bind-try", file, file]
     seen = ["/usr"]
-    for folder in (os.path.realpath(sys.base_prefix), interpreter(), *package_folders()):
+    for folder in (os.path.realpath(sys.base_prefix), interpreter()):
         if os.path.exists(folder) and not any(Path(folder).is_relative_to(s) for s in seen):
             arguments += [*_parents(folder), "--ro-bind", folder, folder]
             seen.append(folder)
-    for folder in package_folders():
+    return (*arguments, *_packages(seen))
+
+
+def _packages(seen: list[str]) -> list[str]:
+    """Installed packages under names of our own: where they lie is nobody's business."""
+    arguments = _parents(package_places()[0])
+    hidden = []
+    for folder, place in zip(package_folders(), package_places(), strict=True):
+        arguments += ["--ro-bind", folder, place]
+        also = [folder] if any(Path(folder).is_relative_to(s) for s in seen) else []
         # Beside the packages lies Covey's own, with the answers to the problems that it ships.
-        covered = os.path.join(folder, "covey")
-        if os.path.isdir(covered):
-            arguments += ["--size", "4096", "--tmpfs", covered, "--remount-ro", covered]
-    return tuple(arguments)
+        hidden += [f"{f}/covey" for f in (place, *also) if os.path.isdir(f"{folder}/covey")]
+    for folder in hidden:
+        arguments += ["--size", "4096", "--tmpfs", folder, "--remount-ro", folder]
+    return arguments
 
 
 def _parents(path: str) -> list[str]:

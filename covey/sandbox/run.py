@@ -57,7 +57,7 @@ def run(
         **asdict(limits),
         "program": program,
         "cases": [{"stdin": c.stdin.encode(errors="surrogatepass"), "call": c.call} for c in cases],
-        "paths": isolation.package_folders(),
+        "paths": isolation.package_folders() if unsafe else isolation.package_places(),
         "isolated": not unsafe,
     }
     with _started(job, limits, unsafe) as process:

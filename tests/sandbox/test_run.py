@@ -384,7 +384,7 @@ def test_an_installed_covey_keeps_its_answers_to_itself(monkeypatch: pytest.Monk
         monkeypatch.setattr(isolation, "package_folders", lambda: [name])
         isolation._file_system.cache_clear()
         try:
-            program = f"import os, other\nprint(other.value, os.listdir({name + '/covey'!r}))"
+            program = "import os, other\nprint(other.value, os.listdir('/packages/0/covey'))"
             assert run(program, [Case()])[0].stdout == b"7 []\n"
         finally:
             isolation._file_system.cache_clear()
