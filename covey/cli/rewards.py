@@ -16,7 +16,8 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from covey.config import Config, load_config
+from covey.cli.opening import resolved
+from covey.config import Config
 
 if TYPE_CHECKING:
     from covey.lab.lab import Case, Check
@@ -98,7 +99,7 @@ def score_command(
     from covey.run.files import write_text
     from covey.train.assemble import scorer_of
 
-    config = _resolved(source, overrides)
+    config = resolved(source, overrides or ())
     cases = read_cases(file)
     with closing(scorer_of(config)) as scorer:
         rows = _scored(scorer, cases, show=not as_json)
@@ -180,7 +181,7 @@ def lab_command(
     from covey.scoring import Pool
     from covey.train.assemble import reward_of, task_of
 
-    config = _resolved(source, overrides)
+    config = resolved(source, overrides or ())
     reward, limits = reward_of(config), config.scoring
     asked = list(task_of(config).held_out()[:prompts])
     rows = read_labelled(labelled) if labelled else []
@@ -216,10 +217,3 @@ def _show(who: str, config: Config, checks: list[Check]) -> None:
             console.print(f"  {escape(example)}", highlight=False)
     passed = len(checks) - len(failed)
     console.print(f"{passed} of {len(checks)} checks passed", highlight=False)
-
-
-def _resolved(source: str, overrides: list[str] | None) -> Config:
-    config = load_config(source, overrides or [])
-    from covey.train.assemble import resolve  # imports torch, which takes seconds
-
-    return resolve(config)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from covey.config import Config, load_config, to_toml, toml_value
+from covey.cli.opening import resolved, tell_notes
+from covey.config import Config, to_toml, toml_value
 from covey.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -59,19 +60,11 @@ def train_command(
         return
     settings = [*(overrides or []), *(["task.skip_bad_rows=true"] if skip_bad_rows else [])]
     settings += [] if model is None else [f"model.path={toml_value(model)}"]
-    config = _resolved(source or "arithmetic", settings)
+    config = resolved(source or "arithmetic", settings)
     if print_config:
         typer.echo(to_toml(config), nl=False)
     else:
         _start(config, run, source or "arithmetic")
-
-
-def _resolved(source: str, settings: list[str]) -> Config:
-    config = load_config(source, settings)
-
-    from covey.train.assemble import resolve  # imports torch, which takes seconds
-
-    return resolve(config)
 
 
 def _start(config: Config, path: Path | None, label: str) -> None:
@@ -100,7 +93,7 @@ def _resume(path: Path, print_config: bool) -> None:
     folder = RunFolder.open(path)
     if folder.environment().get("kind") == "warmup":
         raise RunError(f"{path} is a warm-up; go on with: covey warmup --resume {path}")
-    config = _resolved(str(folder.config_file), [])
+    config = resolved(str(folder.config_file))
     if print_config:
         typer.echo(to_toml(config), nl=False)
         return
@@ -112,29 +105,14 @@ def _resume(path: Path, print_config: bool) -> None:
 
 
 def _run(parts: Parts, folder: RunFolder) -> None:
-    import torch
-
     from covey.cli.report import make_reporter
     from covey.collect import prompt_notes
     from covey.train.loop import stop_signal, train
 
     reporter = make_reporter(folder)
-    threads = folder.environment().get("threads")
-    if threads != torch.get_num_threads():
-        reporter.note(
-            f"this run was started with {threads} threads and goes on with "
-            f"{torch.get_num_threads()}: results may differ in the last bits"
-        )
-    if parts.bad_rows:
-        reporter.note(f"{len(parts.bad_rows)} bad rows skipped; the first: {parts.bad_rows[0]}")
+    tell_notes(reporter, folder, parts)
     for note in prompt_notes(parts.policy.model, parts.train_prompts):
         reporter.note(note)
-    judged_by = folder.environment().get("reward", parts.scorer.identity)
-    if judged_by != parts.scorer.identity:
-        reporter.note(
-            f"the reward has changed since this run was started: it was {judged_by} and is now "
-            f"{parts.scorer.identity}"
-        )
     with folder.locked(), stop_signal() as stop, reporter:
         done = train(parts, folder, reporter, stop)
     reporter.finished(done, parts.config.train.steps, stop.received)

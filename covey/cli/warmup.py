@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from covey.config import Config, load_config, to_toml, toml_value
+from covey.cli.opening import resolved, tell_notes
+from covey.config import Config, to_toml, toml_value
 from covey.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -54,15 +55,7 @@ def warmup_command(
         _resume(resume)
         return
     settings = [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
-    _start(_resolved(source or "arithmetic", settings), run, source or "arithmetic")
-
-
-def _resolved(source: str, settings: list[str]) -> Config:
-    config = load_config(source, settings)
-
-    from covey.train.assemble import resolve  # imports torch, which takes seconds
-
-    return resolve(config)
+    _start(resolved(source or "arithmetic", settings), run, source or "arithmetic")
 
 
 def _start(config: Config, path: Path | None, label: str) -> None:
@@ -88,7 +81,7 @@ def _resume(path: Path) -> None:
     folder = RunFolder.open(path)
     if folder.environment().get("kind") != KIND:
         raise RunError(f"{path} is no warm-up; go on with: covey train --resume {path}")
-    config = _resolved(str(folder.config_file), [])
+    config = resolved(str(folder.config_file))
 
     from covey.train.warmup import assemble_warmup
 
@@ -98,21 +91,12 @@ def _resume(path: Path) -> None:
 
 
 def _run(parts: WarmupParts, folder: RunFolder) -> None:
-    import torch
-
     from covey.cli.report import make_reporter
     from covey.train.loop import stop_signal
     from covey.train.warmup import warm_up
 
     reporter = make_reporter(folder)
-    threads = folder.environment().get("threads")
-    if threads != torch.get_num_threads():
-        reporter.note(
-            f"this run was started with {threads} threads and goes on with "
-            f"{torch.get_num_threads()}: results may differ in the last bits"
-        )
-    if parts.bad_rows:
-        reporter.note(f"{len(parts.bad_rows)} bad rows skipped; the first: {parts.bad_rows[0]}")
+    tell_notes(reporter, folder, parts)
     with folder.locked(), stop_signal() as stop, reporter:
         done = warm_up(parts, folder, reporter, stop)
     reporter.finished(done, parts.steps, stop.received, command=KIND)

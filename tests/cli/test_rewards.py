@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from covey.rewards.build import REWARDS
 from covey.run.folder import RunFolder
 from covey.sandbox.run import _why_not
 from covey.train.assemble import resolve
+from tests.processes import forked
 
 QUICK = (
     "model.device=cpu", "train.steps=2", "rollout.prompts=4", "rollout.samples=4",
@@ -143,26 +143,6 @@ def test_a_reward_that_was_not_edited_is_not_noted(
 
 
 # Ctrl-C while answers are judged.
-
-
-def forked(work: Callable[[], int], output: Path) -> int:
-    """Run in a process of its own, which signals may reach, without importing everything again."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads: there is only this one
-        child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            with output.open("w") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-                sys.stdout = sys.stderr = file
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                code = work()
-                file.flush()
-        finally:
-            os._exit(code)
-    return child
 
 
 def wait(child: int) -> int:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from safetensors.torch import load_file
 from covey.cli.main import run as covey
 from covey.policy import checkpoint
 from covey.run import files, folder
+from tests.processes import forked
 
 SETTINGS = (
     "model.device=cpu",  # a GPU adds up in any order
@@ -28,24 +27,6 @@ SETTINGS = (
 def arguments(path: Path, *more: str) -> list[str]:
     overrides = [word for setting in (*SETTINGS, *more) for word in ("--set", setting)]
     return ["train", "--run", str(path), *overrides]
-
-
-def forked(work: Callable[[], int], output: Path) -> int:
-    """Run in a process of its own, which may be killed, without importing everything again."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads: there is only this one
-        child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            with output.open("w") as file:
-                os.dup2(file.fileno(), 1)
-                sys.stdout = file
-                code = work()
-                file.flush()
-        finally:
-            os._exit(code)
-    return child
 
 
 def wait(child: int) -> int:

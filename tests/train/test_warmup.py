@@ -6,10 +6,7 @@ import json
 import os
 import re
 import signal
-import sys
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +38,7 @@ from covey.train.supervised import Example, encode_example, learn, stack
 from covey.train.warmup import WarmupParts, assemble_warmup, step_examples
 from covey.types import Prompt
 from tests.conftest import build
+from tests.processes import forked
 
 TEXTS = [("1+1?", "two"), ("2+2?", "<answer>four</answer>"), ("2+2?", "4"), ("3?", "")]
 
@@ -315,23 +313,6 @@ def test_the_loss_falls_on_the_embedded_task(whole: Path) -> None:
     assert [row["warmup/epoch"] for row in steps] == [12 * n / 100_000 for n in range(1, 7)]
     assert steps[0]["lr"] == 1e-4  # the recipe warms the rate up
     assert [row["step"] for row in rows(whole / "eval.jsonl")] == [0, 3, 6]
-
-
-def forked(work: Callable[[], int], output: Path) -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads: there is only this one
-        child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            with output.open("w") as file:
-                os.dup2(file.fileno(), 1)
-                sys.stdout = file
-                code = work()
-                file.flush()
-        finally:
-            os._exit(code)
-    return child
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
