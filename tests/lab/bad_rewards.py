@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from dataclasses import dataclass
@@ -30,7 +29,8 @@ class Faulty:
         if self.fault == "random":
             return Score(reward=score.reward * random.uniform(0.9, 1.0), success=score.success)
         if self.fault == "process":
-            return Score(reward=score.reward * (1 - os.getpid() % 2 / 10), success=score.success)
+            # Strings have another hash in every process.
+            return Score(reward=score.reward - hash(text) % 97 / 1000, success=score.success)
         if self.fault == "range":
             return Score(reward=score.reward - 0.5, success=score.success)
         if self.fault == "slow" and "```" in text:

@@ -83,9 +83,8 @@ def test_a_reward_that_never_gives_full_marks_is_found_out() -> None:
 @pytest.mark.parametrize("fault", ["random", "process"])
 def test_a_reward_that_changes_its_mind_is_found_out(fault: str) -> None:
     with lab_of(Faulty(fault=fault)) as lab:
-        # Two processes whose numbers differ by one or more: one in two faults shows each time.
         check_gold(lab, PROMPTS * 4)
-        assert not check_determinism(lab).passed or fault == "process"
+        assert not check_determinism(lab).passed
 
 
 def test_a_reward_that_leaves_its_range_is_found_out() -> None:
