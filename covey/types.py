@@ -79,6 +79,35 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostRows:
+    """What the layout of a batch depends on, on the CPU; each field is that of the batch.
+
+    To ask a device for a length is to wait until it has done all that it was told to do.
+    """
+
+    prompt_tokens: torch.Tensor
+    prompt_lengths: torch.Tensor
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    mask: torch.Tensor
+
+    @staticmethod
+    def of(batch: Batch) -> HostRows:
+        """Fetch a batch's rows."""
+        return HostRows(**{name: getattr(batch, name).cpu() for name in HostRows.__slots__})
+
+    def rows(self, index: torch.Tensor, width: int, prompt_width: int) -> HostRows:
+        """Return the given rows with so many columns."""
+        return HostRows(
+            prompt_tokens=self.prompt_tokens[index, :prompt_width],
+            prompt_lengths=self.prompt_lengths[index],
+            tokens=self.tokens[index, :width],
+            lengths=self.lengths[index],
+            mask=self.mask[index, :width],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """The rollouts of one update as tensors; row i of every field is the same rollout.
 
@@ -127,17 +156,26 @@ class Batch:
     marked: torch.Tensor | None = None
     """[B, T] bool: tokens that the objective picked over the optimizer step. None: none."""
 
+    host: HostRows | None = None
+    """A copy on the CPU of what layouts depend on. None: the batch is there itself, or has none."""
+
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
     def rows(self, index: torch.Tensor) -> Batch:
         """Return the given rows, with the padding that they no longer need cut away."""
-        width = max(1, int(self.lengths[index].max()))
-        prompt_width = int(self.prompt_lengths[index].max())
+        known = self if self.host is None else self.host
+        here = index if self.host is None else index.cpu()
+        width = max(1, int(known.lengths[here].max()))
+        prompt_width = int(known.prompt_lengths[here].max())
         changes: dict[str, Any] = {}
+        if self.host is not None:
+            changes["host"] = self.host.rows(here, width, prompt_width)
+            if not index.is_cuda:
+                index = index.pin_memory().to(self.tokens.device, non_blocking=True)
         for name in self.__slots__:
             value = getattr(self, name)
-            if value is None:
+            if value is None or name == "host":
                 continue
             picked = value[index]
             if name == "prompt_tokens":
@@ -146,6 +184,16 @@ class Batch:
                 picked = picked[:, :width]
             changes[name] = picked
         return replace(self, **changes)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch on a device, with a copy of what layouts depend on if that is no CPU."""
+        moved = {
+            name: getattr(self, name).to(device)
+            for name in self.__slots__
+            if name != "host" and getattr(self, name) is not None
+        }
+        host = None if moved["tokens"].device.type == "cpu" else HostRows.of(self)
+        return replace(self, **moved, host=host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

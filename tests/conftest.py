@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import hypothesis
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Kernels are then interpreted. Triton asks when it is imported, which transformers does.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import transformers
 
 from covey.embedded import CHECKPOINT

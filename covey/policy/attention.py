@@ -4,7 +4,8 @@ A model that uses standard attention keeps its code: it calls the function that 
 
 Packed: the model sees all tokens of a batch in one row without padding, and a prompt that several
 completions share only once; all its layers but attention work token by token and do not mind. Only
-attention needs to know which tokens belong together, and gathers them.
+attention needs to know which tokens belong together, and gathers them: with padding (Packing), or,
+where there is a kernel for it, without (Spans, in flash.py).
 
 Shapes: N packed tokens, B rows, S columns, H heads, K key-value heads, D head size.
 """
@@ -18,6 +19,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from covey.policy.flash import Spans, flash_attention
 
 NAME = "covey"
 
@@ -41,12 +44,17 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    packing: Packing | None = None,
+    packing: Packing | Spans | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as scaled dot products do. Returns [batch, positions, H, D]."""
     if packing is None:
         return _attend(module, query, key, value, attention_mask, **options), None
+    if isinstance(packing, Spans):
+        scaling, window = options.get("scaling"), options.get("sliding_window")
+        keys, values = (packing.gathered(t[0].transpose(0, 1)) for t in (key, value))
+        questions = query[0].transpose(0, 1)
+        return flash_attention(questions, keys, values, packing, scaling, window)[None], None
     rows, cells = packing.rows.flatten(), packing.rows.shape
 
     def gathered(packed: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ time, in the forward pass and again, recomputed, in the backward pass.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -30,6 +31,17 @@ def token_logp(
     Both are of the distribution at `temperature`, and both can be differentiated.
     """
     weight = head.linear.weight
+    if weight.is_cuda and weight.dtype != torch.float64 and _kernels():
+        from covey.policy.device_head import device_logp  # needs Triton
+
+        return device_logp(
+            hidden,
+            head.linear,
+            tokens,
+            scale=head.scale / temperature,
+            softcap=None if head.softcap is None else head.softcap / temperature,
+            megabytes=megabytes,
+        )
     size = torch.promote_types(weight.dtype, torch.float32).itemsize
     settings = _Settings(
         scale=head.scale / temperature,
@@ -38,6 +50,10 @@ def token_logp(
     )
     logp, entropy = _TokenLogp.apply(hidden, weight, head.linear.bias, tokens, settings)
     return logp, entropy
+
+
+def _kernels() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 class _Settings(NamedTuple):

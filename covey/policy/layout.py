@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 
 from covey.policy.attention import Packing
-from covey.types import Batch
+from covey.policy.spans import PackedRows, balanced, pack_spans
+from covey.types import Batch, HostRows
 
 Side = Literal["right", "left"]
 
@@ -74,7 +75,7 @@ class Packed:
     """[B, T] int64: the packed token whose hidden state predicts each completion token."""
 
 
-def pack(batch: Batch) -> Packed:
+def pack(batch: Batch | HostRows) -> Packed:
     """Lay a batch out without padding."""
     device = batch.tokens.device
     prompts, which = torch.cat([batch.prompt_lengths[:, None], batch.prompt_tokens], dim=1).unique(
@@ -111,6 +112,21 @@ def pack(batch: Batch) -> Packed:
     )
 
 
+def pack_for(host: HostRows, device: torch.device, *, flash: bool) -> PackedRows:
+    """Lay a batch out for a device, for attention with padding or, by flash kernels, without."""
+    if flash:
+        return pack_spans(host, device)
+    packed = pack(host)
+    return PackedRows(
+        input_ids=packed.input_ids[0].to(device),
+        position_ids=packed.position_ids[0].to(device),
+        packing=Packing(rows=packed.packing.rows.to(device), home=packed.packing.home.to(device)),
+        predictor=packed.predictor[host.mask].to(device),
+        chosen=host.tokens[host.mask].to(device),
+        cells=host.mask.flatten().nonzero().squeeze(1).to(device),
+    )
+
+
 def trial_batch(prompt: torch.Tensor, lengths: torch.Tensor) -> Batch:
     """Return a batch that repeats a prompt's tokens as completions of the given lengths."""
     rows, longest = len(lengths), int(lengths.max())
@@ -131,7 +147,17 @@ def trial_batch(prompt: torch.Tensor, lengths: torch.Tensor) -> Batch:
 
 
 def micro_batches(batch: Batch, token_budget: int) -> Iterator[torch.Tensor]:
-    """Yield the rows of micro-batches that, padded, hold at most `token_budget` tokens each.
+    """Yield the rows of micro-batches that hold at most `token_budget` tokens each.
+
+    On a CPU they count as padded; on a device, where nothing is padded, as packed.
+    """
+    if batch.tokens.device.type == "cpu":
+        return padded_parts(batch, token_budget)
+    return iter(balanced(batch, token_budget))
+
+
+def padded_parts(batch: Batch, token_budget: int) -> Iterator[torch.Tensor]:
+    """Yield the rows of parts that, padded, hold at most `token_budget` tokens each.
 
     Rows of similar length go together. A single row may exceed the budget: it cannot be split.
     """

@@ -7,6 +7,7 @@ the largest tensor there is.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +20,14 @@ from torch import nn
 from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
 from covey.policy.attention import NAME
+from covey.policy.flash import HALF
 from covey.policy.gguf import find_gguf, import_gguf
-from covey.policy.layout import Packed, lay_out, pack, trial_batch
+from covey.policy.joint import join_weights
+from covey.policy.layout import Packed, lay_out, pack_for, trial_batch
+from covey.policy.spans import PackedRows
 from covey.policy.template import Renderer, Template, renderer
-from covey.types import Message
+from covey.policy.trial import first_layers, near
+from covey.types import Batch, HostRows, Message
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -40,9 +45,24 @@ class Head:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [..., V] in float32 or better."""
-        logits = self.linear(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.scale
+        logits = _product(hidden, self.linear)
+        logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def _product(hidden: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+    """Return h W^T + b in float32 or better; on a GPU without rounding it to bfloat16 before.
+
+    Logits are of a size at which bfloat16 has steps of a sixteenth.
+    """
+    weight = linear.weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    if not hidden.is_cuda or weight.dtype == wide or hidden.requires_grad:
+        product: torch.Tensor = linear(hidden)
+        return product.to(wide)
+    product = torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=wide)
+    product = product if linear.bias is None else product + linear.bias
+    return product.view(*hidden.shape[:-1], len(weight))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +78,10 @@ class LanguageModel:
     """Tokens that end an answer."""
     packs: bool = False
     """Whether the model gives the same for packed tokens as for padded ones."""
+    flash: bool = False
+    """Whether packed rows attend by kernels that need no padding."""
+    fused: bool = False
+    """Whether packed tokens take the forward pass that is written out in fused.py."""
     renderer: Renderer | None = None
     """Turns conversations into prompts; `wrap` gives it."""
     adapter: Any = None
@@ -90,6 +114,16 @@ class LanguageModel:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         assert isinstance(text, str)
         return text
+
+    def decode_many(self, answers: Sequence[Sequence[int]]) -> list[str]:
+        """Decode several answers; a fast tokenizer does it on all cores."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None or getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
+            return [self.decode(tokens) for tokens in answers]
+        texts: list[str] = backend.decode_batch(
+            [list(tokens) for tokens in answers], skip_special_tokens=True
+        )
+        return texts
 
 
 def load_language_model(
@@ -134,13 +168,20 @@ def wrap(
     if not isinstance(linear, nn.Linear):
         raise ModelError(f"model: {name} has no linear output layer, which covey needs")
     _switch_dropout_off(model)
+    training = model.training
+    model.eval()
     head = _matching_head(model, linear, name)
     asking = renderer(tokenizer, template, name)
+    packs, flash = _use_own_attention(model)
+    fused = packs and linear.weight.is_cuda and _fuses(model)
+    model.train(training)
     return LanguageModel(
         model=model,
         tokenizer=tokenizer,
         head=head,
-        packs=_use_own_attention(model),
+        packs=packs,
+        flash=flash,
+        fused=fused,
         context=int(getattr(model.config, "max_position_embeddings", None) or 2**31),
         stop_ids=_stop_ids(model, tokenizer, asking.turn_end),
         renderer=asking,
@@ -191,49 +232,103 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     return heads[best]
 
 
-def packed_forward(backbone: nn.Module, packed: Packed) -> torch.Tensor:
+def packed_forward(backbone: nn.Module, packed: Packed | PackedRows) -> torch.Tensor:
     """Run a model over packed tokens; return hidden states [N, D]."""
+    input_ids = packed.input_ids.view(1, -1)
     hidden: torch.Tensor = backbone(
-        input_ids=packed.input_ids,
-        position_ids=packed.position_ids,
+        input_ids=input_ids,
+        position_ids=packed.position_ids.view(1, -1),
         # A mask of four dimensions is handed on as it is, instead of one being made of N x N.
-        attention_mask=packed.input_ids.new_zeros(1, 1, 1, 1, dtype=torch.bool),
+        attention_mask=input_ids.new_zeros(1, 1, 1, 1, dtype=torch.bool),
         packing=packed.packing,
         use_cache=False,
     ).last_hidden_state
     return hidden[0]
 
 
-def _use_own_attention(model: Any) -> bool:
-    """Give a model covey's attention, if it then says the same as before, packed and not.
+def _use_own_attention(model: Any) -> tuple[bool, bool]:
+    """Give a model covey's attention, if it then says the same as before.
 
-    Whether a model's attention is standard, and whether the rest of it works token by token, is
-    not written anywhere; three rows of different length show it.
+    Returns whether it says the same packed, and whether it does so by flash kernels. Whether a
+    model's attention is standard, and whether the rest of it works token by token, is not written
+    anywhere; three rows of different length show it.
     """
     if model.config._attn_implementation != "sdpa":
-        return False
-    device = model.get_output_embeddings().weight.device
-    prompt = torch.arange(2, 6, device=device) % model.config.vocab_size
-    lengths = torch.tensor([3, 1, 5], device=device)
-    batch = trial_batch(prompt, lengths)
-    layout, packed = lay_out(batch), pack(batch)
+        return False, False
+    batch = _trial_batch(model)
+    layout = lay_out(batch)
     try:
         with torch.no_grad():
-            before = model.base_model(layout.input_ids, use_cache=False).last_hidden_state
+            before = _tried(model)(layout.input_ids, use_cache=False).last_hidden_state
             model.set_attn_implementation(NAME)
-            after = model.base_model(layout.input_ids, use_cache=False).last_hidden_state
-            together = packed_forward(model.base_model, packed)
-        rows = torch.arange(len(batch), device=device)[:, None].expand_as(layout.predictor)
-        padded = before[rows, layout.predictor][batch.mask]
-        tolerance = 3e-2 if before.dtype == torch.bfloat16 else 1e-4
-        limit = tolerance * float(before.abs().max())
-        same = float((after - before).abs().max()) <= limit
-        packs = float((together[packed.predictor[batch.mask]] - padded).abs().max()) <= limit
+            tried = _tried(model)
+            same = near(tried(layout.input_ids, use_cache=False).last_hidden_state, before)
     except (TypeError, ValueError, RuntimeError, IndexError):
-        same = packs = False
+        same = False
     if not same:
         model.set_attn_implementation("sdpa")
-    return same and packs
+        return False, False
+    rows = torch.arange(len(batch), device=before.device)[:, None].expand_as(layout.predictor)
+    padded = before[rows, layout.predictor][batch.mask]
+    packed = pack_for(HostRows.of(batch), before.device, flash=False)
+    try:
+        with torch.no_grad():
+            packs = near(packed_forward(tried, packed)[packed.predictor], padded)
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        packs = False
+    return packs, packs and _flashes(model, tried, batch, padded)
+
+
+def _tried(model: Any) -> nn.Module:
+    """Return a backbone to try things with: of a model that rounds much, first layers alone."""
+    rounds = model.get_output_embeddings().weight.dtype in HALF
+    backbone: nn.Module = model.base_model
+    return first_layers(backbone) if rounds and hasattr(backbone, "layers") else backbone
+
+
+def _flashes(model: Any, tried: nn.Module, batch: Batch, padded: torch.Tensor) -> bool:
+    """Tell whether flash kernels, which there are for half precision only, do as well."""
+    weight = model.get_output_embeddings().weight
+    if not weight.is_cuda or weight.dtype not in HALF or tried is model.base_model:
+        return False
+    packed = pack_for(HostRows.of(batch), weight.device, flash=True)
+    try:
+        with torch.no_grad():
+            rounded = copy.deepcopy(tried).to(weight.dtype)
+            found = packed_forward(rounded, packed)[packed.predictor].float()
+    except (TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
+        return False
+    # A few layers round away about one percent; attention to wrong tokens is far off.
+    return float((found - padded).norm()) <= 0.05 * float(padded.norm())
+
+
+def _fuses(model: Any) -> bool:
+    """Tell whether the fused forward pass says what a model's own says; if so, join its weights."""
+    try:
+        from covey.policy.fused import fused_backbone, understood
+    except ImportError:  # without Triton there are no kernels
+        return False
+    if not understood(model):
+        return False
+    batch = _trial_batch(model)
+    packed = pack_for(HostRows.of(batch), batch.tokens.device, flash=False)
+    try:
+        small = _tried(model)
+        with torch.no_grad():
+            own = packed_forward(small, packed)
+            fused = fused_backbone(small, packed.input_ids, packed.position_ids, packed.packing)
+        if not near(fused, own):
+            return False
+    except (AttributeError, TypeError, ValueError, RuntimeError, LookupError, AssertionError):
+        return False
+    join_weights(model.base_model)
+    return True
+
+
+def _trial_batch(model: Any) -> Batch:
+    device = model.get_output_embeddings().weight.device
+    prompt = torch.arange(2, 6, device=device) % model.config.vocab_size
+    return trial_batch(prompt, torch.tensor([3, 1, 5], device=device))
 
 
 def _stop_ids(model: Any, tokenizer: Any, turn_end: int | None) -> tuple[int, ...]:

@@ -15,11 +15,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from covey.policy.joint import give_sinks
+
 Schedule = Literal["constant", "linear", "cosine"]
 
 
 def learning_rate(
-    step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int
+    step: float, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int
 ) -> float:
     """Return the rate of optimizer step number `step`, counted from 0."""
     if step < warmup_steps:
@@ -54,6 +56,7 @@ class MasterAdamW:
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.masters = {name: _master(p) for name, p in self.parameters.items()}
+        give_sinks((p, m) for p, m in self._rounded() if p.is_cuda)
         self.max_grad_norm = max_grad_norm
         self.adamw = torch.optim.AdamW(
             list(self.masters.values()),
@@ -97,16 +100,23 @@ class MasterAdamW:
             self.adamw.state[master][key] = value.to(master.device)
 
     def _round_to_parameters(self) -> None:
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                if self.masters[name] is not parameter:
-                    parameter.copy_(self.masters[name])
+        pairs = self._rounded()
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+    def _rounded(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return the parameters that are not their own masters, each with its master."""
+        pairs = ((p, self.masters[name]) for name, p in self.parameters.items())
+        return [(parameter, master) for parameter, master in pairs if master is not parameter]
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
     if parameter.dtype in (torch.float32, torch.float64):
         return parameter
     master = nn.Parameter(parameter.detach().float())
+    if parameter.is_cuda:
+        return master  # and gradients go to a sink
 
     def collect(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None

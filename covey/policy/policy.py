@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from covey.policy.head import token_logp
-from covey.policy.layout import Side, lay_out, pack
+from covey.policy.layout import Side, lay_out, pack, pack_for
 from covey.policy.model import LanguageModel, packed_forward
 from covey.policy.optimizer import MasterAdamW, Stepped
+from covey.policy.spans import PackedRows, host_rows
 from covey.types import Batch
 
 
@@ -37,6 +38,8 @@ def batch_logp(
     """
     if side == "auto":
         side = "packed" if model.packs else "right"
+    if side == "packed" and model.device.type != "cpu":
+        return _device_logp(model, batch, temperature, logits_megabytes)
     if side == "packed":
         hidden, predictor = _packed_hidden(model, batch)
     else:
@@ -60,6 +63,43 @@ def _packed_hidden(model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, to
     """Return hidden states [N, D], and which of them predicts each completion token [B, T]."""
     packed = pack(batch)
     return packed_forward(model.backbone, packed), packed.predictor
+
+
+def _device_logp(
+    model: LanguageModel, batch: Batch, temperature: float, megabytes: float
+) -> LogProbs:
+    """Do the same on a device, without ever asking it for a number."""
+    packed = pack_for(host_rows(batch), model.device, flash=model.flash)
+    logp, entropy = token_logp(
+        model.head,
+        device_hidden(model, packed).index_select(0, packed.predictor),
+        packed.chosen,
+        temperature=temperature,
+        megabytes=megabytes,
+    )
+    blank = logp.new_zeros(batch.mask.numel())
+    return LogProbs(
+        logp=blank.index_copy(0, packed.cells, logp).view_as(batch.mask),
+        entropy=blank.index_copy(0, packed.cells, entropy).view_as(batch.mask),
+    )
+
+
+def device_hidden(
+    model: LanguageModel,
+    packed: PackedRows,
+    collect: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> torch.Tensor:
+    """Run the model over packed tokens; return hidden states [N, D].
+
+    A fused model gives `collect` the keys and values [N, K, D] of every layer.
+    """
+    if not model.fused:
+        return packed_forward(model.backbone, packed)
+    from covey.policy.fused import fused_backbone  # needs Triton
+
+    return fused_backbone(
+        model.backbone, packed.input_ids, packed.position_ids, packed.packing, collect
+    )
 
 
 def _padded_hidden(

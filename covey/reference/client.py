@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.errors import ConfigError, ModelError, RunError
-from covey.policy.layout import micro_batches
+from covey.policy.layout import padded_parts
 from covey.policy.policy import LogProbs
 from covey.reference.protocol import Still
 from covey.reference.wire import (
@@ -112,7 +112,7 @@ class ServerReference(Still):
         """Return log-probability and entropy of every trained token, as the server has them."""
         shape, device = batch.tokens.shape, batch.tokens.device
         whole = LogProbs(logp=torch.zeros(shape), entropy=torch.zeros(shape))
-        for index in micro_batches(batch, self.budget):
+        for index in padded_parts(batch, self.budget):
             rows = batch.rows(index)
             body = encode_request(rows, temperature=self.temperature, tokenizer=self.tokenizer)
             reply = self._ask("POST", "/logp", body)

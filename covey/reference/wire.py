@@ -11,13 +11,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from covey.policy.policy import LogProbs
-from covey.types import Batch
+from covey.types import Batch, HostRows
 
 TYPES: Mapping[str, tuple[torch.dtype, int]] = {
     "prompt_tokens": (torch.int32, 2),
@@ -116,7 +117,9 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Bring what a model reads to its device."""
-    return replace(batch, **{name: getattr(batch, name).to(device) for name in TYPES})
+    moved: dict[str, Any] = {name: getattr(batch, name).to(device) for name in TYPES}
+    host = None if device.type == "cpu" else HostRows.of(batch)
+    return replace(batch, **moved, host=host)
 
 
 def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -186,8 +189,9 @@ def _batch(tensors: Mapping[str, torch.Tensor]) -> Batch:
     """Return a batch of which only what a model reads is filled in."""
     rows = len(tensors["tokens"])
     zeros = torch.zeros(rows, dtype=torch.float64)
+    read: dict[str, Any] = dict(tensors)
     return Batch(
-        **tensors,
+        **read,
         sampler_logp=torch.zeros(tensors["tokens"].shape),
         rewards=zeros,
         success=zeros.bool(),

@@ -11,7 +11,8 @@ Shapes: W slots in use, H heads, K key-value heads, D head size, L positions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,7 +23,8 @@ from transformers import DynamicCache
 from covey.policy.adapter import NAME, stirred
 from covey.policy.attention import SHORT, short_attention, short_bias
 from covey.policy.model import LanguageModel
-from covey.sampler.slots import SlotCache, attention_mask
+from covey.policy.trial import first_layers, near
+from covey.sampler.slots import KeyShape, Memory, SlotCache, attention_mask
 
 PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles depend on the position alone."""
@@ -34,10 +36,10 @@ slow for their size, and the copy costs nothing. A larger model's are used where
 class Decoder(Protocol):
     """Whatever can go one token further."""
 
-    def begin(self, capacity: int) -> None:
-        """Make ready for answers of up to so many positions, with the weights as they are now."""
+    def begin(self, positions: int) -> None:
+        """Make ready for prompt and answer of so many positions, with the weights as of now."""
 
-    def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+    def step(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
         """Return hidden states [W, hidden size] after `tokens` [W], writing to the cache."""
 
 
@@ -47,7 +49,7 @@ class TransformersDecoder:
 
     model: LanguageModel
 
-    def begin(self, capacity: int) -> None:
+    def begin(self, positions: int) -> None:
         """There is nothing to prepare."""
 
     def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
@@ -83,7 +85,7 @@ class _Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class Block:
     """The parts of one layer; modules, so that their weights are always those of now."""
 
     input_norm: nn.Module
@@ -101,8 +103,24 @@ class _Block:
     head_size: int
     scaling: float
 
+    @property
+    def heads(self) -> tuple[_Linear, _Linear, _Linear]:
+        """What is applied to the first norm."""
+        return self.query, self.key, self.value
 
-class _Joint(NamedTuple):
+    @property
+    def gates(self) -> tuple[_Linear, _Linear]:
+        """What is applied to the second norm."""
+        return self.gate, self.up
+
+    @property
+    def adapted(self) -> bool:
+        """Whether an adapter stands beside some layer."""
+        parts = (*self.heads, *self.gates, self.output, self.down)
+        return any(part.down is not None for part in parts)
+
+
+class Joint(NamedTuple):
     """Weights of one layer that are applied to the same input, side by side."""
 
     heads: torch.Tensor
@@ -110,9 +128,15 @@ class _Joint(NamedTuple):
     gate_up: torch.Tensor
     gate_up_bias: torch.Tensor | None
 
+    def renew(self, block: Block) -> None:
+        """Copy the layer's weights of now, to where those of before were."""
+        for mine, now in zip(self, join(block), strict=True):
+            if mine is not None and now is not None:
+                mine.copy_(now)
 
-class _NotUnderstood(Exception):
-    pass
+
+class NotUnderstood(Exception):
+    """The model does not have the shape of Llama."""
 
 
 class LlamaDecoder:
@@ -125,21 +149,21 @@ class LlamaDecoder:
         self.final_norm: nn.Module = backbone.norm
         self.rotary: nn.Module = backbone.rotary_emb
         self.cosine = self.signed_sine = torch.empty(0)
-        self.joint: list[_Joint] | None = None
+        self.joint: list[Joint] | None = None
         self.joins = _joins(self.blocks)
         if type(self.embedding) is not nn.Embedding or not _plain_positions(model.model.config):
-            raise _NotUnderstood
+            raise NotUnderstood
 
-    def begin(self, capacity: int) -> None:
+    def begin(self, positions: int) -> None:
         """Tabulate the rotary embedding, and put a small model's weights side by side."""
         weight = self.embedding.weight
-        places = torch.arange(capacity, device=weight.device)
+        places = torch.arange(positions, device=weight.device)
         cosine, sine = self.rotary(weight[:1, None], places[None])
         half = sine.shape[-1] // 2
         # rotate_half(x) is (-x2, x1); with the sign in the table it is a mere swap of halves.
         sign = torch.cat([-torch.ones_like(sine[0, 0, :half]), torch.ones_like(sine[0, 0, half:])])
         self.cosine, self.signed_sine = cosine[0][:, None], (sine[0] * sign)[:, None]
-        self.joint = [_join(block) for block in self.blocks] if self.joins else None
+        self.joint = [join(block) for block in self.blocks] if self.joins else None
 
     def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         """Go through all layers."""
@@ -166,42 +190,66 @@ class LlamaDecoder:
 
 def decoder_for(model: LanguageModel) -> Decoder:
     """Return the fastest decoder that says what the model says."""
-    plain = TransformersDecoder(model)
+    lean = understood(model, LlamaDecoder)
+    return TransformersDecoder(model) if lean is None else lean
+
+
+def understood(
+    model: LanguageModel,
+    kind: Callable[[LanguageModel], Decoder],
+    memory: Callable[[int, KeyShape], Memory] | None = None,
+) -> Decoder | None:
+    """Return a decoder of some kind if it says of a trial what the model says, else None."""
     try:
-        lean = LlamaDecoder(model)
+        decoder = kind(model)
         with stirred(model):
-            expected, got = _trial(model, plain), _trial(model, lean)
-    except (_NotUnderstood, AttributeError, TypeError, ValueError, RuntimeError, LookupError):
-        return plain
-    # In bfloat16 two right ways differ by 4 % after 30 layers; a wrong one differs by about all.
-    tolerance = 0.1 if expected.dtype == torch.bfloat16 else 1e-4
-    apart = (got - expected).float().norm() / expected.float().norm()
-    return lean if float(apart) <= tolerance else plain
+            tried = _for_trial(model)
+            expected = _trial(tried, TransformersDecoder(tried))
+            got = _trial(tried, kind(tried), memory)
+    except (NotUnderstood, AttributeError, TypeError, ValueError, RuntimeError, LookupError):
+        return None
+    return decoder if near(got, expected) else None
+
+
+def _for_trial(model: LanguageModel) -> LanguageModel:
+    """Return a model as it is, or of one that rounds much the first layers, in float32."""
+    if model.head.linear.weight.dtype in (torch.float32, torch.float64):
+        return model
+    few = SimpleNamespace(base_model=first_layers(model.backbone), config=model.model.config)
+    return replace(model, model=few)
+
+
+def _slot_cache(slots: int, shape: KeyShape) -> SlotCache:
+    return SlotCache(slots, 9, shape)
 
 
 @torch.inference_mode()
-def _trial(model: LanguageModel, decoder: Decoder) -> torch.Tensor:
+def _trial(
+    model: LanguageModel,
+    decoder: Decoder,
+    memory: Callable[[int, KeyShape], Any] | None = None,
+) -> torch.Tensor:
     """Decode two tokens in three slots of different length."""
     device = model.device
     ids = torch.arange(2, 17, device=device).view(3, 5) % model.model.config.vocab_size
-    prefix = DynamicCache()
-    model.backbone(input_ids=ids, past_key_values=prefix, use_cache=True)
-    slots = torch.arange(3, device=device)
-    cache = SlotCache(3, 9, prefix)
-    cache.write_prefix(slots, prefix, slots)
-    cache.place[:] = torch.tensor([5, 2, 4], device=device)
+    prompts = DynamicCache()
+    model.backbone(input_ids=ids, past_key_values=prompts, use_cache=True)
+    cache = (memory or _slot_cache)(3, KeyShape.of(prompts))
+    cache.remember([0, 1, 2], prompts, [5, 2, 4])
+    cache.enter(torch.arange(3, device=device), [0, 1, 2])
+    cache.active[:] = True
     decoder.begin(9)
     states: list[torch.Tensor] = []
     for _ in range(2):
+        cache.place += 1
         cache.reach = int(cache.place.max()) + 1
         states.append(decoder.step(ids[:, len(states)], cache))
-        cache.place += 1
     return torch.stack(states)
 
 
-def _block(layer: Any) -> _Block:
+def _block(layer: Any) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
-    return _Block(
+    return Block(
         input_norm=layer.input_layernorm,
         query=_understood(attention.q_proj),
         key=_understood(attention.k_proj),
@@ -229,7 +277,7 @@ def _understood(module: Any) -> _Linear:
     parts = [part for part in (found.layer, found.down, found.up) if part is not None]
     hooks = any(part._forward_hooks for part in (module, *parts))
     if hooks or any(type(part) is not nn.Linear for part in parts):
-        raise _NotUnderstood
+        raise NotUnderstood
     return found
 
 
@@ -256,7 +304,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 
 def _heads(
-    block: _Block, joint: _Joint | None, normed: torch.Tensor, rope: Rope
+    block: Block, joint: Joint | None, normed: torch.Tensor, rope: Rope
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return query [W, H, D], key and value [W, K, D], the first two turned by their position."""
     shape = (len(normed), -1, block.head_size)
@@ -272,7 +320,7 @@ def _heads(
 
 
 def _gate_up(
-    block: _Block, joint: _Joint | None, normed: torch.Tensor
+    block: Block, joint: Joint | None, normed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if joint is None:
         return block.gate(normed), block.up(normed)
@@ -280,19 +328,21 @@ def _gate_up(
     return gate, up
 
 
-def _join(block: _Block) -> _Joint:
+def join(block: Block) -> Joint:
+    """Put the weights of a layer that are applied to the same input side by side."""
+
     def joined(*parts: _Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
         biases: list[torch.Tensor] = [m.layer.bias for m in parts if m.layer.bias is not None]
         return torch.cat([m.layer.weight for m in parts]), torch.cat(biases) if biases else None
 
-    return _Joint(*joined(block.query, block.key, block.value), *joined(block.gate, block.up))
+    return Joint(*joined(*block.heads), *joined(*block.gates))
 
 
-def _joins(blocks: list[_Block]) -> bool:
+def _joins(blocks: list[Block]) -> bool:
     """Tell whether weights are few enough to copy, and all that there is to a layer."""
-    parts = [m for b in blocks for m in (b.query, b.key, b.value, b.gate, b.up)]
+    parts = [m for b in blocks for m in (*b.heads, *b.gates)]
     size = sum(m.layer.weight.numel() * m.layer.weight.element_size() for m in parts)
-    adapted = any(m.down is not None for m in parts)
+    adapted = any(b.adapted for b in blocks)
     return size <= JOINT_BYTES and not blocks[0].query_norm and not adapted
 
 
@@ -309,7 +359,7 @@ def _rows(place: torch.Tensor, heads: int, capacity: int) -> torch.Tensor:
 
 
 def _attention(
-    seen: torch.Tensor, key_heads: int, block: _Block, weight: torch.Tensor
+    seen: torch.Tensor, key_heads: int, block: Block, weight: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return attention [W, H * D] from query [W, H, D], keys and values [W, K, L, D]."""
     mask = seen[:, None, None]

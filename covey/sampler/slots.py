@@ -1,4 +1,4 @@
-"""Key-value memory in fixed slots, one per answer being written.
+"""Answers being written: fixed slots of key-value memory, and what is written in them.
 
 transformers hands each layer's new keys and values to a `Cache` and attends to what it returns, so
 a subclass that keeps slots of different lengths works with any model without touching its code.
@@ -8,25 +8,63 @@ Shapes: S slots, H key-value heads, L positions, D head size.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from transformers import Cache, DynamicCache
 
 from covey.policy.attention import NAME
 
 
-class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
-    """Keys and values of every slot; each slot has its own length."""
+class Memory(Protocol):
+    """Keys and values of prompts and of the answers in slots."""
 
-    def __init__(self, slots: int, capacity: int, prefix: DynamicCache) -> None:
+    place: torch.Tensor
+    """[S]: where the next token of each slot is written."""
+    active: torch.Tensor
+    """[S]: whether the answer goes on."""
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are."""
+
+    def emptied(self) -> Self:
+        """Free all slots and forget all prompts."""
+
+    def remember(self, questions: Sequence[int], prompts: DynamicCache, lengths: list[int]) -> None:
+        """Keep prompts that were read, row by row of `prompts`, under the numbers of questions."""
+
+    def enter(self, slots: torch.Tensor, questions: Sequence[int]) -> None:
+        """Put each slot behind its question's prompt."""
+
+    def all_entered(self, question: int) -> None:
+        """No other slot will need this question's prompt."""
+
+    def all_ended(self, question: int) -> None:
+        """All answers to this question have ended."""
+
+    def keep(self, slots: torch.Tensor) -> None:
+        """Move the given slots to the front."""
+
+
+class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
+    """Every slot holds its prompt and its answer, one behind the other, at its own length."""
+
+    def __init__(self, slots: int, capacity: int, shape: KeyShape) -> None:
         super().__init__(layers=[])
-        self.layer_keys = [_room(layer.keys, slots, capacity) for layer in prefix.layers]
-        self.layer_values = [_room(layer.values, slots, capacity) for layer in prefix.layers]
+        self.prompts: dict[int, tuple[DynamicCache, int, int]] = {}
+        """By question: where it was read, in which row, and how long it is."""
+        self.layer_keys = [shape.room(slots, capacity) for _ in range(shape.layers)]
+        self.layer_values = [shape.room(slots, capacity) for _ in range(shape.layers)]
         self.width = slots
         """Slots 0 to width - 1 take part in the next step."""
-        self.place = torch.zeros(slots, dtype=torch.long, device=self.layer_keys[0].device)
+        self.place = torch.zeros(slots, dtype=torch.long, device=shape.device)
         """[S]: where the next token of each slot is written."""
+        self.active = torch.zeros(slots, dtype=torch.bool, device=shape.device)
+        """[S]: whether the answer goes on."""
         self.reach = 0
         """Positions that the next step looks at: one more than the largest place in use."""
 
@@ -48,17 +86,41 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
     def emptied(self) -> SlotCache:
         """Free all slots. Old keys may stay: what is not written yet is not looked at."""
         self.width, self.reach = self.slots, 0
+        self.prompts.clear()
         self.place.zero_()
+        self.active.zero_()
         return self
 
-    def write_prefix(self, slots: torch.Tensor, prefix: DynamicCache, rows: torch.Tensor) -> None:
-        """Copy the keys and values of already computed prompts into slots."""
+    def remember(self, questions: Sequence[int], prompts: DynamicCache, lengths: list[int]) -> None:
+        """Keep prompts as they were read."""
+        for row, (question, length) in enumerate(zip(questions, lengths, strict=True)):
+            self.prompts[question] = prompts, row, length
+
+    def enter(self, slots: torch.Tensor, questions: Sequence[int]) -> None:
+        """Copy each question's prompt into its slot."""
+        mine = [self.prompts[question] for question in questions]
+        for read in {id(cache): cache for cache, _, _ in mine}.values():
+            picked = [i for i, (cache, _, _) in enumerate(mine) if cache is read]
+            rows = torch.tensor([mine[i][1] for i in picked], device=slots.device)
+            self._copy(slots[picked], read, rows)
+        # Writing a token moves the place on by one, to where that token goes.
+        lengths = torch.tensor([length for _, _, length in mine], device=slots.device)
+        self.place[slots] = lengths - 1
+
+    def _copy(self, slots: torch.Tensor, prompts: DynamicCache, rows: torch.Tensor) -> None:
         for keys, values, layer in zip(
-            self.layer_keys, self.layer_values, prefix.layers, strict=True
+            self.layer_keys, self.layer_values, prompts.layers, strict=True
         ):
             length = layer.keys.shape[2]
             keys[slots, :, :length] = layer.keys[rows]
             values[slots, :, :length] = layer.values[rows]
+
+    def all_entered(self, question: int) -> None:
+        """Forget the prompt: every slot has a copy."""
+        del self.prompts[question]
+
+    def all_ended(self, question: int) -> None:
+        """There is nothing left to forget."""
 
     def update(
         self,
@@ -86,11 +148,113 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
             for tensor in tensors:
                 tensor[: len(slots)] = tensor[slots]
         self.place[: len(slots)] = self.place[slots]
+        self.active[: len(slots)] = self.active[slots]
+        self.active[len(slots) :] = False
         self.width = len(slots)
 
 
-def _room(like: torch.Tensor, slots: int, capacity: int) -> torch.Tensor:
-    return like.new_zeros(slots, like.shape[1], capacity, like.shape[3])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """What is being written. Row s of every tensor is slot s; R is the longest answer."""
+
+    cache: Memory
+    uniforms: torch.Tensor
+    """[S, R]."""
+    tokens: torch.Tensor
+    """[S, R]."""
+    logps: torch.Tensor
+    """[S, R]."""
+    last: torch.Tensor
+    """[S]: the newest token."""
+    count: torch.Tensor
+    """[S]: tokens written so far."""
+    stop_ids: torch.Tensor
+    """Tokens that end an answer."""
+
+    @staticmethod
+    def make(cache: Memory, room: int, stop_ids: Sequence[int]) -> Slots:
+        """Give a cache's slots room for answers."""
+        device, slots = cache.place.device, cache.slots
+        return Slots(
+            cache=cache,
+            uniforms=torch.zeros(slots, room, device=device),
+            tokens=torch.zeros(slots, room, dtype=torch.long, device=device),
+            logps=torch.zeros(slots, room, device=device),
+            last=torch.zeros(slots, dtype=torch.long, device=device),
+            count=torch.zeros(slots, dtype=torch.long, device=device),
+            stop_ids=torch.tensor(stop_ids, device=device),
+        )
+
+    @property
+    def room(self) -> int:
+        """The longest answer."""
+        return self.tokens.shape[1]
+
+    def open(self, index: torch.Tensor, uniforms: np.ndarray) -> None:
+        """Make slots ready for new answers, whose tokens these uniforms [n, R] decide."""
+        self.uniforms[index] = torch.from_numpy(uniforms).to(self.uniforms.device)
+        self.count[index] = 0
+
+    def close(self, slots: list[int]) -> None:
+        """End answers from outside."""
+        if slots:
+            self.cache.active[torch.tensor(slots, device=self.count.device)] = False
+
+    def write(self, index: torch.Tensor, tokens: torch.Tensor, logps: torch.Tensor) -> None:
+        """Write the next token of the slots `index`. A stop token ends an answer, so does R."""
+        count = self.count[index]
+        self.tokens[index, count] = tokens
+        self.logps[index, count] = logps
+        self.last[index] = tokens
+        self.count[index] = count + 1
+        self.cache.place[index] += 1
+        ended = torch.isin(tokens, self.stop_ids) | (count + 1 == self.room)
+        self.cache.active[index] = ~ended
+
+    def keep(self, slots: torch.Tensor) -> None:
+        """Move the given slots to the front."""
+        self.cache.keep(slots)
+        for tensor in (self.uniforms, self.tokens, self.logps, self.last, self.count):
+            tensor[: len(slots)] = tensor[slots]
+
+    def progress(self, width: int) -> tuple[list[bool], list[int]]:
+        """Return which slots go on, and how many tokens each has; this waits for the device."""
+        both = torch.stack([self.cache.active[:width].long(), self.count[:width]]).tolist()
+        return [bool(active) for active in both[0]], both[1]
+
+    def written(self, slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens and log-probabilities [n, R] of some slots, in main memory."""
+        index = torch.tensor(slots, device=self.count.device)
+        return self.tokens[index].cpu().numpy(), self.logps[index].cpu().numpy()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyShape:
+    """What keys and values look like in a model."""
+
+    layers: int
+    heads: int
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(prefix: DynamicCache) -> KeyShape:
+        """Read it off a prompt's keys."""
+        keys = prefix.layers[0].keys
+        return KeyShape(
+            layers=len(prefix.layers),
+            heads=keys.shape[1],
+            size=keys.shape[3],
+            dtype=keys.dtype,
+            device=keys.device,
+        )
+
+    def room(self, slots: int, capacity: int) -> torch.Tensor:
+        """Return [S, H, L, D] of zeros."""
+        return torch.zeros(
+            slots, self.heads, capacity, self.size, dtype=self.dtype, device=self.device
+        )
 
 
 def attention_mask(model_config: Any, place: torch.Tensor, reach: int, dtype: torch.dtype) -> Any:

@@ -20,12 +20,12 @@ def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batc
         place = torch.arange(int(lengths.max())) < lengths[:, None]
         # One tensor of all values: making one for every row takes longer than all the rest.
         values = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
-        return torch.zeros(place.shape, dtype=dtype).masked_scatter_(place, values).to(device)
+        return torch.zeros(place.shape, dtype=dtype).masked_scatter_(place, values)
 
     def column(values: Sequence[int | float | bool], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return torch.tensor(values, dtype=dtype)
 
-    return Batch(
+    batch = Batch(
         prompt_tokens=padded([r.prompt_tokens for r in rollouts], torch.long),
         prompt_lengths=column([len(r.prompt_tokens) for r in rollouts], torch.long),
         tokens=padded([r.tokens for r in rollouts], torch.long),
@@ -41,3 +41,4 @@ def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batc
         ),
         truncated=column([r.finish == "length" for r in rollouts], torch.bool),
     )
+    return batch if torch.device(device).type == "cpu" else batch.to(device)

@@ -68,7 +68,7 @@ def test_after_updates_the_samplers_log_probabilities_are_the_trainers(
 ) -> None:
     policy = policy_of(add_adapter(make(), rank=4, also_train=also_train))
     sampler = NativeSampler(policy.model)
-    assert isinstance(sampler.decoder, LlamaDecoder) == written_out
+    assert isinstance(sampler.stepper.decoder, LlamaDecoder) == written_out
     first, _ = sampled_and_trained(policy, sampler)
     for _ in range(2):
         learn(policy, 2)

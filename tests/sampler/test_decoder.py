@@ -88,11 +88,11 @@ def test_a_layer_that_is_more_than_a_product_is_left_alone() -> None:
 
 def test_the_weights_are_the_models_own(embedded: LanguageModel) -> None:
     model = made(UNDERSTOOD["qwen2"]())
-    decoder = NativeSampler(model).decoder
+    decoder = NativeSampler(model).stepper.decoder
     before = _trial(model, decoder)
     with torch.no_grad():
         model.backbone.layers[0].mlp.up_proj.weight.mul_(1.5)
     after = _trial(model, decoder)
     assert (after - before).abs().max() > 0.01
     torch.testing.assert_close(after, _trial(model, TransformersDecoder(model)))
-    assert isinstance(NativeSampler(embedded).decoder, LlamaDecoder)
+    assert isinstance(NativeSampler(embedded).stepper.decoder, LlamaDecoder)

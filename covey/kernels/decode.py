@@ -1,0 +1,217 @@
+"""Attention for one token a slot, together with the rotary embedding and the cache's write.
+
+At one token a slot the matrix products are small, and what surrounds them sets the pace: all that
+lies between the product of queries, keys and values and that of the output is one kernel here.
+
+Shapes: W slots in use, S slots, P prompts, H heads, K key-value heads, D head size, C positions.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LEAST_ROWS = 16
+"""The fewest rows that the matrix units take: queries that share keys are padded to it."""
+FEW_PROGRAMS = 512
+WIDE, NARROW = (128, 4, 2), (32, 2, 2)
+"""Positions read at a time, warps and stages of a program: while programs are few each should have
+much under way; many of them are faster the less each holds. Measured on an H200, heads of 64 and
+128."""
+
+
+@triton.jit
+def _norm_halves(first, second, gain, half, size: tl.constexpr, eps):
+    """Norm over a head's two halves, whose last axis is the head."""
+    square = tl.sum(first * first, axis=-1) + tl.sum(second * second, axis=-1)
+    scale = 1.0 / tl.sqrt(square / size + eps)
+    first_gain = tl.load(gain + half).to(tl.float32)
+    second_gain = tl.load(gain + size // 2 + half).to(tl.float32)
+    if len(first.shape) == 2:
+        scale = scale[:, None]
+    return first * scale * first_gain, second * scale * second_gain
+
+
+@triton.jit
+def _attend(
+    keys,
+    values,
+    begin,
+    count,
+    first,
+    second,
+    largest,
+    total,
+    result,
+    log2,
+    size: tl.constexpr,
+    block: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Attend to `count` positions that stand one after the other from row `begin` on."""
+    half = tl.arange(0, size // 2)
+    whole = tl.arange(0, size)
+    for start in range(0, count, block):
+        position = start + tl.arange(0, block)
+        seen = position < count
+        cell = (begin + position)[:, None] * size
+        c1 = tl.load(keys + cell + half, mask=seen[:, None], other=0.0)
+        c2 = tl.load(keys + cell + size // 2 + half, mask=seen[:, None], other=0.0)
+        cv = tl.load(values + cell + whole, mask=seen[:, None], other=0.0)
+        score = tl.dot(first, tl.trans(c1), input_precision=precision)
+        score += tl.dot(second, tl.trans(c2), input_precision=precision)
+        score = tl.where(seen[None, :], score * log2, float("-inf"))
+        larger = tl.maximum(largest, tl.max(score, axis=1))
+        shrink = tl.exp2(largest - larger)
+        weight = tl.exp2(score - larger[:, None])
+        total = total * shrink + tl.sum(weight, axis=1)
+        result = result * shrink[:, None]
+        result += tl.dot(weight.to(cv.dtype), cv, input_precision=precision)
+        largest = larger
+    return largest, total, result
+
+
+@triton.jit
+def _decode_attention(
+    heads,
+    cosine,
+    sine,
+    query_gain,
+    key_gain,
+    prompt_keys,
+    prompt_values,
+    prompt_row,
+    prompt_length,
+    keys,
+    values,
+    place,
+    active,
+    attended,
+    scale,
+    eps,
+    prompt_capacity,
+    capacity,
+    key_heads: tl.constexpr,
+    shared: tl.constexpr,
+    size: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    norms: tl.constexpr,
+    precision: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    half = tl.arange(0, size // 2)
+    whole = tl.arange(0, size)
+    member = tl.arange(0, rows)
+    real = (member < shared)[:, None]
+    out = attended + (slot * key_heads * shared + head * shared + member)[:, None] * size + whole
+    goes_on = tl.load(active + slot)
+    at = tl.load(place + slot)
+    before = tl.load(prompt_length + slot)
+    row = tl.load(prompt_row + slot)
+    if goes_on == 0:
+        tl.store(out, tl.zeros((rows, size), tl.float32), mask=real)  # finite, whatever it was
+        return
+    kind = keys.dtype.element_ty
+
+    cos = tl.load(cosine + (before + at) * (size // 2) + half).to(tl.float32)
+    sin = tl.load(sine + (before + at) * (size // 2) + half).to(tl.float32)
+    width: tl.constexpr = (key_heads * shared + 2 * key_heads) * size
+    line = heads + slot * width
+    query_at = line + (head * shared + member)[:, None] * size + half
+    q1 = tl.load(query_at, mask=real, other=0.0).to(tl.float32)
+    q2 = tl.load(query_at + size // 2, mask=real, other=0.0).to(tl.float32)
+    key_at = line + (key_heads * shared + head) * size + half
+    k1 = tl.load(key_at).to(tl.float32)
+    k2 = tl.load(key_at + size // 2).to(tl.float32)
+    v = tl.load(line + (key_heads * shared + key_heads + head) * size + whole)
+    if norms:
+        q1, q2 = _norm_halves(q1, q2, query_gain, half, size, eps)
+        k1, k2 = _norm_halves(k1, k2, key_gain, half, size, eps)
+    # Rounded once, to what the cache holds and the products take.
+    first = (q1 * cos - q2 * sin).to(kind)
+    second = (q2 * cos + q1 * sin).to(kind)
+    k_first = (k1 * cos - k2 * sin).to(kind)
+    k_second = (k2 * cos + k1 * sin).to(kind)
+    begin = (slot * key_heads + head) * capacity
+    tl.store(keys + (begin + at) * size + half, k_first)
+    tl.store(keys + (begin + at) * size + size // 2 + half, k_second)
+    tl.store(values + (begin + at) * size + whole, v)
+
+    # The new position comes first, from registers: what was just stored is never read back.
+    log2 = scale * 1.4426950408889634
+    score = tl.sum(first.to(tl.float32) * k_first.to(tl.float32), axis=1)
+    score += tl.sum(second.to(tl.float32) * k_second.to(tl.float32), axis=1)
+    largest = score * log2
+    total = tl.full((rows,), 1.0, tl.float32)
+    result = tl.zeros((rows, size), tl.float32) + v.to(tl.float32)
+    prompt_begin = (row * key_heads + head) * prompt_capacity
+    largest, total, result = _attend(
+        prompt_keys, prompt_values, prompt_begin, before, first, second,
+        largest, total, result, log2, size, block, precision,
+    )  # fmt: skip
+    largest, total, result = _attend(
+        keys, values, begin, at, first, second,
+        largest, total, result, log2, size, block, precision,
+    )  # fmt: skip
+    tl.store(out, result / total[:, None], mask=real)
+
+
+def decode_attention(
+    heads: torch.Tensor,
+    *,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    prompts: tuple[torch.Tensor, torch.Tensor],
+    prompt_row: torch.Tensor,
+    prompt_length: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    place: torch.Tensor,
+    active: torch.Tensor,
+    scale: float,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+) -> torch.Tensor:
+    """Turn, store and attend for one new token a slot; return [W, H * D].
+
+    `heads` [W, (H + 2 K) * D] are queries, keys and values as the product gave them; `rope` holds
+    the cosine and sine [positions, D / 2]. `prompts` are the keys and values [P, K, C', D] of
+    prompts, of which each slot sees the first `prompt_length` of row `prompt_row`; the slots that
+    share a prompt read it from the same place, mostly from the chip's own cache. `keys` and
+    `values` [S, K, C, D] are those of answers, written at `place` [S]. Slots that are not `active`
+    are passed over.
+    """
+    slots, (_, key_heads, capacity, size) = len(heads), keys.shape
+    shared = heads.shape[1] // size // key_heads - 2
+    attended = heads.new_empty(slots, key_heads * shared * size)
+    query_gain, key_gain, eps = (heads, heads, 0.0) if norms is None else norms
+    block, warps, stages = WIDE if slots * key_heads <= FEW_PROGRAMS else NARROW
+    _decode_attention[(slots, key_heads)](
+        heads,
+        *rope,
+        query_gain,
+        key_gain,
+        *prompts,
+        prompt_row,
+        prompt_length,
+        keys,
+        values,
+        place,
+        active,
+        attended,
+        scale,
+        eps,
+        prompts[0].shape[2],
+        capacity,
+        key_heads=key_heads,
+        shared=shared,
+        size=size,
+        rows=max(LEAST_ROWS, triton.next_power_of_2(shared)),
+        block=block,
+        norms=norms is not None,
+        precision="ieee" if keys.dtype == torch.float32 else "tf32",
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return attended

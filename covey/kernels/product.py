@@ -1,0 +1,51 @@
+"""Matrix products that take bfloat16 and give float32, without rounding in between."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+
+
+@functools.cache
+def _has_out_dtype(device: torch.device) -> bool:
+    """Tell whether torch can do it on this device; it says so in words that vary."""
+    if device.type != "cuda":
+        return False
+    try:
+        left = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        total = torch.ones(16, 16, device=device)
+        _mm(left, left, total)
+        _addmm(left, left, total)
+        return bool((total == 32.0).all())
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+
+
+def _mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    cast(Any, torch.mm)(left, right, out_dtype=torch.float32, out=out)
+
+
+def _addmm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    cast(Any, torch.addmm)(out, left, right, out_dtype=torch.float32, out=out)
+
+
+def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Write left @ right to `out`, which is float32 where they are less."""
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    elif _has_out_dtype(left.device):
+        _mm(left, right, out)
+    else:
+        torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
+
+
+def add_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Add left @ right to `out`, which is float32 where they are less."""
+    if left.dtype == out.dtype:
+        out.addmm_(left, right)
+    elif _has_out_dtype(left.device):
+        _addmm(left, right, out)
+    else:
+        out += left @ right

@@ -1,0 +1,157 @@
+"""From logits to the next token of every slot, and all that is noted down with it.
+
+The logits are read once: a first kernel takes the largest and the sum of each stretch of the
+vocabulary, a second finds the stretch in which the uniform falls and reads that one again.
+
+Shapes: W slots in use, V vocabulary, R room: the longest answer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+STRETCH = 2048
+
+
+class Written(NamedTuple):
+    """What is written in every slot; all of it is changed in place."""
+
+    tokens: torch.Tensor
+    """[S, R] int64."""
+    logps: torch.Tensor
+    """[S, R] float32."""
+    uniforms: torch.Tensor
+    """[S, R] float32."""
+    last: torch.Tensor
+    """[S] int64: the newest token."""
+    counts: torch.Tensor
+    """[S] int64: tokens so far."""
+    place: torch.Tensor
+    """[S] int64: where the cache takes the newest token."""
+    active: torch.Tensor
+    """[S] bool: whether the answer goes on."""
+
+
+@triton.jit
+def _stretches(logits, largest, total, factor, vocabulary, stretch: tl.constexpr):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * stretch + tl.arange(0, stretch)
+    inside = column < vocabulary
+    line = logits + row * vocabulary
+    values = tl.load(line + column, mask=inside, other=float("-inf")).to(tl.float32) * factor
+    top = tl.max(values)
+    at = row * tl.num_programs(1) + part
+    tl.store(largest + at, top)
+    finite = tl.where(top == float("-inf"), 0.0, top)  # a stretch may have no mass at all
+    tl.store(total + at, tl.sum(tl.exp(values - finite)))
+
+
+@triton.jit
+def _draw(
+    logits,
+    largest,
+    total,
+    factor,
+    vocabulary,
+    parts,
+    tokens,
+    logps,
+    uniforms,
+    last,
+    count,
+    place,
+    active,
+    stop_ids,
+    stops,
+    room,
+    stretch: tl.constexpr,
+    most_parts: tl.constexpr,
+    greedy: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(active + row) == 0:
+        return
+    part = tl.arange(0, most_parts)
+    known = part < parts
+    tops = tl.load(largest + row * parts + part, mask=known, other=float("-inf"))
+    top = tl.max(tops)
+    sums = tl.load(total + row * parts + part, mask=known, other=0.0) * tl.exp(tops - top)
+    mass = tl.sum(sums)
+    written = tl.load(count + row)
+    if greedy:
+        chosen = tl.argmax(tops, axis=0)
+        before = 0.0
+        wanted = 0.0
+    else:
+        wanted = tl.load(uniforms + row * room + written) * mass
+        upto = tl.cumsum(sums, axis=0)
+        # The first stretch that passes the wanted mass; rounding may leave none, then the last
+        # that has any.
+        passing = (upto > wanted) & known
+        filled = tl.max(tl.where(known & (sums > 0), part, 0))
+        chosen = tl.minimum(tl.min(tl.where(passing, part, most_parts)), filled)
+        before = tl.sum(tl.where(part < chosen, sums, 0.0))
+    column = chosen * stretch + tl.arange(0, stretch)
+    inside = column < vocabulary
+    line = logits + row * vocabulary
+    values = tl.load(line + column, mask=inside, other=float("-inf")).to(tl.float32) * factor
+    if greedy:
+        index = tl.argmax(values, axis=0)
+        token = chosen * stretch + index
+        logp = 0.0
+    else:
+        weights = tl.exp(values - top)
+        inner = before + tl.cumsum(weights, axis=0)
+        place_in = tl.arange(0, stretch)
+        least = tl.min(tl.where(inner > wanted, place_in, stretch))
+        final = tl.max(tl.where(weights > 0, place_in, 0))
+        index = tl.minimum(least, final)
+        token = chosen * stretch + index
+        value = tl.sum(tl.where(place_in == index, values, 0.0))
+        logp = value - top - tl.log(mass)
+    tl.store(tokens + row * room + written, token.to(tl.int64))
+    tl.store(logps + row * room + written, logp)
+    tl.store(last + row, token.to(tl.int64))
+    tl.store(count + row, written + 1)
+    tl.store(place + row, tl.load(place + row) + 1)
+    ended = written + 1 >= room
+    for number in range(stops):
+        ended = ended | (tl.load(stop_ids + number) == token)
+    tl.store(active + row, (ended == 0).to(tl.int1))
+
+
+def draw(
+    logits: torch.Tensor, written: Written, *, temperature: float, stop_ids: torch.Tensor
+) -> None:
+    """Draw the next token of the first W slots from `logits` [W, V]; temperature 0 is greedy.
+
+    An answer ends with a stop token, or when its room is full.
+    """
+    rows, vocabulary = logits.shape
+    parts = triton.cdiv(vocabulary, STRETCH)
+    largest = logits.new_empty(rows, parts, dtype=torch.float32)
+    total = torch.empty_like(largest)
+    factor = 1.0 if temperature == 0.0 else 1.0 / temperature
+    _stretches[(rows, parts)](
+        logits, largest, total, factor, vocabulary, stretch=STRETCH, num_warps=4
+    )
+    _draw[(rows,)](
+        logits,
+        largest,
+        total,
+        factor,
+        vocabulary,
+        parts,
+        *written,
+        stop_ids,
+        len(stop_ids),
+        written.tokens.shape[1],
+        stretch=STRETCH,
+        most_parts=triton.next_power_of_2(parts),
+        greedy=temperature == 0.0,
+        num_warps=4,
+    )

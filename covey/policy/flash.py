@@ -1,0 +1,92 @@
+"""Attention over rows of different length without padding, by the flash kernels inside of torch.
+
+Every packed token asks once, in the row that it belongs to: a shared prompt asks in the first of
+its rows. The keys of a row are all its tokens, so those of a shared prompt stand in several rows.
+The last question of a row sees all its keys, the one before it all but one, and so on.
+
+torch's own function for this takes other arguments in every version; what is below it does not.
+
+Shapes: N packed tokens, R places of keys, H heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+HALF = (torch.bfloat16, torch.float16)
+"""What the kernels take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spans:
+    """Which packed tokens ask together, and which keys they see."""
+
+    query_starts: torch.Tensor
+    """[rows + 1] int32: where the questions of each row begin, and where the last end."""
+    key_starts: torch.Tensor
+    """[rows + 1] int32: likewise its keys."""
+    longest_query: int
+    longest_key: int
+    tokens: torch.Tensor | None = None
+    """[R] int32: the packed token at each place of keys. None: R is N, and each is its own."""
+    starts: torch.Tensor | None = None
+    """[rows] int32: `key_starts`, rows that share a prompt one after another."""
+    begin: torch.Tensor | None = None
+    """[N] int32: the first entry of `starts` whose row holds the token."""
+    end: torch.Tensor | None = None
+    """[N] int32: the entry after the last."""
+    position: torch.Tensor | None = None
+    """[N] int32: how far behind its row's start a token is."""
+
+    def gathered(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the packed keys or values [N, K, D] at their places [R, K, D]."""
+        return packed if self.tokens is None else packed.index_select(0, self.tokens)
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        spans: Spans,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        limits = (spans.query_starts, spans.key_starts, spans.longest_query, spans.longest_key)
+        options = {"scale": scale}
+        if window is not None:
+            options |= {"window_size_left": window - 1, "window_size_right": 0}
+        attended, total, seed, unused, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *limits, 0.0, True, False, **options
+        )
+        ctx.save_for_backward(query, key, value, attended, total, seed, unused)
+        ctx.limits, ctx.options = limits, options
+        result: torch.Tensor = attended
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, attended, total, seed, unused = ctx.saved_tensors
+        found = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(), query, key, value, attended, total, *ctx.limits, 0.0, True,
+            seed, unused, **ctx.options,
+        )  # fmt: skip
+        return *found, None, None, None
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spans: Spans,
+    scale: float | None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Return attention [N, H, D] of query [N, H, D] over key and value [R, K, D]."""
+    attended: torch.Tensor = _Flash.apply(query, key, value, spans, scale, window)
+    return attended

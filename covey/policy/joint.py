@@ -1,0 +1,139 @@
+"""Weights that stand side by side in one storage, so that one matrix product serves them all.
+
+The parameters stay what they are, under their own names; only their memory is shared. A step of the
+optimizer, which changes them in place, is therefore seen by the joint product without any copy.
+Whether parameters are joined is read off their addresses, and never out of date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+JOINT = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
+"""What is applied to the same input, in models with the shape of Llama."""
+
+
+@torch.no_grad()
+def join_weights(backbone: nn.Module) -> None:
+    """Put the weights of each layer that read the same input side by side."""
+    layers: Any = getattr(backbone, "layers", ())
+    for layer in layers:
+        for part, names in JOINT:
+            modules: list[Any] = [getattr(getattr(layer, part, None), name, None) for name in names]
+            if all(type(m) is nn.Linear for m in modules):
+                _join([m.weight for m in modules])
+                _join([m.bias for m in modules])
+
+
+def _join(parameters: Sequence[nn.Parameter | None]) -> None:
+    found = [p for p in parameters if p is not None]
+    alike = len({(p.dtype, p.device, p.shape[1:], p.requires_grad) for p in found}) == 1
+    if len(found) != len(parameters) or not alike:
+        return
+    together = torch.cat([p.detach() for p in found])
+    for parameter, part in zip(found, together.split([len(p) for p in found]), strict=True):
+        parameter.data = part
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the tensor of which these are consecutive rows. None: they are not."""
+    first = tensors[0].detach()
+    if len(tensors) == 1:
+        return first
+    end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for tensor in tensors:
+        apart = tensor.data_ptr() != end or tensor.untyped_storage().data_ptr() != storage
+        if apart or not tensor.is_contiguous() or tensor.dtype != first.dtype:
+            return None
+        end += tensor.numel() * tensor.element_size()
+    rows = sum(len(tensor) for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+class GradSink:
+    """Adds up, in float32, the gradients of bfloat16 parameters that have one storage.
+
+    What computes a gradient may write it here and hand autograd nothing: a matrix product then adds
+    to the sum by itself, and nothing is rounded to bfloat16 in between.
+    """
+
+    def __init__(self, masters: Sequence[nn.Parameter]) -> None:
+        self.masters = list(masters)
+        self._total: torch.Tensor | None = None
+
+    @property
+    def total(self) -> torch.Tensor | None:
+        """The sum so far. None: there is none since gradients were last cleared."""
+        return None if self.masters[0].grad is None else self._total
+
+    def start(self) -> torch.Tensor:
+        """Make room for a new sum, whose values the caller must fill in."""
+        first = self.masters[0]
+        if len(self.masters) == 1:
+            self._total = first.grad = torch.empty_like(first)
+            return self._total
+        rows = [len(m) for m in self.masters]
+        self._total = first.new_empty(sum(rows), *first.shape[1:])
+        for master, part in zip(self.masters, self._total.split(rows), strict=True):
+            master.grad = part
+        return self._total
+
+    def add(self, grad: torch.Tensor) -> None:
+        """Add a gradient of all parameters, one below the other."""
+        total = self.total
+        if total is None:
+            self.start().copy_(grad)
+        else:
+            total.add_(grad)
+
+    def add_part(self, number: int, grad: torch.Tensor) -> None:
+        """Add a gradient of one of the parameters."""
+        if len(self.masters) == 1:
+            self.add(grad)
+            return
+        if self.total is None:
+            self.start().zero_()
+        part = self.masters[number].grad
+        assert part is not None
+        part.add_(grad)
+
+
+def sink_of(parameters: Sequence[torch.Tensor]) -> GradSink | None:
+    """Return the sink of exactly these parameters. None: their gradients go through autograd."""
+    sink: GradSink | None = getattr(parameters[0], "grad_sink", None)
+    if sink is None or len(sink.masters) != len(parameters):
+        return None
+    return sink if all(getattr(p, "grad_sink", None) is sink for p in parameters) else None
+
+
+def give_sinks(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Give parameters, each with its master, sinks: those that are joined share one."""
+    run: list[tuple[nn.Parameter, nn.Parameter]] = []
+    by_address = sorted(pairs, key=lambda pair: pair[0].data_ptr())
+    for pair in by_address:
+        if run and joined([p for p, _ in (*run, pair)]) is None:
+            _give_sink(run)
+            run = []
+        run.append(pair)
+    if run:
+        _give_sink(run)
+
+
+def _give_sink(run: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    sink = GradSink([master for _, master in run])
+    for number, (parameter, _) in enumerate(run):
+        parameter.grad_sink = sink  # type: ignore[attr-defined]
+        parameter.register_post_accumulate_grad_hook(_collector(sink, number))
+
+
+def _collector(sink: GradSink, number: int) -> Any:
+    def collect(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            sink.add_part(number, parameter.grad)
+            parameter.grad = None
+
+    return collect

@@ -1,0 +1,148 @@
+"""Stepping by a recorded graph: the host says "go on" and looks in now and then.
+
+A decode step is some hundred small kernels, and starting them one by one takes longer than they
+run. A CUDA graph starts them all at once. It is recorded once for each number of slots and way of
+sampling, and stays valid while slots, answers and weights change, because all of them stay where
+they are in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from covey.kernels.sample import Written, draw
+from covey.policy.model import LanguageModel
+from covey.sampler.decoder import Decoder, understood
+from covey.sampler.fused import FusedDecoder
+from covey.sampler.pick import Distribution, pick_tokens
+from covey.sampler.pool import PooledCache
+from covey.sampler.protocol import Sampling
+from covey.sampler.slots import KeyShape, Slots
+
+STEPS = 8
+"""Tokens written before the host looks which answers have ended."""
+PROMPT_STEP = 128
+"""Prompts have room for a multiple of so many tokens, so that memory and graphs serve longer."""
+WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Numbers of slots for which graphs are recorded; beyond, multiples of the last."""
+
+
+@dataclass(slots=True)
+class GraphStepper:
+    """Several tokens a call, without the host in between."""
+
+    model: LanguageModel
+    decoder: Decoder
+    shape: KeyShape
+    memory: PooledCache | None = None
+    """Kept from call to call: graphs hold its addresses."""
+    needs: dict[str, int] = field(default_factory=dict)
+    """What it was made for."""
+    slots: dict[int, Slots] = field(default_factory=dict)
+    """By the longest answer."""
+    distribution: Distribution = field(default_factory=Distribution)
+    graphs: dict[tuple[int, int, Distribution], torch.cuda.CUDAGraph] = field(default_factory=dict)
+
+    def width_for(self, answers: int) -> int:
+        """Return the next number of slots that graphs are recorded for."""
+        if answers > WIDTHS[-1]:
+            return -(-answers // WIDTHS[-1]) * WIDTHS[-1]
+        return next(width for width in WIDTHS if width >= answers)
+
+    def begin(self, *, width: int, questions: int, longest: int, sampling: Sampling) -> Slots:
+        """Return empty slots: those of the last call, if they are large enough."""
+        # One more: a prompt whose last answers still wait may have none that is being written.
+        needs = {
+            "slots": width,
+            "capacity": sampling.max_tokens,
+            "prompts": min(width, questions) + 1,
+            "prompt_capacity": -(-longest // PROMPT_STEP) * PROMPT_STEP,
+        }
+        if self.memory is None or not self.memory.holds(**needs):
+            self.graphs.clear()
+            self.slots.clear()
+            if self.memory is not None:
+                needs = {name: max(more, self.needs[name]) for name, more in needs.items()}
+            self.memory = None  # before the next is made: both together may not fit
+            self.memory, self.needs = PooledCache(**needs, shape=self.shape), needs
+        memory, room = self.memory, sampling.max_tokens
+        if room not in self.slots:
+            self.slots[room] = Slots.make(memory, room, self.model.stop_ids)
+        memory.emptied()
+        self.decoder.begin(self.needs["capacity"] + self.needs["prompt_capacity"])
+        self.distribution = sampling.distribution
+        return self.slots[room]
+
+    def advance(self, slots: Slots, width: int) -> None:
+        """Write some tokens in every slot that goes on; this does not wait for them."""
+        if self.shape.device.type != "cuda":  # kernels can be tried by Triton's interpreter
+            self._step(slots, width)
+            return
+        key = width, slots.room, self.distribution
+        if key not in self.graphs:
+            self.graphs[key] = self._record(slots, width)
+        for _ in range(STEPS):
+            self.graphs[key].replay()
+
+    def _record(self, slots: Slots, width: int) -> torch.cuda.CUDAGraph:
+        """Record a step once for good; about a quarter of a second."""
+        active = slots.cache.active.clone()
+        slots.cache.active.zero_()  # a rehearsal, in which kernels are compiled, writes nothing
+        self._step(slots, width)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        pool = next((g.pool() for g in self.graphs.values()), None)
+        with torch.cuda.graph(graph, pool=pool):
+            self._step(slots, width)
+        slots.cache.active.copy_(active)
+        return graph
+
+    def _step(self, slots: Slots, width: int) -> None:
+        cache = slots.cache
+        hidden = self.decoder.step(slots.last[:width], cache)
+        logits = self.model.head.logits(hidden)
+        written = Written(
+            slots.tokens,
+            slots.logps,
+            slots.uniforms,
+            slots.last,
+            slots.count,
+            cache.place,
+            cache.active,
+        )
+        if self.distribution.temperature == 0.0 or not self.distribution.truncates:
+            draw(
+                logits,
+                written,
+                temperature=self.distribution.temperature,
+                stop_ids=slots.stop_ids,
+            )
+        else:
+            self._pick(slots, width, logits)
+
+    def _pick(self, slots: Slots, width: int, logits: torch.Tensor) -> None:
+        """Draw from a truncated distribution; slots that have ended keep what they have."""
+        cache, count = slots.cache, slots.count[:width]
+        active, at = cache.active[:width], count.clamp(max=slots.room - 1)[:, None]
+        uniforms = slots.uniforms[:width].gather(1, at).squeeze(1)
+        tokens, logps = pick_tokens(logits, uniforms, self.distribution)
+        for target, new in ((slots.tokens, tokens), (slots.logps, logps)):
+            old = target[:width].gather(1, at).squeeze(1)
+            target[:width].scatter_(1, at, new.where(active, old)[:, None])
+        slots.last[:width] = tokens.where(active, slots.last[:width])
+        count += active
+        cache.place[:width] += active
+        ended = (tokens[:, None] == slots.stop_ids).any(dim=1) | (count == slots.room)
+        active &= ~ended
+
+
+def graph_stepper(model: LanguageModel, shape: KeyShape) -> GraphStepper | None:
+    """Return a stepper by graphs if the model is understood, else None."""
+    decoder = understood(model, FusedDecoder, _small_memory)
+    return None if decoder is None else GraphStepper(model, decoder, shape)
+
+
+def _small_memory(slots: int, shape: KeyShape) -> PooledCache:
+    return PooledCache(slots=slots, capacity=4, prompts=slots, prompt_capacity=5, shape=shape)

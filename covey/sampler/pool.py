@@ -1,0 +1,111 @@
+"""Key-value memory for a GPU: prompts in rows that their whole group reads, answers in slots.
+
+Nothing of it ever moves, so that a recorded graph keeps finding it. A prompt is stored once, which
+saves memory, and the slots that share it read it mostly from the chip's own cache.
+
+Shapes: P prompts, S slots, K key-value heads, C positions, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from transformers import DynamicCache
+
+from covey.sampler.slots import KeyShape
+
+
+class PooledCache:
+    """Keys and values of prompts and answers, apart."""
+
+    def __init__(
+        self, *, slots: int, capacity: int, prompts: int, prompt_capacity: int, shape: KeyShape
+    ) -> None:
+        layers = range(shape.layers)
+        self.prompt_keys = [shape.room(prompts, prompt_capacity) for _ in layers]
+        self.prompt_values = [shape.room(prompts, prompt_capacity) for _ in layers]
+        self.layer_keys = [shape.room(slots, capacity) for _ in layers]
+        self.layer_values = [shape.room(slots, capacity) for _ in layers]
+
+        def zeros() -> torch.Tensor:
+            return torch.zeros(slots, dtype=torch.long, device=shape.device)
+
+        self.place, self.prompt_row, self.prompt_length = zeros(), zeros(), zeros()
+        """[S]: where a slot's next token is written, and which row its prompt is, how long."""
+        self.active = zeros().bool()
+        self.rows: dict[int, tuple[int, int]] = {}
+        """By question: the row of its prompt, and its length."""
+        self.free = list(range(prompts))
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are."""
+        return len(self.place)
+
+    def holds(self, *, slots: int, capacity: int, prompts: int, prompt_capacity: int) -> bool:
+        """Tell whether there is room for so much."""
+        rows, _, room, _ = self.prompt_keys[0].shape
+        return (
+            self.slots >= slots
+            and self.layer_keys[0].shape[2] >= capacity
+            and rows >= prompts
+            and room >= prompt_capacity
+        )
+
+    def emptied(self) -> Self:
+        """Free all slots and rows."""
+        self.free = list(range(len(self.prompt_keys[0])))
+        self.rows.clear()
+        self.active.zero_()
+        return self
+
+    def remember(self, questions: Sequence[int], prompts: DynamicCache, lengths: list[int]) -> None:
+        """Copy prompts to free rows."""
+        index = torch.tensor(self._rows_for(questions, lengths), device=self.place.device)
+        for number, layer in enumerate(prompts.layers):
+            length = layer.keys.shape[2]
+            self.prompt_keys[number][index, :, :length] = layer.keys
+            self.prompt_values[number][index, :, :length] = layer.values
+
+    def remember_packed(
+        self,
+        questions: Sequence[int],
+        lengths: list[int],
+        read: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Copy prompts to free rows; `read` has each layer's keys and values [tokens, K, D]."""
+        rows = self._rows_for(questions, lengths)
+        row = torch.tensor(rows).repeat_interleave(torch.tensor(lengths))
+        at = torch.cat([torch.arange(length) for length in lengths])
+        row, at = torch.stack([row, at]).to(self.place.device)
+        for number, (keys, values) in enumerate(read):
+            self.prompt_keys[number][row, :, at] = keys
+            self.prompt_values[number][row, :, at] = values
+
+    def _rows_for(self, questions: Sequence[int], lengths: list[int]) -> list[int]:
+        rows = [self.free.pop() for _ in questions]
+        self.rows |= dict(zip(questions, zip(rows, lengths, strict=True), strict=True))
+        return rows
+
+    def enter(self, slots: torch.Tensor, questions: Sequence[int]) -> None:
+        """Point each slot to its question's row."""
+        mine = torch.tensor([self.rows[question] for question in questions], device=slots.device)
+        self.prompt_row[slots], self.prompt_length[slots] = mine.unbind(1)
+        # Writing a token moves the place on by one, to where that token goes.
+        self.place[slots] = -1
+
+    def all_entered(self, question: int) -> None:
+        """The slots still read it."""
+
+    def all_ended(self, question: int) -> None:
+        """Free the row."""
+        self.free.append(self.rows.pop(question)[0])
+
+    def keep(self, slots: torch.Tensor) -> None:
+        """Move the given slots to the front."""
+        moved = (self.place, self.prompt_row, self.prompt_length, self.active)
+        for tensor in (*moved, *self.layer_keys, *self.layer_values):
+            tensor[: len(slots)] = tensor[slots]
+        self.active[len(slots) :] = False

@@ -1,0 +1,70 @@
+"""Reading prompts: once for a whole group, several at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers import DynamicCache
+
+from covey.policy.model import LanguageModel
+from covey.policy.policy import device_hidden
+from covey.policy.spans import pack_prompts
+from covey.sampler.pool import PooledCache
+from covey.sampler.slots import Memory
+
+PREFILL_TOKENS = 16_384
+"""Prompt tokens, padded, that are read in one forward pass."""
+
+
+def read_prompts(
+    model: LanguageModel, memory: Memory, prompts: dict[int, tuple[int, ...]]
+) -> dict[int, torch.Tensor]:
+    """Read prompts, by number of question, into a memory; return the logits [V] of what follows."""
+    found: dict[int, torch.Tensor] = {}
+    for together in _in_parts(prompts):
+        asked = [prompts[question] for question in together]
+        lengths = [len(tokens) for tokens in asked]
+        if isinstance(memory, PooledCache) and model.fused and model.flash:
+            read, logits = _read_packed(model, asked)
+            memory.remember_packed(together, lengths, read)
+        else:
+            cache, logits = _read(model, asked)
+            memory.remember(together, cache, lengths)
+        found |= dict(zip(together, logits, strict=True))
+    return found
+
+
+def _in_parts(prompts: dict[int, tuple[int, ...]]) -> Iterator[list[int]]:
+    part: list[int] = []
+    longest = 0
+    for question, tokens in prompts.items():
+        longest = max(longest, len(tokens))
+        if part and longest * (len(part) + 1) > PREFILL_TOKENS:
+            yield part
+            part, longest = [], len(tokens)
+        part.append(question)
+    if part:
+        yield part
+
+
+def _read_packed(
+    model: LanguageModel, prompts: list[tuple[int, ...]]
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """Read prompts by the trainer's own forward pass; return keys and values, and logits."""
+    packed = pack_prompts(prompts, model.device)
+    read: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hidden = device_hidden(model, packed, read)
+    return read, model.head.logits(hidden[packed.predictor])
+
+
+def _read(
+    model: LanguageModel, prompts: Sequence[tuple[int, ...]]
+) -> tuple[DynamicCache, torch.Tensor]:
+    rows = [torch.tensor(tokens) for tokens in prompts]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
+    last = torch.tensor([len(row) - 1 for row in rows], device=model.device)
+    cache = DynamicCache()
+    # Padding stands on the right, where causal attention never looks, so no mask is needed.
+    hidden = model.backbone(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+    return cache, model.head.logits(hidden[torch.arange(len(rows), device=model.device), last])

@@ -1,0 +1,194 @@
+"""One call of the native sampler: questions wait, are read, and are answered in slots."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from covey.policy.model import LanguageModel
+from covey.sampler.pick import pick_tokens
+from covey.sampler.prompts import read_prompts
+from covey.sampler.protocol import Question, Sampling
+from covey.sampler.random import token_uniforms
+from covey.sampler.stepper import Stepper
+from covey.types import Finish
+
+REFILL_SHARE = 8
+"""Free slots are refilled once they are one in so many: reading prompts one by one is slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer to be written: sample number `sample` of question number `question`."""
+
+    question: int
+    sample: int
+
+
+class Ended(NamedTuple):
+    """An answer that is complete."""
+
+    answer: Answer
+    tokens: list[int]
+    logps: list[float]
+    finish: Finish
+
+
+class Writer:
+    """Answers a list of questions."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        stepper: Stepper,
+        questions: Sequence[Question],
+        step: int,
+        sampling: Sampling,
+    ) -> None:
+        self.model, self.stepper = model, stepper
+        self.questions, self.step, self.sampling = questions, step, sampling
+        self.queue = deque(
+            Answer(q, s) for q in range(len(questions)) for s in range(sampling.samples)
+        )
+        self.first_logits: dict[int, torch.Tensor] = {}
+        """By question that was read and for which answers still wait."""
+        self.width = stepper.width_for(min(sampling.slots, len(self.queue)))
+        self.slots = stepper.begin(
+            width=self.width,
+            questions=len(questions),
+            longest=max(len(q.tokens) for q in questions),
+            sampling=sampling,
+        )
+        self.waiting = Counter({q: sampling.samples for q in range(len(questions))})
+        self.unended = Counter(self.waiting)
+        self.answers: list[Answer | None] = [None] * self.width
+        self.looked_at = [0] * self.width
+        """Tokens of each slot that were searched for stop strings."""
+        self.stop_ids = frozenset(model.stop_ids)
+        self.stop_reach = 1 + max((len(s.encode()) for s in sampling.stop_strings), default=0)
+
+    @property
+    def running(self) -> int:
+        """How many answers are being written."""
+        return sum(answer is not None for answer in self.answers)
+
+    def run(self) -> Iterator[list[Ended]]:
+        """Yield answers as they end, some at a time.
+
+        What has ended is handed out while the device goes on with the rest.
+        """
+        ended: list[Ended] = []
+        while self.queue or self.running:
+            if self.queue and self._may_refill():
+                self._refill()
+            elif not self.queue:
+                self._shrink()
+            self.stepper.advance(self.slots, self.width)
+            if ended:
+                yield ended
+            ended = self._take_ended()
+        if ended:
+            yield ended
+
+    def _may_refill(self) -> bool:
+        free = self.width - self.running
+        return free >= min(max(1, self.width // REFILL_SHARE), len(self.queue))
+
+    def _refill(self) -> None:
+        """Give waiting answers the free slots and write their first token."""
+        free = [slot for slot, answer in enumerate(self.answers) if answer is None]
+        answers = [self.queue.popleft() for _ in range(min(len(free), len(self.queue)))]
+        free = free[: len(answers)]
+        wanted = sorted({a.question for a in answers} - self.first_logits.keys())
+        cache = self.slots.cache
+        self.first_logits |= read_prompts(
+            self.model, cache, {q: self.questions[q].tokens for q in wanted}
+        )
+        index = torch.tensor(free, device=self.model.device)
+        cache.enter(index, [a.question for a in answers])
+        self.slots.open(index, np.stack([self._uniforms(answer) for answer in answers]))
+        logits = torch.stack([self.first_logits[a.question] for a in answers])
+        tokens, logps = pick_tokens(
+            logits, self.slots.uniforms[index, 0], self.sampling.distribution
+        )
+        self.slots.write(index, tokens, logps)
+        for slot, answer in zip(free, answers, strict=True):
+            self.answers[slot], self.looked_at[slot] = answer, 0
+            self.waiting[answer.question] -= 1
+            if not self.waiting[answer.question]:
+                del self.first_logits[answer.question]
+                cache.all_entered(answer.question)
+
+    def _uniforms(self, answer: Answer) -> np.ndarray:
+        return token_uniforms(
+            seed=self.sampling.seed,
+            step=self.step,
+            prompt=self.questions[answer.question].prompt.id,
+            sample=answer.sample,
+            count=self.sampling.max_tokens,
+        )
+
+    def _shrink(self) -> None:
+        """Once nobody waits, free slots only cost: move the rest together."""
+        width = self.stepper.width_for(self.running)
+        if 2 * self.running > self.width or width >= self.width:
+            return
+        kept = [slot for slot, answer in enumerate(self.answers) if answer is not None]
+        self.slots.keep(torch.tensor(kept, device=self.model.device))
+        spare = width - len(kept)
+        self.answers = [self.answers[slot] for slot in kept] + [None] * spare
+        self.looked_at = [self.looked_at[slot] for slot in kept] + [0] * spare
+        self.width = width
+
+    def _take_ended(self) -> list[Ended]:
+        """Free the slots whose answer has ended, and return the answers."""
+        active, counts = self.slots.progress(self.width)
+        taken = [slot for slot, answer in enumerate(self.answers) if answer is not None]
+        cut = self._stop_strings(taken, counts) if self.sampling.stop_strings else {}
+        ended = [slot for slot in taken if slot in cut or not active[slot]]
+        if not ended:
+            return []
+        tokens, logps = self.slots.written(ended)
+        self.slots.close([slot for slot in cut if active[slot]])
+        result = []
+        for slot, row, row_logps in zip(ended, tokens, logps, strict=True):
+            answer, length = self.answers[slot], cut.get(slot, counts[slot])
+            assert answer is not None
+            stopped = slot in cut or int(row[length - 1]) in self.stop_ids
+            finish: Finish = "stop" if stopped else "length"
+            result.append(Ended(answer, row[:length].tolist(), row_logps[:length].tolist(), finish))
+            self.answers[slot] = None
+            self.unended[answer.question] -= 1
+            if not self.unended[answer.question]:
+                self.slots.cache.all_ended(answer.question)
+        return result
+
+    def _stop_strings(self, slots: list[int], counts: list[int]) -> dict[int, int]:
+        """Return the slots that have completed a stop string, and how many tokens that took."""
+        found: dict[int, int] = {}
+        tokens, _ = self.slots.written(slots)
+        # A stop string of n bytes spans at most n tokens, unless they decode to nothing.
+        starts = [max(0, self.looked_at[slot] + 1 - self.stop_reach) for slot in slots]
+        tails = [
+            row[start : counts[slot]].tolist()
+            for slot, start, row in zip(slots, starts, tokens, strict=True)
+        ]
+        texts = self.model.decode_many(tails)
+        for slot, start, tail, text in zip(slots, starts, tails, texts, strict=True):
+            if any(stop in text for stop in self.sampling.stop_strings):
+                found[slot] = start + self._first_stop(tail, self.looked_at[slot] - start)
+            self.looked_at[slot] = counts[slot]
+        return found
+
+    def _first_stop(self, tail: list[int], seen: int) -> int:
+        """Return after how many tokens of `tail` a stop string is complete; more than `seen`."""
+        for length in range(seen + 1, len(tail)):
+            text = self.model.decode(tail[max(0, length - self.stop_reach) : length])
+            if any(stop in text for stop in self.sampling.stop_strings):
+                return length
+        return len(tail)

@@ -1,0 +1,213 @@
+"""What only a GPU can show: the kernels as compiled, flash attention, and the numbers of bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from covey.embedded import CHECKPOINT
+from covey.objective import ALGORITHMS, policy_loss, with_advantage, with_weight
+from covey.policy.adapter import add_adapter, stirred
+from covey.policy.head import token_logp
+from covey.policy.layout import micro_batches, pack_for
+from covey.policy.model import Head, LanguageModel, packed_forward, wrap
+from covey.policy.optimizer import MasterAdamW
+from covey.policy.policy import Policy, batch_logp
+from covey.policy.spans import host_rows, prompt_numbers
+from covey.train.update import UpdateSettings, update
+from covey.types import Batch
+from tests.conftest import make_batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPE = {
+    "vocab_size": 262, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256,
+    "head_dim": 16,
+}  # fmt: skip
+KINDS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True)
+    ),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE)),
+    "mistral": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SHAPE, sliding_window=5)
+    ),
+}
+SETTINGS = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1e9}
+
+
+def build(kind: str, dtype: torch.dtype = torch.bfloat16) -> LanguageModel:
+    torch.manual_seed(len(kind))
+    model = KINDS[kind]().to("cuda", dtype)
+    model.config.eos_token_id = model.generation_config.eos_token_id = 1
+    return wrap(model, transformers.AutoTokenizer.from_pretrained(CHECKPOINT), kind)
+
+
+def shared_batch(rows: int = 8, longest: int = 40) -> Batch:
+    batch = make_batch(rows=rows, longest=longest, seed=3)
+    which = torch.tensor([0, 3, 0, 5, 0, 3, 0, 0])[:rows]
+    return replace(
+        batch,
+        prompt_tokens=batch.prompt_tokens[which],
+        prompt_lengths=batch.prompt_lengths[which],
+        group=which,
+    ).to("cuda")
+
+
+def gradients(model: LanguageModel, batch: Batch, **layout: object) -> dict[str, torch.Tensor]:
+    objective = ALGORITHMS["grpo"](beta=0.0)
+    batch = with_weight(objective, with_advantage(objective, batch))
+    model.model.zero_grad()
+    policy_loss(objective, batch, batch_logp(model, batch, **layout).logp).loss.backward()
+    return {n: p.grad.clone() for n, p in model.model.named_parameters() if p.grad is not None}
+
+
+def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The distance of all gradients together, relative to their length."""
+    assert found.keys() == expected.keys()
+    difference = torch.stack([(found[n].double() - g.double()).norm() for n, g in expected.items()])
+    return float(
+        difference.norm() / torch.stack([g.double().norm() for g in expected.values()]).norm()
+    )
+
+
+def test_models_take_the_fast_path() -> None:
+    for kind, fused in (("llama", True), ("qwen2", True), ("qwen3", True), ("mistral", False)):
+        model = build(kind)
+        assert (kind, model.packs, model.flash, model.fused) == (kind, True, True, fused)
+        exact = build(kind, torch.float32)
+        assert (kind, exact.packs, exact.flash, exact.fused) == (kind, True, False, fused)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_and_padded_gradients_are_equal_in_float32(kind: str) -> None:
+    model, batch = build(kind, torch.float32), shared_batch()
+    padded = gradients(model, batch, side="right")
+    packed = gradients(model, batch, side="packed")
+    scale = max(float(g.abs().max()) for g in padded.values())
+    for name, grad in padded.items():
+        assert float((packed[name] - grad).abs().max()) <= 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_gradients_are_near_those_of_float32(kind: str) -> None:
+    model, exact, batch = build(kind), build(kind, torch.float32), shared_batch()
+    with torch.no_grad():
+        for one, other in zip(exact.model.parameters(), model.model.parameters(), strict=True):
+            one.copy_(other)
+    expected = gradients(exact, batch, side="right")
+    fast, own = gradients(model, batch), gradients(model, batch, side="right")
+    assert apart(fast, expected) < max(0.03, 1.2 * apart(own, expected))
+
+
+def test_flash_rows_say_what_padded_rows_say() -> None:
+    model, batch = build("mistral"), shared_batch()
+    outputs = []
+    for flash in (True, False):
+        packed = pack_for(host_rows(batch), model.device, flash=flash)
+        outputs.append(packed_forward(model.backbone, packed)[packed.predictor].float())
+    assert float((outputs[0] - outputs[1]).norm() / outputs[1].norm()) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_head_gives_the_logits_of_float64(dtype: torch.dtype, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 5000, dtype=dtype, device="cuda")
+    head = Head(linear=linear, scale=3.0, softcap=softcap)
+    hidden = torch.randn(700, 64, device="cuda").to(dtype).requires_grad_()
+    tokens = torch.randint(0, 5000, (700,), device="cuda")
+    pulls = torch.randn(2, 700, device="cuda")
+    found = token_logp(head, hidden, tokens, temperature=0.8, megabytes=8)
+    assert found[0].dtype == torch.float32
+    (found[0] * pulls[0] + found[1] * pulls[1]).sum().backward()
+    parts = [hidden, *linear.parameters()]
+    exact = [p.detach().double().requires_grad_() for p in parts]
+    z = (exact[0] @ exact[1].t() + exact[2]) * 3.0
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    whole = (z / 0.8).log_softmax(-1)
+    logp, entropy = whole.gather(-1, tokens[:, None])[:, 0], -(whole.exp() * whole).sum(-1)
+    (logp * pulls[0] + entropy * pulls[1]).sum().backward()
+    # Logits are not rounded, so even in bfloat16 values are exact.
+    torch.testing.assert_close(found[0].double(), logp, atol=2e-4, rtol=1e-5)
+    torch.testing.assert_close(found[1].double(), entropy, atol=2e-4, rtol=1e-5)
+    limit = 1e-4 if dtype == torch.float32 else 1e-2
+    for one, other in zip(parts, exact, strict=True):
+        assert float((one.grad.double() - other.grad).norm() / other.grad.norm()) < limit
+
+
+def test_checkpointing_changes_nothing() -> None:
+    model, batch = build("llama"), shared_batch()
+    model.model.train()
+    plain = gradients(model, batch)
+    model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert apart(gradients(model, batch), plain) < 5e-3
+
+
+def test_an_adapter_takes_the_fast_path() -> None:
+    model = add_adapter(build("llama"), rank=4)
+    assert model.fused
+    with stirred(model):
+        fast, own = gradients(model, shared_batch()), gradients(model, shared_batch(), side="right")
+    assert fast
+    assert apart(fast, own) < 0.05
+
+
+def test_sinks_collect_what_autograd_would() -> None:
+    model, batch = build("qwen2"), shared_batch()
+    plain = gradients(model, batch)
+    optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
+    assert gradients(model, batch) == {}
+    once = {n: m.grad.clone() for n, m in optimizer.masters.items()}
+    assert apart(once, plain) < 1e-2
+    gradients(model, batch)
+    twice = {n: m.grad / 2 for n, m in optimizer.masters.items()}
+    assert apart(twice, once) < 1e-5 + 1e-2  # flash attention adds in any order
+    assert not optimizer.step(1e-3).skipped
+    for name, parameter in optimizer.parameters.items():
+        assert torch.equal(parameter, optimizer.masters[name].bfloat16())
+
+
+def test_micro_batches_count_packed_tokens_and_keep_groups_together() -> None:
+    batch = shared_batch()
+    host = host_rows(batch)
+    numbers = prompt_numbers(host)
+    for budget in (1, 60, 120, 10_000):
+        parts = list(micro_batches(batch, budget))
+        assert sorted(torch.cat(parts).tolist()) == list(range(len(batch)))
+        for part in parts:
+            micro = batch.rows(part)
+            assert torch.equal(micro.host.tokens, micro.tokens.cpu())
+            packed = pack_for(micro.host, batch.tokens.device, flash=True)
+            assert len(part) == 1 or len(packed.input_ids) <= budget
+    whole = list(micro_batches(batch, 10_000))
+    assert len(whole) == 1
+    assert len(numbers.unique()) == 3
+
+
+def test_an_update_learns_and_measures() -> None:
+    model = build("llama")
+    optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
+    policy = Policy(model=model, optimizer=optimizer, temperature=1.0, logits_megabytes=8.0)
+    objective = ALGORITHMS["grpo"](beta=0.0)
+    settings = UpdateSettings(
+        mini_batches=1, epochs=1, token_budget=100, old_logp_from_sampler=True,
+        learning_rate=lambda _: 1e-3, seed=0,
+    )  # fmt: skip
+    batch = with_advantage(objective, shared_batch())
+    before = batch_logp(model, batch).logp.detach()
+    metrics = update(batch, policy=policy, objective=objective, settings=settings, step=0)
+    after = batch_logp(model, batch).logp.detach()
+    gain = ((after - before) * batch.advantage).where(batch.mask, 0.0).sum()
+    assert float(gain) > 0
+    assert metrics["optim/grad_norm"] > 0
+    assert metrics["optim/skipped"] == 0

@@ -1,0 +1,93 @@
+"""The GPU's sampler: on a GPU by recorded graphs, elsewhere step by step in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from covey.policy.adapter import add_adapter
+from covey.policy.model import LanguageModel
+from covey.sampler.decoder import decoder_for
+from covey.sampler.native import NativeSampler
+from covey.sampler.pick import Distribution
+from covey.sampler.protocol import Question, Sampling
+from covey.sampler.slots import KeyShape
+from covey.sampler.stepper import EagerStepper
+from covey.types import Prompt
+from tests.conftest import build
+
+pytest.importorskip("triton")
+
+
+def made(kind: str) -> LanguageModel:
+    model = add_adapter(build("llama"), rank=4) if kind == "adapter" else build(kind)
+    if torch.cuda.is_available():
+        model.model.to("cuda")
+    return model
+
+
+def questions(model: LanguageModel) -> list[Question]:
+    size = model.model.config.vocab_size
+    return [
+        Question(
+            prompt=Prompt(id=str(number), task="t", messages=(), answer=""),
+            tokens=tuple((3 + 5 * number + i * i) % size for i in range(2 + 3 * number)),
+        )
+        for number in range(3)
+    ]
+
+
+def shape_of(model: LanguageModel) -> KeyShape:
+    prefix = DynamicCache()
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model.backbone(input_ids=ids, past_key_values=prefix, use_cache=True)
+    return KeyShape.of(prefix)
+
+
+def by_graph(model: LanguageModel) -> NativeSampler:
+    from covey.sampler.graph import graph_stepper
+
+    sampler = NativeSampler(model)
+    stepper = graph_stepper(model, shape_of(model))
+    assert stepper is not None
+    sampler.stepper = stepper
+    return sampler
+
+
+@pytest.mark.parametrize(
+    ("kind", "distribution"),
+    [
+        ("llama", Distribution()),
+        ("qwen2", Distribution(temperature=0.0)),
+        ("adapter", Distribution(top_k=5, top_p=0.8)),
+    ],
+    ids=["llama-plain", "qwen2-greedy", "adapter-truncated"],
+)
+def test_the_graph_writes_what_the_plain_sampler_writes(
+    kind: str, distribution: Distribution
+) -> None:
+    from covey.sampler.graph import GraphStepper
+
+    model = made(kind)
+    sampling = Sampling(samples=2, max_tokens=4, slots=4, distribution=distribution, seed=1)
+    asked = questions(model)
+    plain = NativeSampler(model)
+    plain.stepper = EagerStepper(model, decoder_for(model), shape_of(model))
+    expected = plain.generate(asked, step=2, sampling=sampling)
+    sampler = by_graph(model)
+    for slots in (4, 3):  # the second call finds the memory of the first
+        got = sampler.generate(asked, step=2, sampling=replace(sampling, slots=slots))
+        for mine, theirs in zip(chain(*got), chain(*expected), strict=True):
+            assert mine.tokens == theirs.tokens
+            assert mine.finish == theirs.finish
+            assert mine.sampler_logp == pytest.approx(theirs.sampler_logp, abs=1e-5)
+    assert isinstance(sampler.stepper, GraphStepper)
+    memory = sampler.stepper.memory
+    assert memory is not None
+    assert not memory.rows  # all is free again
+    assert len(memory.free) == len(memory.prompt_keys[0])
+    assert not memory.active.any()
