@@ -2,5 +2,14 @@
 
 from covey.config.load import load_config, parse_config, recipe_names, to_toml, toml_value
 from covey.config.schema import Config
+from covey.config.smoke import load_smoke
 
-__all__ = ["Config", "load_config", "parse_config", "recipe_names", "to_toml", "toml_value"]
+__all__ = [
+    "Config",
+    "load_config",
+    "load_smoke",
+    "parse_config",
+    "recipe_names",
+    "to_toml",
+    "toml_value",
+]

@@ -5,6 +5,7 @@ Whatever is wrong is one line that names the key, the value and the nearest righ
 
 from __future__ import annotations
 
+import copy
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -29,11 +30,16 @@ def recipe_names() -> list[str]:
 
 def load_config(source: str | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a file, a packaged recipe by name, or nothing, and apply `key=value` overrides."""
-    data = {} if source is None else _read(source)
+    return parse_config(overridden({} if source is None else read_settings(source), overrides))
+
+
+def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return settings with `key=value` overrides; the settings given stay as they are."""
+    changed = copy.deepcopy(dict(data))
     # Names come first: naming another task, reward or algorithm drops the options of the old one.
     for override in sorted(overrides, key=_turn):
-        _apply(data, override)
-    return parse_config(data)
+        _apply(changed, override)
+    return changed
 
 
 def _turn(override: str) -> tuple[bool, int]:
@@ -51,7 +57,8 @@ def parse_config(data: Mapping[str, Any]) -> Config:
         raise ConfigError(_explain(error)) from None
 
 
-def _read(source: str) -> dict[str, Any]:
+def read_settings(source: str) -> dict[str, Any]:
+    """Read the settings that a file, or a packaged recipe, gives; all others are left out."""
     path = Path(source)
     try:
         if path.is_file():

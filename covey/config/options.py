@@ -61,6 +61,8 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
     adapter: TypeAdapter[Any] = TypeAdapter(
         kind, config=ConfigDict(strict=True, allow_inf_nan=False)
     )
+    if isinstance(value, list) and typing.get_origin(kind) is tuple:
+        value = tuple(value)  # TOML has one kind of array
     try:
         return adapter.validate_python(value)
     except ValidationError as error:

@@ -227,6 +227,13 @@ class Train(Section):
     """[train]"""
 
     steps: Positive = Field(100, description="Steps: rollout batches collected and learned from.")
+    budget: Literal["steps", "tokens", "updates"] = Field(
+        "steps",
+        description="What the run is given: steps, or an amount of sampled tokens or of optimizer "
+        "steps, which ends it at the first step that reaches it. Schedules and evaluations then "
+        "follow the share that is spent, as if the whole were `steps` steps.",
+    )
+    amount: Count = Field(0, description="How many tokens or updates; 0 with a budget of steps.")
     mini_batches: Positive = Field(1, description="Optimizer steps in one pass over a batch.")
     epochs: Positive = Field(1, description="Passes over each rollout batch.")
     token_budget: Positive = Field(
@@ -240,6 +247,15 @@ class Train(Section):
         description="Source of old_logp when a batch has several optimizer steps; auto: from the "
         "sampler if it shares the trainer's float32 weights and truncates nothing.",
     )
+
+    @model_validator(mode="after")
+    def _amount(self) -> Train:
+        if (self.budget == "steps") != (self.amount == 0):
+            raise ValueError(
+                f"train.amount = {self.amount} does not go with train.budget = {self.budget!r}: "
+                "it is the number of tokens or updates, and 0 with a budget of steps"
+            )
+        return self
 
     @property
     def updates(self) -> int:

@@ -89,6 +89,31 @@ class GroupRelative:
         return -self.size * min(max((length - measure) / measure, 0.0), 1.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """An answer that was cut off is worth `at_most`, whatever its reward: open-instruct's penalty.
+
+    There it is called non_stop_penalty, and the value replaces the reward; here it never raises
+    one.
+    """
+
+    at_most: float = 0.0
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Return what each loses; answers that could not be scored lose nothing."""
+        return [
+            min(self.at_most - r.reward, 0.0)
+            if r.finish == "length" and r.reward is not None
+            else 0.0
+            for r in rollouts
+        ]
+
+
 LENGTH_PENALTIES: Mapping[str, Callable[..., LengthPenalty]] = MappingProxyType(
-    {"none": NoPenalty, "soft": Soft, "group_relative": GroupRelative}
+    {
+        "none": NoPenalty,
+        "soft": Soft,
+        "group_relative": GroupRelative,
+        "unfinished": Unfinished,
+    }
 )

@@ -94,7 +94,10 @@ def is_held_out(numbers: Sequence[int], target: int) -> bool:
 class Countdown:
     """Make `target` out of `numbers` by + - * / and parentheses, using each number once.
 
-    More numbers make it harder. A data set with columns of its own can stand in for the generator:
+    More numbers make it harder. `template`, if given, is how a problem is asked, with {numbers} and
+    {target}; `system` comes before it.
+
+    A data set with columns of its own can stand in for the generator:
     the tasks `jsonl` and `hub` read rows of `nums` and `target` with the options
     answer = "target", columns = {nums = "numbers", target = "target"} and
     template = "Make {target} out of {nums} ...".
@@ -106,6 +109,8 @@ class Countdown:
     max_target: int = 999
     train_size: int = 100_000
     held_out_size: int = 256
+    template: str = ""
+    system: str = ""
     name: str = "countdown"
 
     def __post_init__(self) -> None:
@@ -119,6 +124,10 @@ class Countdown:
             raise ConfigError(
                 "task: max_number must be at least 10 and max_target at least 20, "
                 f"not {self.max_number} and {self.max_target}"
+            )
+        if self.template and not all(place in self.template for place in ("{numbers}", "{target}")):
+            raise ConfigError(
+                f"task: template = {self.template!r} must have {{numbers}} and {{target}}"
             )
 
     def train(self) -> Sequence[Prompt]:
@@ -136,10 +145,16 @@ class Countdown:
         return Prompt(
             id=identity,
             task=self.name,
-            messages=asked(question(numbers, solution.value)),
+            messages=asked(self._question(numbers, solution.value), self.system),
             answer=str(solution.value),
             info={"numbers": numbers, "target": solution.value, "solution": solution.text},
         )
+
+    def _question(self, numbers: Sequence[int], target: int) -> str:
+        if not self.template:
+            return question(numbers, target)
+        listed = ", ".join(map(str, numbers))
+        return self.template.replace("{numbers}", listed).replace("{target}", str(target))
 
     def _problem(self, random: Random, held_out: bool) -> tuple[list[int], Term]:
         while True:

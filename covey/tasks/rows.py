@@ -32,7 +32,8 @@ class Table:
     column `messages`: a list of {role, content} that ends with what is asked. All columns but those
     of question, messages and answer are kept in `info`; `columns` gives columns other names there,
     and keeps whatever it names. `system`, if given, comes before each question, unless messages
-    bring their own, and `instruction` after it.
+    bring their own, and `instruction` after it. `only` is {column: values}: rows that have another
+    value there are left out, and are not bad.
 
     Bad rows are errors, unless `skip_bad_rows`: then they are left out, and `bad_rows` says which,
     by split.
@@ -45,6 +46,7 @@ class Table:
     columns: Mapping[str, str] | None = None
     system: str = ""
     instruction: str = ""
+    only: Mapping[str, list[str]] | None = None
     skip_bad_rows: bool = False
     name: str = "table"
     bad_rows: dict[str, list[str]] = field(
@@ -66,7 +68,8 @@ class Table:
             try:
                 if isinstance(row, str):
                     raise BadRow(row)
-                prompts.append(self._prompt(row, f"{self.name}/{split}/{number}"))
+                if self._is_wanted(row):
+                    prompts.append(self._prompt(row, f"{self.name}/{split}/{number}"))
             except BadRow as error:
                 line = f"task: {where} {error}"
                 if not self.skip_bad_rows:
@@ -76,6 +79,10 @@ class Table:
             lost = f": {len(skipped)} bad rows, the first: {skipped[0]}" if skipped else ""
             raise DataError(f"task: {source} holds no prompts{lost}")
         return prompts
+
+    def _is_wanted(self, row: Row) -> bool:
+        only = (self.only or {}).items()
+        return all(_column(row, column) in values for column, values in only)
 
     def _prompt(self, row: Row, identity: str) -> Prompt:
         return Prompt(

@@ -99,6 +99,8 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
     "train": {
         "steps": positive,
+        "budget": st.just("steps"),
+        "amount": st.just(0),
         "mini_batches": st.integers(1, 2),
         "epochs": positive,
         "token_budget": positive,

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from covey.config import load_config, recipe_names
+from covey.config import load_config, recipe_names, to_toml
 from covey.config.options import choose, resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError
-from covey.objective import ALGORITHMS
 from covey.rewards.build import REWARDS
 from covey.tasks import TASKS
+from covey.train.assemble import objective_of, resolve, reward_of, task_of
 
 
 def blend(
@@ -133,12 +134,12 @@ def test_an_unknown_name_gives_the_nearest() -> None:
 @pytest.mark.parametrize("recipe", [None, *recipe_names()])
 def test_every_recipe_names_functions_that_take_its_options(recipe: str | None) -> None:
     config = load_config(recipe)
-    for where, registry in (("task", TASKS), ("reward", REWARDS), ("objective", ALGORITHMS)):
-        named: Named = getattr(config, where)
-        function = choose(registry, named, where)
-        resolved = resolve_options(function, named, where)
-        assert named.options.items() <= resolved.items()
-        function(**resolved)
+    resolved = resolve(config)
+    for where in ("task", "reward", "objective", "length_penalty"):
+        given, written = getattr(config, where).options, getattr(resolved, where).options
+        assert given.items() <= written.items()
+    for make in (task_of, reward_of, objective_of):
+        make(resolved)
 
 
 def test_the_options_of_the_embedded_task_are_all_written_out() -> None:
@@ -154,3 +155,17 @@ def test_the_options_of_the_embedded_task_are_all_written_out() -> None:
 def test_the_files_of_a_jsonl_task_must_be_given() -> None:
     with pytest.raises(ConfigError, match=r"^config: task\.train_file must be given for jsonl$"):
         resolve_options(TASKS["jsonl"], Named(name="jsonl"), "task")
+
+
+# These have no default for what they are made of.
+MADE_OF_OTHERS = {"by_task", "judge", "mix"}
+
+
+@pytest.mark.parametrize("name", sorted(REWARDS.keys() - MADE_OF_OTHERS))
+def test_the_reward_of_a_run_can_be_read_back_from_its_file(name: str, tmp_path: Path) -> None:
+    config = resolve(load_config("arithmetic", [f"reward.name={name}"]))
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(config))
+    again = resolve(load_config(str(file)))
+    assert again == config
+    assert reward_of(again) == reward_of(config)

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
-from covey.rewards.length import LENGTH_PENALTIES, GroupRelative, NoPenalty, Soft
+from covey.rewards.length import LENGTH_PENALTIES, GroupRelative, NoPenalty, Soft, Unfinished
 from covey.types import Rollout
 
 
@@ -72,7 +74,7 @@ def test_group_relative_punishment(group: list, penalties: list[float]) -> None:
 
 def test_no_punishment_is_none() -> None:
     assert NoPenalty()(answers((5, True), (6, None))) == [0.0, 0.0]
-    assert list(LENGTH_PENALTIES) == ["none", "soft", "group_relative"]
+    assert list(LENGTH_PENALTIES) == ["none", "soft", "group_relative", "unfinished"]
 
 
 @pytest.mark.parametrize("options", [{"limit": 5, "cache": 6}, {"limit": 5, "cache": 0}])
@@ -85,3 +87,15 @@ def test_a_cache_that_does_not_fit_is_refused(options: dict) -> None:
 def test_shares_outside_their_range_are_refused(options: dict) -> None:
     with pytest.raises(ConfigError, match=r"between 0\.5 and 1"):
         GroupRelative(**options)
+
+
+@pytest.mark.parametrize(
+    ("at_most", "penalties"),
+    [(0.0, [0.0, -1.0, 0.0, 0.0]), (-0.5, [0.0, -1.5, -0.5, 0.0]), (0.25, [0.0, -0.75, 0.0, 0.0])],
+)
+def test_unfinished_answers_are_worth_at_most_so_much(
+    at_most: float, penalties: list[float]
+) -> None:
+    ended, right, wrong, unscored = answers((3, True), (9, True), (9, False), (9, None))
+    cut_off = [replace(r, finish="length") for r in (right, wrong, unscored)]
+    assert Unfinished(at_most=at_most)([ended, *cut_off]) == penalties

@@ -180,3 +180,21 @@ def test_options_out_of_range_are_config_errors_of_one_line(options: dict[str, i
         Countdown(**options)
     assert len(str(raised.value).splitlines()) == 1
     assert str(next(iter(options.values()))) in str(raised.value)
+
+
+def test_a_problem_may_be_asked_in_other_words() -> None:
+    plain = Countdown().train()[3]
+    prompt = Countdown(template="{target} from {numbers}?", system="Play.").train()[3]
+    numbers = ", ".join(map(str, plain.info["numbers"]))
+    assert prompt.messages == (
+        {"role": "system", "content": "Play."},
+        {"role": "user", "content": f"{plain.answer} from {numbers}?"},
+    )
+    assert (prompt.id, prompt.info) == (plain.id, plain.info)
+
+
+@pytest.mark.parametrize("template", ["Make {target}.", "Use {numbers}.", "Play."])
+def test_a_template_without_its_places_is_an_error(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"must have {numbers} and {target}") as raised:
+        Countdown(template=template)
+    assert repr(template) in str(raised.value)

@@ -278,3 +278,15 @@ def test_options_that_contradict_each_other_are_config_errors(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         task_of(Path("x"), **options)
+
+
+def test_only_rows_with_the_values_that_are_wanted_are_kept(file: Path) -> None:
+    rows: list[Row] = [
+        {"question": f"{n}?", "answer": n, "kind": kind} for n, kind in enumerate("abca")
+    ]
+    write(file, rows)
+    task = task_of(file, only={"kind": ["a", "c"]})
+    assert [p.answer for p in task.train()] == ["0", "2", "3"]
+    assert bad_rows_of(task) == []
+    assert "holds no prompts" in error_of(file, only={"kind": ["d"]})
+    assert "has no 'knd'; did you mean 'kind'?" in error_of(file, only={"knd": ["a"]})

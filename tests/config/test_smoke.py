@@ -1,0 +1,102 @@
+"""`--smoke` makes any recipe small, and says what it replaces."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from covey.cli.main import run
+from covey.config import load_config, load_smoke, recipe_names
+from covey.config.smoke import ALWAYS, AT_MOST, WORD_PROBLEMS, ZERO_IS_MANY
+from covey.train.assemble import resolve, task_of
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_no_setting_exceeds_its_cap_and_none_grows(name: str) -> None:
+    before, small = load_config(name), load_smoke(name, ["model.path=any"])[0]
+    for key, cap in AT_MOST.items():
+        section, setting = key.split(".")
+        old, new = getattr(getattr(before, section), setting), getattr(getattr(small, section), setting)  # fmt: skip
+        assert new == (cap if old == 0 and key in ZERO_IS_MANY else min(old, cap)), key
+    for key, value in ALWAYS.items():
+        section, setting = key.split(".")
+        assert getattr(getattr(small, section), setting) == value
+    assert small.objective == before.objective
+    assert small.optimizer.learning_rate == before.optimizer.learning_rate
+    assert small.reference == before.reference
+
+
+def test_overrides_come_after(tmp_path: Path) -> None:
+    settings = ["train.steps=5", "rollout.max_tokens=100", "objective.name=dapo"]
+    config, _ = load_smoke("simple-grpo", [*settings, "model.path=any"])
+    assert (config.train.steps, config.rollout.max_tokens) == (5, 100)
+    assert config.objective.name == "dapo"
+    assert config.rollout.prompts == AT_MOST["rollout.prompts"]
+
+
+def test_smaller_sizes_stay_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[rollout]\nsamples = 2\nmax_tokens = 9\n[train]\nsteps = 1\n")
+    config, [note] = load_smoke(str(file))
+    assert (config.rollout.samples, config.rollout.max_tokens, config.train.steps) == (2, 9, 1)
+    assert "1 steps of 2 x 2 answers of at most 9 tokens" in note
+
+
+@pytest.mark.parametrize("name", ["zhangfaen-grpo", "open-instruct-tulu3-8b"])
+def test_data_of_the_hub_are_replaced_by_problems_that_come_along(name: str) -> None:
+    config, notes = load_smoke(name, ["model.path=any"])
+    assert any("word problems that come with covey" in note for note in notes)
+    asked = load_config(name).task.options
+    task = task_of(resolve(config))
+    train, held_out = task.train(), task.held_out()
+    assert (len(train), len(held_out)) == (16, 8)
+    questions = Counter(p.messages[-1]["content"] for p in [*train, *held_out])
+    assert set(questions.values()) == {1}
+    for prompt in train:
+        assert float(prompt.answer) == int(prompt.answer)
+        # An instruction that the recipe does not give is not added.
+        assert prompt.messages[-1]["content"].endswith(("?", asked.get("instruction") or "?"))
+        assert (prompt.messages[0]["role"] == "system") == bool(asked.get("system"))
+
+
+def test_files_of_the_user_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        "[model]\npath = 'any'\n[task]\nname = 'gsm8k'\ntrain_file = 'a'\nheld_out_file = 'b'\n"
+    )
+    config, notes = load_smoke(str(file))
+    assert config.task.options == {"train_file": "a", "held_out_file": "b"}
+    assert len(notes) == 1
+
+
+def test_the_embedded_model_is_asked_sums() -> None:
+    config, notes = load_smoke("nano-aha", ["model.path=embedded"])
+    assert (config.task.name, config.reward.name) == ("arithmetic", "think_answer")
+    assert (config.model.template, config.model.prefill, config.rollout.stop) == ("auto", "", [])
+    assert any("task countdown and reward nano_aha" in note for note in notes)
+    assert load_smoke("arithmetic")[0].task == load_config("arithmetic").task
+
+
+def test_print_config_shows_what_smoke_makes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["train", "simple-grpo", "--smoke", "--set", "train.steps=3", "--print-config"]
+    assert run(arguments) == 0
+    shown = capsys.readouterr()
+    (tmp_path / "small.toml").write_text(shown.out)
+    config = load_config(str(tmp_path / "small.toml"))
+    assert (config.train.steps, config.rollout.samples) == (3, 4)
+    assert config.task.options["train_file"] == WORD_PROBLEMS["train_file"]
+    assert shown.err.startswith("smoke: ")
+    assert run(["train", "--resume", str(tmp_path), "--smoke"]) == 2
+
+
+def test_warmup_and_eval_have_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    arguments = ["--model", "embedded", "--smoke", "--run", str(folder)]
+    assert run(["warmup", "lm-book", *arguments]) == 0
+    assert len((folder / "steps.jsonl").read_text().splitlines()) == 2
+    assert run(["eval", str(folder), "--smoke", "--json"]) == 0
+    assert '"prompts": 8' in capsys.readouterr().out
