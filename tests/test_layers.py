@@ -30,19 +30,27 @@ LAYERS: dict[str, set[str]] = {
     "run": PLAIN,
     # The recipe trains; the package itself, which the policy imports, is the path of a folder.
     "embedded": {"tasks", "policy", "train.supervised", "types"},
-    "policy": {"embedded", "run.files", *PLAIN},
-    "sampler": {"policy", *PLAIN},
+    "kernels": set(),
+    "policy": {"embedded", "kernels", "run.files", *PLAIN},
+    "sampler": {"kernels", "policy", *PLAIN},
     "reference": {"_version", "config", "policy", *PLAIN},
     "collect": {"policy", "sampler", "scoring", *PLAIN},
     "evaluate": {"collect", "sampler", "scoring", *PLAIN},
 }
 LAYERS["train"] = {*LAYERS, "train"} - {"", "cli"}
+LAYERS["plan"] = {*LAYERS, "plan"} - {"", "cli"}
+LAYERS["explain"] = {"config", "objective", "policy", "reference", "run", "train", *PLAIN}
+LAYERS["compare"] = {*LAYERS, "plan", "compare"} - {"", "cli"}
 LAYERS["cli"] = {*LAYERS, "cli"} - {""}
 LAYERS["__main__"] = {"cli"}
 
 NO_TORCH = [
+    "covey.compare.load",
+    "covey.compare.report",
+    "covey.compare.verdict",
     "covey.config",
     "covey.errors",
+    "covey.evaluate",
     "covey.lab",
     "covey.lab.lab",
     "covey.rewards",

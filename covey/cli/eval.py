@@ -12,11 +12,12 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from covey.config import Config, load_config, toml_value
+from covey.cli.opening import Smoke, loaded
+from covey.config import Config, toml_value
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
-    from covey.evaluate import Evaluation
+    from covey.evaluate.evaluate import Evaluation
 
 
 Target = Annotated[
@@ -56,6 +57,7 @@ def eval_command(  # noqa: PLR0913 - one argument for each flag
     against: Against = None,
     by: By = None,
     out: Out = None,
+    smoke: Smoke = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure greedy accuracy, and with --samples mean@k and pass@k, with 95 % intervals.
@@ -63,7 +65,8 @@ def eval_command(  # noqa: PLR0913 - one argument for each flag
     Given a run, its newest checkpoint is measured on the run's own task. With --against, both are
     measured on the same prompts, those of the first.
     """
-    config = _config(target, source, [*(overrides or []), f"evaluate.samples={samples}"])
+    settings = [*(overrides or []), f"evaluate.samples={samples}"]
+    config = _config(target, source, settings, smoke)
     models = [config.model.path, *([_model(against)] if against is not None else [])]
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
@@ -79,13 +82,13 @@ def eval_command(  # noqa: PLR0913 - one argument for each flag
         show_measured(models, evaluations, by, Console(soft_wrap=True))
 
 
-def _config(target: str, source: str | None, settings: list[str]) -> Config:
+def _config(target: str, source: str | None, settings: list[str], smoke: bool) -> Config:
     """Return the settings of a target, which names the model."""
     run = _run_of(target)
     if run is not None:
         source = source or str(run / "config.toml")
     model = f"model.path={toml_value(_model(target))}"
-    return load_config(source or "arithmetic", [*settings, model])
+    return loaded(source or "arithmetic", [*settings, model], smoke=smoke)
 
 
 def _run_of(target: str) -> Path | None:
@@ -109,7 +112,8 @@ def _model(target: str) -> str:
 def _evaluations(config: Config, models: list[str], by: str | None, show: bool) -> list[Evaluation]:
     """Measure one model after the other on the same prompts, by the same scorer."""
     from covey.collect import ask
-    from covey.evaluate import check_category, evaluate
+    from covey.evaluate import check_category
+    from covey.evaluate.evaluate import evaluate
     from covey.sampler.native import NativeSampler
     from covey.train.assemble import (
         held_out_of,

@@ -10,8 +10,11 @@ from rich.console import Console
 
 from covey._version import __version__
 from covey.cli.algorithms import algorithms_command
+from covey.cli.compare import compare_command
 from covey.cli.eval import eval_command
+from covey.cli.explain import explain_command
 from covey.cli.export import export_command
+from covey.cli.plan import plan_command
 from covey.cli.reference import app as reference_app
 from covey.cli.rewards import app as rewards_app
 from covey.cli.runs import runs_command
@@ -29,11 +32,14 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("plan")(plan_command)
 app.command("train")(train_command)
 app.command("warmup")(warmup_command)
 app.command("eval")(eval_command)
+app.command("compare")(compare_command)
 app.command("export")(export_command)
 app.command("runs")(runs_command)
+app.command("explain")(explain_command)
 app.command("algorithms")(algorithms_command)
 app.add_typer(rewards_app, name="rewards")
 app.add_typer(reference_app, name="reference")

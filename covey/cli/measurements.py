@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.cli.report import evaluation_line
-from covey.evaluate import Comparison, Estimate, Evaluation, by_category, compare, estimates
+from covey.evaluate import Comparison, Estimate, by_category, compare, estimates
+from covey.evaluate.evaluate import Evaluation
 
 SHOWN = 5
 """Prompts named by id; --json and --out have all."""

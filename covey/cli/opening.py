@@ -3,19 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
-from covey.config import Config, load_config
+import typer
+
+from covey.config import Config, load_config, load_smoke, toml_value
 
 if TYPE_CHECKING:
     from covey.run.folder import RunFolder
     from covey.scoring import Scorer
+    from covey.train.assemble import Parts
     from covey.train.report import Reporter
 
 
-def resolved(source: str, overrides: Iterable[str] = ()) -> Config:
+Source = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CONFIG", help="A TOML file or the name of a packaged recipe. Default: arithmetic."
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=20."),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(help="A folder, hub name, GGUF file, 'smollm2' or 'embedded': model.path."),
+]
+Smoke = Annotated[
+    bool, typer.Option("--smoke", help="Make it so small that it runs in a minute or two.")
+]
+
+
+def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
+    """Return the overrides that a command was given, the model's among them."""
+    return [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
+
+
+def loaded(source: str, overrides: Iterable[str] = (), *, smoke: bool = False) -> Config:
+    """Read a configuration; with `smoke` make it small, and say on stderr what that means."""
+    if not smoke:
+        return load_config(source, overrides)
+    config, notes = load_smoke(source, overrides)
+    for note in notes:
+        typer.echo(note, err=True)
+    return config
+
+
+def resolved(source: str, overrides: Iterable[str] = (), *, smoke: bool = False) -> Config:
     """Read a configuration and write out every option that was left to default."""
-    config = load_config(source, overrides)
+    config = loaded(source, overrides, smoke=smoke)
 
     from covey.train.assemble import resolve  # imports torch, which takes seconds
 
@@ -53,3 +90,19 @@ def tell_notes(reporter: Reporter, folder: RunFolder, parts: Begun) -> None:
             f"the reward has changed since this run was started: it was {judged_by} and is now "
             f"{parts.scorer.identity}"
         )
+
+
+def tell_findings(reporter: Reporter, parts: Parts) -> None:
+    """Say which settings do nothing or may harm; what is merely the same is for `covey plan`."""
+    from covey.plan.findings import findings
+    from covey.plan.look import seen_of
+
+    seen = seen_of(
+        parts.config,
+        parts.train_prompts,
+        len(parts.held_out_prompts),
+        parts.policy.model.tokenizer.encode,
+    )
+    for finding in findings(parts.config, seen):
+        if finding.kind != "same":
+            reporter.note(finding.line())

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from covey.evaluate import Evaluation
+from covey.evaluate.evaluate import Evaluation
 from covey.run.folder import RunFolder
 
 PLAIN_LOG_SECONDS = 5.0

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from covey.cli.opening import resolved, tell_notes
-from covey.config import Config, to_toml, toml_value
+from covey.cli.opening import (
+    Model,
+    Overrides,
+    Smoke,
+    Source,
+    resolved,
+    settings_of,
+    tell_findings,
+    tell_notes,
+)
+from covey.config import Config, to_toml
 from covey.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -17,24 +26,10 @@ if TYPE_CHECKING:
     from covey.train.assemble import Parts
 
 
-def train_command(
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="A TOML file or the name of a packaged recipe. Default: arithmetic.",
-        ),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Override a setting, as in train.steps=20."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="A folder, hub name, GGUF file, 'smollm2' or 'embedded': model.path."),
-    ] = None,
+def train_command(  # noqa: PLR0913 - one argument for each flag
+    source: Source = None,
+    overrides: Overrides = None,
+    model: Model = None,
     run: Annotated[
         Path | None, typer.Option(help="The run folder to make. Default: the next runs/NAME-N.")
     ] = None,
@@ -44,6 +39,7 @@ def train_command(
     skip_bad_rows: Annotated[
         bool, typer.Option("--skip-bad-rows", help="Skip and count rows that cannot be used.")
     ] = False,
+    smoke: Smoke = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved configuration and stop.")
     ] = False,
@@ -54,13 +50,13 @@ def train_command(
     checkpoints. Ctrl-C saves and says how to go on.
     """
     if resume is not None:
-        if source or overrides or model or run or skip_bad_rows:
+        if source or overrides or model or run or skip_bad_rows or smoke:
             raise ConfigError("--resume takes its settings from the run; give it alone")
         _resume(resume, print_config)
         return
-    settings = [*(overrides or []), *(["task.skip_bad_rows=true"] if skip_bad_rows else [])]
-    settings += [] if model is None else [f"model.path={toml_value(model)}"]
-    config = resolved(source or "arithmetic", settings)
+    settings = settings_of(overrides, model)
+    settings += ["task.skip_bad_rows=true"] if skip_bad_rows else []
+    config = resolved(source or "arithmetic", settings, smoke=smoke)
     if print_config:
         typer.echo(to_toml(config), nl=False)
     else:
@@ -113,6 +109,10 @@ def _run(parts: Parts, folder: RunFolder) -> None:
     tell_notes(reporter, folder, parts)
     for note in prompt_notes(parts.policy.model, parts.train_prompts):
         reporter.note(note)
+    if not folder.checkpoints():
+        tell_findings(reporter, parts)
     with folder.locked(), stop_signal() as stop, reporter:
         done = train(parts, folder, reporter, stop)
-    reporter.finished(done, parts.config.train.steps, stop.received)
+    # A budget of tokens or updates ends where it ends; only a signal leaves steps undone.
+    steps = parts.config.train.steps if stop.received else done
+    reporter.finished(done, steps, stop.received)

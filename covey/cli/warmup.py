@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from covey.cli.opening import resolved, tell_notes
-from covey.config import Config, to_toml, toml_value
+from covey.cli.opening import Model, Overrides, Smoke, Source, resolved, settings_of, tell_notes
+from covey.config import Config, to_toml
 from covey.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -20,22 +20,9 @@ KIND = "warmup"
 
 
 def warmup_command(
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="A TOML file or the name of a packaged recipe. Default: arithmetic.",
-        ),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Override a setting, as in warmup.steps=20."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The model to start from. Short for --set model.path=...")
-    ] = None,
+    source: Source = None,
+    overrides: Overrides = None,
+    model: Model = None,
     run: Annotated[
         Path | None, typer.Option(help="The run folder to make. Default: the next runs/NAME-N.")
     ] = None,
@@ -43,6 +30,7 @@ def warmup_command(
         Path | None,
         typer.Option(metavar="RUN", help="Go on with this warm-up, with its own settings."),
     ] = None,
+    smoke: Smoke = False,
 ) -> None:
     """Train a model on worked solutions: the task's own, or a file of questions and completions.
 
@@ -50,12 +38,13 @@ def warmup_command(
     answer, and the way to one. `covey train --model RUN/checkpoints/...` goes on from there.
     """
     if resume is not None:
-        if source or overrides or model or run:
+        if source or overrides or model or run or smoke:
             raise ConfigError("--resume takes its settings from the run; give it alone")
         _resume(resume)
         return
-    settings = [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
-    _start(resolved(source or "arithmetic", settings), run, source or "arithmetic")
+    settings = settings_of(overrides, model)
+    config = resolved(source or "arithmetic", settings, smoke=smoke)
+    _start(config, run, source or "arithmetic")
 
 
 def _start(config: Config, path: Path | None, label: str) -> None:

@@ -1,6 +1,8 @@
-"""Measuring policies on held-out prompts, with intervals."""
+"""Measuring policies on held-out prompts, with intervals.
 
-from covey.evaluate.evaluate import Evaluation, evaluate
+`covey.evaluate.evaluate` asks a policy; what is here needs no torch, and reports use it without.
+"""
+
 from covey.evaluate.items import (
     Comparison,
     Item,
@@ -15,11 +17,9 @@ __all__ = [
     "Comparison",
     "Difference",
     "Estimate",
-    "Evaluation",
     "Item",
     "by_category",
     "check_category",
     "compare",
     "estimates",
-    "evaluate",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 MAX_LOG_RATIO = 20.0
@@ -33,6 +35,36 @@ def row_tokens(mask: torch.Tensor) -> torch.Tensor:
 def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Mean over the trained tokens of each answer, [B, 1]."""
     return row_sum(values, mask) / row_tokens(mask)
+
+
+class _AnswerMean(torch.autograd.Function):
+    """The mean of each answer, handed to all of its tokens. See `answer_mean`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(mask)
+        return spread(row_mean(values, mask), mask)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (mask,), (grad,) = ctx.saved_tensors, grads
+        if not grad.shape[1]:
+            return grad, None
+        # Around the first trained token's own, so that equal numbers have exactly that mean.
+        first = grad.gather(1, mask.long().argmax(dim=1, keepdim=True))
+        return spread(first + row_mean(grad - first, mask), mask), None
+
+
+def answer_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Give every trained token the mean of its answer: [B, T], 0 elsewhere.
+
+    The gradient is the mean too. Where all tokens of an answer receive the same, which is what one
+    advantage for the answer comes to, each passes on exactly what it received, so that a ratio of
+    the answer and ratios of its tokens have the same gradient to the last bit where they have the
+    same gradient at all.
+    """
+    mean: torch.Tensor = _AnswerMean.apply(values, mask)
+    return mean
 
 
 def spread(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from covey.objective.masked import bounded, row_mean, row_sum, spread
+from covey.objective.masked import answer_mean, bounded, row_sum, spread
 
 
 def token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -21,7 +21,7 @@ def token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def sequence(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """log s = 1/T_i sum_t x, the same for every token of an answer. GSPO, arXiv 2507.18071."""
-    return spread(bounded(row_mean(x, mask)), mask)
+    return bounded(answer_mean(x, mask))
 
 
 def sequence_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -40,9 +40,8 @@ def product(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """log w, w = 1/T_i sum_t exp(x): the mean of ratios. GRPO-S equation 8, arXiv 2508.04349."""
-    # An answer without trained tokens has no mean; any positive number keeps its log finite.
-    mean = row_mean(bounded(x).exp(), mask).where(mask.any(dim=1, keepdim=True), 1.0)
-    return spread(mean.log(), mask)
+    # Outside the mask there is no mean; any positive number keeps its log finite, and 1 gives 0.
+    return answer_mean(bounded(x).exp(), mask).where(mask, 1.0).log()
 
 
 def one(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

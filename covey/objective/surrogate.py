@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from covey.objective.masked import bounded, row_mean
+from covey.objective.masked import answer_mean, bounded
 
 
 class Tokens(NamedTuple):
@@ -95,7 +95,7 @@ def geometric_clipped(tokens: Tokens, *, low: float = 0.4, high: float = 0.4) ->
     held = x.clamp(-low, high)
     z = torch.where(advantage > 0, torch.minimum(x, held), torch.maximum(x, held))
     return Gain(
-        value=advantage * bounded(row_mean(z, tokens.mask)).exp(),
+        value=advantage * bounded(answer_mean(z, tokens.mask)).exp(),
         clipped_low=(advantage < 0) & (x < -low),
         clipped_high=(advantage > 0) & (x > high),
     )

@@ -4,6 +4,7 @@
     environment.json        versions, machine, git commit, command, seed
     steps.jsonl             one line of metrics a step; docs/metrics.md says what each means
     eval.jsonl              one line an evaluation
+    evaluations/000050.jsonl   what became of every held-out prompt at the evaluation of step 50
     rollouts/000012.jsonl   every answer of step 12, its text and reward first
     review/000100.md        the highest and lowest answers of step 100, for a person to read
     checkpoints/000050/     a Hugging Face folder with optimizer state; written whole or not at all
@@ -78,6 +79,16 @@ class RunFolder:
         """Append an evaluation."""
         append_line(self.path / "eval.jsonl", result)
 
+    def write_items(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Write what became of every held-out prompt at an evaluation."""
+        (self.path / "evaluations").mkdir(exist_ok=True)
+        text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
+        write_text(self.path / "evaluations" / f"{step:06d}.jsonl", text)
+
+    def items(self, step: int) -> list[dict[str, Any]]:
+        """Return what became of every held-out prompt at the evaluation after a step."""
+        return read_lines(self.path / "evaluations" / f"{step:06d}.jsonl")
+
     def steps(self) -> list[dict[str, Any]]:
         """Return the metrics of every step."""
         return read_lines(self.path / "steps.jsonl")
@@ -138,7 +149,8 @@ class RunFolder:
         """Remove what was logged after `step`: it will be done again, and come out the same."""
         keep_lines(self.path / "steps.jsonl", lambda row: bool(row["step"] <= step))
         keep_lines(self.path / "eval.jsonl", lambda row: bool(row["step"] <= step))
-        for file in [*self.path.glob("rollouts/[0-9]*.jsonl"), *self.path.glob("review/*.md")]:
+        kinds = ("rollouts/[0-9]*.jsonl", "evaluations/*.jsonl", "review/*.md")
+        for file in [file for kind in kinds for file in self.path.glob(kind)]:
             if file.stem.isdecimal() and int(file.stem) > step:
                 file.unlink()
         for leftover in (self.path / "checkpoints").glob(".*.partial"):

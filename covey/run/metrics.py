@@ -17,6 +17,8 @@ METRICS: Mapping[str, str] = MappingProxyType(
     {
         "step": "Number of the step, from 1.",
         "episode": "Answers sampled so far in the run.",
+        "tokens": "Tokens of these answers.",
+        "updates": "Optimizer steps taken so far in the run.",
         "reward_id": "Name, version and source hash of the reward.",
         "lr": "Learning rate of the last optimizer step.",
         "objective/scores": "Mean reward of the answers that were scored.",

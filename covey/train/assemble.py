@@ -11,7 +11,7 @@ import torch
 
 from covey.config import Config, parse_config
 from covey.config.options import choose, resolve_options
-from covey.config.schema import Named
+from covey.config.schema import Named, Train
 from covey.errors import ConfigError, DataError
 from covey.objective import Objective, algorithm, build
 from covey.policy.adapter import adapter_base, add_adapter, load_adapter
@@ -165,7 +165,7 @@ def assemble(config: Config, reward: Reward | None = None) -> Parts:
         sampler=NativeSampler(model),
         sampling=sampling,
         objective=objective,
-        update_settings=_update_settings(config, model, sampling),
+        update_settings=update_settings_of(config, model, sampling),
     )
 
 
@@ -232,7 +232,13 @@ def policy_of(config: Config, model: LanguageModel) -> Policy:
     )
 
 
-def _update_settings(config: Config, model: LanguageModel, sampling: Sampling) -> UpdateSettings:
+def total_updates(train: Train) -> int:
+    """Return how many optimizer steps a run takes; nominally, with a budget of tokens."""
+    return train.amount if train.budget == "updates" else train.steps * train.updates
+
+
+def update_settings_of(config: Config, model: LanguageModel, sampling: Sampling) -> UpdateSettings:
+    """Say how a batch is turned into optimizer steps."""
     exact = model.head.linear.weight.dtype == torch.float32 and not sampling.distribution.truncates
     source = config.train.old_logp
     return UpdateSettings(
@@ -245,7 +251,7 @@ def _update_settings(config: Config, model: LanguageModel, sampling: Sampling) -
             peak=config.optimizer.learning_rate,
             schedule=config.optimizer.schedule,
             warmup_steps=config.optimizer.warmup_steps,
-            total_steps=config.train.steps * config.train.updates,
+            total_steps=total_updates(config.train),
         ),
         seed=config.seed,
         skip_zero_gradient=config.select.skip_zero_gradient,

@@ -32,16 +32,19 @@ class Gathered:
     """How often answers were sampled; more than once only with dynamic sampling."""
 
 
-def gather(parts: Parts, reporter: Reporter, step: int) -> Gathered:
+def gather(parts: Parts, reporter: Reporter, step: int, *, share: float | None = None) -> Gathered:
     """Collect groups for a step. With dynamic sampling, again until enough of them are mixed.
 
     What a refill asks is addressed by (seed, step, round) like everything random, and leaves the
-    prompts of later steps as they are.
+    prompts of later steps as they are. `share` is how much of the run is done,
+    which a budget tells where steps do not.
     """
     config = parts.config
+    share = (step - 1) / config.train.steps if share is None else share
+    moment = Moment(step=step, version=parts.policy.version, share=share)
     wanted = config.rollout.prompts
     prompts = draw_prompts(parts.train_prompts, seed=config.seed, step=step - 1, count=wanted)
-    collected = _collect(parts, reporter, step, prompts)
+    collected = _collect(parts, reporter, moment, prompts)
     rounds = 1
     while True:
         selected = select(
@@ -64,7 +67,7 @@ def gather(parts: Parts, reporter: Reporter, step: int) -> Gathered:
         )
         if not prompts:
             break
-        collected = collected.joined(_collect(parts, reporter, step, prompts))
+        collected = collected.joined(_collect(parts, reporter, moment, prompts))
         rounds += 1
     if not selected.groups:
         _nothing_to_learn(selected, reporter, step, rounds)
@@ -86,21 +89,20 @@ def _refill_size(missing: int, wanted: int, collected: Collected, selected: Sele
     return wanted if rate == 0 else min(wanted, math.ceil(missing / rate))
 
 
-def _collect(parts: Parts, reporter: Reporter, step: int, prompts: list[Prompt]) -> Collected:
+def _collect(parts: Parts, reporter: Reporter, moment: Moment, prompts: list[Prompt]) -> Collected:
     """Sample and judge answers to some prompts."""
-    policy = parts.policy
     collected = collect(
-        ask(policy.model, prompts),
+        ask(parts.policy.model, prompts),
         sampler=parts.sampler,
         scorer=parts.scorer,
         sampling=parts.sampling,
-        moment=Moment(
-            step=step, version=policy.version, share=(step - 1) / parts.config.train.steps
-        ),
+        moment=moment,
         progress=reporter.sampled,
     )
     if collected.failures:
-        reporter.note(f"step {step}: {len(collected.failures)} unscored, {collected.failures[0]}")
+        reporter.note(
+            f"step {moment.step}: {len(collected.failures)} unscored, {collected.failures[0]}"
+        )
     check_failures(collected, parts.config.scoring.max_unscored)
     if parts.config.length_penalty.name == "none":
         return collected

@@ -12,17 +12,17 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from covey.objective import next_beta, with_advantage
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
 from covey.run.review import review
 from covey.train.assemble import Parts
-from covey.train.collate import collate
+from covey.train.budget import Budget, Used
 from covey.train.gather import gather
+from covey.train.learn import learn
 from covey.train.measure import measure
 from covey.train.report import (
     FLAT_STEPS,
@@ -32,10 +32,7 @@ from covey.train.report import (
     rollout_metrics,
     selection_metrics,
 )
-from covey.train.select import Selected, without_truncated
 from covey.train.state import State, restore, save
-from covey.train.update import prepare, update
-from covey.types import Batch
 
 
 @dataclass(slots=True)
@@ -64,9 +61,10 @@ def stop_signal() -> Iterator[StopSignal]:
 
 
 def train(parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal) -> int:
-    """Train until the configured number of steps, or a signal. Return the last step done."""
+    """Train until the budget is spent, or a signal. Return the last step done."""
     config = parts.config
     state = restore(parts, run)
+    budget = Budget(settings=config.train)
     reporter.started(
         steps=config.train.steps,
         done=state.step,
@@ -75,11 +73,13 @@ def train(parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal) ->
     if state.step == 0 and config.evaluate.every:
         measure(parts, run, reporter, step=0)
     saved = state.step
-    while state.step < config.train.steps and stop.received is None:
+    while not budget.over(used := _used(parts, state)) and stop.received is None:
         state.step += 1
-        _step(parts, run, reporter, state)
-        last = state.step == config.train.steps
-        if config.evaluate.every and (state.step % config.evaluate.every == 0 or last):
+        _step(parts, run, reporter, state, budget, used)
+        now = _used(parts, state)
+        last = budget.over(now)
+        every = config.evaluate.every
+        if every and (budget.passed(every, used, now) or last):
             measure(parts, run, reporter, state.step)
         if last or (config.save.every and state.step % config.save.every == 0):
             save(parts, run, state)
@@ -89,18 +89,28 @@ def train(parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal) ->
     return state.step
 
 
-def _step(parts: Parts, run: RunFolder, reporter: Reporter, state: State) -> None:
+def _used(parts: Parts, state: State) -> Used:
+    return Used(steps=state.step, tokens=state.tokens, updates=parts.policy.version)
+
+
+def _step(
+    parts: Parts, run: RunFolder, reporter: Reporter, state: State, budget: Budget, before: Used
+) -> None:
     started = time.perf_counter()
-    gathered = gather(parts, reporter, state.step)
+    gathered = gather(parts, reporter, state.step, share=budget.spent(before))
     collected, selected = gathered.collected, gathered.selected
     state.episode += len(collected.rollouts)
+    state.tokens += collected.tokens
     updating = time.perf_counter()
-    batch, learned = _learn(parts, selected, state)
+    settings = budget.paced(parts.update_settings, before)
+    batch, learned = learn(parts, selected.groups, state, settings)
     ended = time.perf_counter()
 
     metrics: dict[str, Any] = {
         "step": state.step,
         "episode": state.episode,
+        "tokens": state.tokens,
+        "updates": parts.policy.version,
         "reward_id": parts.scorer.identity,
         **rollout_metrics(collected),
         **selection_metrics(gathered),
@@ -124,31 +134,3 @@ def _step(parts: Parts, run: RunFolder, reporter: Reporter, state: State) -> Non
     state.flat = [*state.flat, metrics["val/zero_variance_groups"]][-FLAT_STEPS:]
     if state.step % FLAT_STEPS == 0 and (warning := flat_rewards(state.flat, metrics)):
         reporter.note(f"step {state.step}: {warning}")
-
-
-def _learn(parts: Parts, selected: Selected, state: State) -> tuple[Batch | None, dict[str, float]]:
-    """Take the optimizer steps of a step; return the batch they saw, and their metrics."""
-    if not selected.groups:
-        return None, {}
-    policy, settings = parts.policy, parts.update_settings
-    objective = replace(parts.objective, beta=state.beta)
-    batch = collate(selected.groups, policy.model.device)
-    batch = prepare(
-        batch, policy=policy, objective=objective, reference=parts.reference, settings=settings
-    )
-    batch = with_advantage(objective, batch)
-    if parts.config.select.mask_truncated:
-        batch = without_truncated(batch)
-    metrics = update(
-        batch,
-        policy=policy,
-        objective=objective,
-        reference=parts.reference,
-        settings=settings,
-        step=state.step,
-    )
-    if objective.needs_reference:
-        metrics["objective/beta"] = state.beta
-        if "objective/kl_avg" in metrics:  # not if every answer was masked
-            state.beta = next_beta(objective, metrics["objective/kl_avg"], answers=len(batch))
-    return batch, metrics

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from covey.collect import ask
 from covey.config import Config
-from covey.evaluate import Evaluation, evaluate
+from covey.evaluate.evaluate import Evaluation, evaluate
 from covey.policy.policy import Policy
 from covey.run.folder import RunFolder
 from covey.sampler.protocol import Sampler, Sampling
@@ -55,6 +55,8 @@ def measure(parts: Measurable, run: RunFolder, reporter: Reporter, step: int) ->
         temperature=parts.config.evaluate.temperature,
         progress=reporter.sampled,
     )
+    # The items first: a line in eval.jsonl means that they are there.
+    run.write_items(step, [item.row() for item in evaluation.items])
     run.log_evaluation({"step": step, **evaluation.row()})
     reporter.evaluated(step, evaluation)
     return evaluation

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from covey.collect import Collected
-from covey.evaluate import Evaluation
+from covey.evaluate.evaluate import Evaluation
 from covey.objective.advantage import zero_variance
 from covey.objective.masked import row_mean
 from covey.train.select import Selected

@@ -17,6 +17,8 @@ class State:
     step: int = 0
     episode: int = 0
     """Answers sampled so far."""
+    tokens: int = 0
+    """Tokens of these answers."""
     beta: float
     """Weight of the KL, which an objective may adapt."""
     flat: list[float] = field(default_factory=list)
@@ -37,7 +39,11 @@ def restore(parts: Parts, run: RunFolder) -> State:
         parts.reference.load(folder)
     run.forget_after(step)
     return State(
-        step=step, episode=saved["episode"], beta=saved["beta"], flat=saved.get("flat", [])
+        step=step,
+        episode=saved["episode"],
+        tokens=saved.get("tokens", 0),
+        beta=saved["beta"],
+        flat=saved.get("flat", []),
     )
 
 

@@ -30,7 +30,7 @@ class UpdateSettings:
     epochs: int
     token_budget: int
     old_logp_from_sampler: bool
-    learning_rate: Callable[[int], float]
+    learning_rate: Callable[[float], float]
     """From the policy's version: how many optimizer steps it has taken."""
     seed: int
     skip_zero_gradient: bool = False
@@ -39,6 +39,23 @@ class UpdateSettings:
     def off_policy(self) -> bool:
         """Whether some optimizer step comes after another on the same batch."""
         return self.mini_batches * self.epochs > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one forward and backward pass of an update was about, for somebody who watches."""
+
+    number: int
+    """Which optimizer step of the batch, from 0."""
+    rows: torch.Tensor
+    """Which rows of the batch."""
+    micro: Batch
+    """Those rows, with their weights."""
+    now: LogProbs
+    """Of the policy before the optimizer step; without their gradients."""
+
+
+Watch = Callable[[Seen], None]
 
 
 @torch.no_grad()
@@ -55,24 +72,24 @@ def prepare(
     if wanted and settings.old_logp_from_sampler and not objective.needs_old_entropy:
         batch = replace(batch, old_logp=batch.sampler_logp)
     elif wanted or objective.needs_old_entropy:
-        old = _whole_batch(batch, settings.token_budget, policy.logp)
+        old = whole_batch(batch, settings.token_budget, policy.logp)
         batch = replace(batch, old_logp=old.logp, entropy=old.entropy)
     if objective.needs_reference:
         assert reference is not None, "an objective with a penalty is given a reference"
         with reference.at_work():
-            ref = _whole_batch(batch, settings.token_budget, reference.logp)
+            ref = whole_batch(batch, settings.token_budget, reference.logp)
         batch = replace(batch, ref_logp=ref.logp)
     return batch
 
 
-def _whole_batch(batch: Batch, token_budget: int, logp: Callable[[Batch], LogProbs]) -> LogProbs:
+def whole_batch(batch: Batch, token_budget: int, logp: Callable[[Batch], LogProbs]) -> LogProbs:
     """Run `logp` over micro-batches and put the rows back in their places."""
     blank = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
     whole = LogProbs(logp=blank, entropy=blank.clone())
     for index in micro_batches(batch, token_budget):
         part = logp(batch.rows(index))
         for target, values in zip(whole, part, strict=True):
-            target[index, : values.shape[1]] = values.float()
+            target[index.to(target.device), : values.shape[1]] = values.float()
     return whole
 
 
@@ -84,6 +101,7 @@ def update(
     settings: UpdateSettings,
     step: int,
     reference: Reference | None = None,
+    watch: Watch | None = None,
 ) -> dict[str, float]:
     """Take every optimizer step that `settings` asks for, and return the metrics of the update.
 
@@ -92,25 +110,32 @@ def update(
     meter = Meter()
     policy.model.model.train()
     first, skipped = True, 0
-    for index in _mini_batches(batch, settings, step):
-        mini = _ready(batch.rows(index), policy, objective, settings)
+    for number, index in enumerate(_mini_batches(batch, settings, step)):
+        mini = ready(batch.rows(index), policy, objective, settings)
         observe_correction(meter, mini)
         if settings.skip_zero_gradient and objective.only_surrogate:
-            mini = _with_gradient(mini)
-        loss = 0.0
+            useful = _with_gradient(mini)
+            mini, index = mini.rows(useful), index[useful]
+        losses: list[torch.Tensor] = []
         for rows in micro_batches(mini, settings.token_budget):
             micro = mini.rows(rows)
             now = policy.logp(micro)
             output = policy_loss(objective, micro, now.logp, now.entropy)
             output.loss.backward()
-            loss += float(output.loss.detach())
+            losses.append(output.loss.detach())
             observe(meter, objective, micro, output, now.entropy)
             if first:
                 observe_sampler(meter, micro, now.logp)
+            if watch is not None:
+                values = LogProbs(*(v.detach() for v in now))
+                watch(Seen(number=number, rows=index[rows], micro=micro, now=values))
         rate = settings.learning_rate(policy.version)
         stepped = policy.step(rate)
         if reference is not None:
             reference.after_step(policy)
+        loss = 0.0
+        for part in torch.stack(losses).tolist():  # when the device has done its work anyway
+            loss += part
         meter.add("loss/policy_avg", loss)
         skipped += stepped.skipped
         if not stepped.skipped:
@@ -119,23 +144,23 @@ def update(
     return {**summary(meter), "lr": rate, "optim/skipped": skipped}
 
 
-def _ready(mini: Batch, policy: Policy, objective: Objective, settings: UpdateSettings) -> Batch:
+def ready(mini: Batch, policy: Policy, objective: Objective, settings: UpdateSettings) -> Batch:
     """Fill in what is taken over one optimizer step."""
     mini = with_weight(objective, mini)
     if objective.marks is None:
         return mini
     with torch.no_grad():
-        now = _whole_batch(mini, settings.token_budget, policy.logp)
+        now = whole_batch(mini, settings.token_budget, policy.logp)
     return with_marks(objective, mini, now.logp)
 
 
-def _with_gradient(mini: Batch) -> Batch:
-    """Leave out rows without any advantage. The weights are fixed, so nothing else changes."""
+def _with_gradient(mini: Batch) -> torch.Tensor:
+    """Return the rows with some advantage. The weights are fixed, so nothing else changes."""
     assert mini.advantage is not None
     useful = ((mini.advantage != 0) & mini.mask).any(dim=1)
     # One row stays in any case, so that there is a gradient, if only of zeros.
     useful[0] |= ~useful.any()
-    return mini.rows(useful.nonzero().squeeze(1))
+    return useful.nonzero().squeeze(1)
 
 
 def _mini_batches(batch: Batch, settings: UpdateSettings, step: int) -> Iterator[torch.Tensor]:

@@ -10,7 +10,7 @@ import transformers
 
 from covey.collect import Moment, ask, collect
 from covey.embedded import CHECKPOINT, recipe
-from covey.evaluate import evaluate
+from covey.evaluate.evaluate import evaluate
 from covey.policy.model import LanguageModel, wrap
 from covey.policy.policy import batch_logp
 from covey.rewards import ThinkAnswer

@@ -1,0 +1,373 @@
+"""Peak memory beside its forecast: each setting runs for two steps.
+
+    python benchmarks/memory.py                  # resident memory, on the CPU
+    python benchmarks/memory.py --device cuda    # what torch allocates, on the first GPU
+    python benchmarks/memory.py --only smollm2-lora --out lora.json
+
+Models are of a published shape with random weights: memory does not depend on what a model has
+learned, and one that knows nothing writes answers to their full length, as the forecast assumes.
+Nothing is downloaded. On a CPU each setting has a process of its own, for a peak of resident memory
+cannot be taken back, and weights come from a temporary folder; on a GPU torch counts, one process
+serves all, and weights are made where they are used. No checkpoint is written: saving was measured
+to add nothing to the peak, and takes the longest on a large model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+RESULTS = Path(__file__).parent / "results"
+TOLERANCE = {"cpu": 0.25, "cuda": 0.15}
+"""How far a forecast may be off, as a share of what was measured."""
+SECONDS = 900
+"""After which a setting's process is given up; on a GPU, a third of it for all settings."""
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "smollm2": {
+        "vocab_size": 49_152, "hidden_size": 576, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    },
+    "llama-1b": {
+        "vocab_size": 128_256, "hidden_size": 2048, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "intermediate_size": 8192, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""SmolLM2-135M and Llama-3.2-1B."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A run to measure."""
+
+    model: str
+    """One of SHAPES, or `embedded`."""
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def adapted(self) -> bool:
+        """Whether it needs peft."""
+        return any(override.startswith("adapter.rank") for override in self.overrides)
+
+
+SMALL = ("rollout.prompts=4", "rollout.samples=4", "rollout.max_tokens=32", "evaluate.every=0")
+LARGE = ("rollout.prompts=32", "rollout.samples=8", "rollout.max_tokens=256", "evaluate.every=0")
+LORA = ("adapter.rank=16", "objective.beta=0.04")
+EVALUATED = ("evaluate.every=2", "evaluate.prompts=64")
+SETTINGS: Mapping[str, Mapping[str, Setting]] = {
+    "cpu": {
+        "embedded": Setting(model="embedded"),
+        "smollm2-full": Setting(
+            model="smollm2", overrides=(*SMALL, "objective.beta=0.0", "train.token_budget=400")
+        ),
+        "smollm2-lora": Setting(
+            model="smollm2", overrides=(*SMALL, *LORA, "train.token_budget=1024")
+        ),
+    },
+    "cuda": {
+        "smollm2-full": Setting(
+            model="smollm2", overrides=(*LARGE, "objective.beta=0.04", *EVALUATED)
+        ),
+        "smollm2-lora": Setting(
+            model="smollm2", overrides=(*LARGE, *LORA, "reference.kind=adapter_off")
+        ),
+        "llama-1b-recomputed": Setting(
+            model="llama-1b",
+            overrides=(*LARGE, "objective.beta=0.0", "model.gradient_checkpointing=true"),
+        ),
+    },
+}
+
+
+class Nobody:
+    """A reporter that says nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+def make_model(shape: Mapping[str, Any], folder: Path, *, weights: bool) -> None:
+    """Write a model of a shape with random weights, or none, and the embedded model's tokenizer."""
+    import torch
+    import transformers
+
+    from covey.embedded import CHECKPOINT
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    ends = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    config = transformers.LlamaConfig(**shape, **ends, architectures=["LlamaForCausalLM"])
+    if weights:
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    else:
+        config.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(folder)
+
+
+def random_model(
+    path: str, *, dtype: str, device: str, gradient_checkpointing: bool, template: Any
+) -> Any:
+    """Stand in for load_language_model: make weights on the device instead of reading them."""
+    import torch
+    import transformers
+
+    from covey.policy.model import wrap
+
+    kind = torch.bfloat16 if device == "cuda" else torch.float32
+    assert dtype == "auto"
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(path)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=kind)
+    model.tie_weights()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    return wrap(model.eval(), tokenizer, name=path, template=template)
+
+
+def config_of(setting: Setting, device: str, folder: Path) -> Any:
+    from covey.config import load_config
+    from covey.train.assemble import resolve
+
+    path = "embedded" if setting.model == "embedded" else str(folder / setting.model)
+    always = (
+        f"model.path={path}",
+        f"model.device={device}",
+        "train.steps=2",
+        "save.rollouts=false",
+    )
+    return resolve(load_config(None, [*always, *setting.overrides]))
+
+
+def run_setting(config: Any) -> None:
+    """Train for two steps, from nothing, and forget all of it."""
+    from covey.run.folder import RunFolder
+    from covey.train import loop
+    from covey.train.assemble import assemble
+
+    parts = assemble(config)
+    with tempfile.TemporaryDirectory() as runs, closing(parts.scorer):
+        run = RunFolder.create(Path(runs) / "run", "", {})
+        with mock.patch.object(loop, "save"):
+            loop.train(parts, run, Nobody(), loop.StopSignal())  # type: ignore[arg-type]
+
+
+def on_cpu(name: str, folder: Path) -> dict[str, Any]:
+    """Run a setting in this process, and return the peak."""
+    run_setting(config_of(SETTINGS["cpu"][name], "cpu", folder))
+    return {"resident_bytes": resident_peak()}
+
+
+def on_gpu(name: str, folder: Path, device: str = "cuda") -> dict[str, Any]:
+    """Run a setting in this process, and return the peaks: of all, and of each phase."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # what an earlier setting left: workspaces of products
+    peaks: dict[str, int] = {}
+    started = time.perf_counter()
+    with mock.patch("covey.train.assemble.load_language_model", random_model), watched(peaks):
+        run_setting(config_of(SETTINGS["cuda"][name], device, folder))
+    peaks["rest"] = max(peaks.get("rest", 0), torch.cuda.max_memory_allocated())
+    return {
+        "allocated_bytes": max(peaks.values()) - before,
+        "before_bytes": before,
+        "phase_bytes": {phase: peak - before for phase, peak in peaks.items()},
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "context_bytes": context_bytes(),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+@contextmanager
+def watched(peaks: dict[str, int]) -> Iterator[None]:
+    """Note the peaks while answers are sampled, and while the policy learns from them."""
+    import torch
+
+    from covey.train import loop
+
+    def watching(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            peaks["rest"] = max(peaks.get("rest", 0), torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+            found = function(*arguments, **options)
+            peaks[phase] = max(peaks.get(phase, 0), torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+            return found
+
+        return run
+
+    with (
+        mock.patch.object(loop, "gather", watching("sample", loop.gather)),
+        mock.patch.object(loop, "learn", watching("update", loop.learn)),
+    ):
+        yield
+
+
+def resident_peak() -> int:
+    """Return the most memory that this process has had resident at once."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("error: this system does not say how much memory a process has taken")
+
+
+def context_bytes() -> int:
+    """Return what the GPU holds beside torch's own: CUDA's context, if nobody else is there."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def in_own_process(name: str, folder: Path) -> dict[str, Any]:
+    """Measure a setting in a fresh process."""
+    output = folder / f"{name}.json"
+    worker = ("--worker", str(output))
+    done = subprocess.run(
+        [sys.executable, __file__, "--only", name, "--folder", str(folder), *worker],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    if done.returncode != 0:
+        sys.exit(f"{done.stdout}\nerror: {name} ended with {done.returncode}")
+    return dict(json.loads(output.read_text()))
+
+
+def compare(name: str, device: str, folder: Path) -> dict[str, Any]:
+    """Foretell and measure a setting."""
+    from covey.plan.memory import forecast
+
+    foretold = forecast(config_of(SETTINGS[device][name], device, folder))
+    measured = in_own_process(name, folder) if device == "cpu" else on_gpu(name, folder)
+    forecast_bytes = foretold.peak if device == "cpu" else foretold.tensors
+    truth = measured["resident_bytes" if device == "cpu" else "allocated_bytes"]
+    return {
+        "model": SETTINGS[device][name].model,
+        "overrides": list(SETTINGS[device][name].overrides),
+        "forecast_bytes": forecast_bytes,
+        **measured,
+        "ratio": forecast_bytes / truth,
+        "forecast": foretold.row(),
+    }
+
+
+def version_of(package: str) -> str | None:
+    """Return a package's version, or None where none is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def report(device: str, rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Put all into plain data."""
+    import torch
+
+    machine = {"platform": platform.platform(), "cpus": os.cpu_count()}
+    if device == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name()
+    names = ("torch", "transformers", "peft", "triton")
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version_of(name) for name in names},
+        },
+        "tolerance": TOLERANCE[device],
+        "settings": rows,
+    }
+
+
+def line(name: str, device: str, row: Mapping[str, Any]) -> str:
+    """Put a setting's forecast beside what was measured."""
+    truth = row["resident_bytes" if device == "cpu" else "allocated_bytes"]
+    sizes = f"{row['forecast_bytes'] / 2**20:9,.0f} MiB foretold {truth / 2**20:9,.0f} taken"
+    text = f"{name:20} {sizes}  ratio {row['ratio']:.2f}"
+    if device == "cpu":
+        return text
+    own = sum(p["bytes"] for p in row["forecast"]["parts"] if p["name"] == "framework")
+    phases = (
+        f"{phase} {(row['forecast']['phases'][phase] - own) / 2**20:,.0f} / {taken / 2**20:,.0f}"
+        for phase, taken in row["phase_bytes"].items()
+        if phase in row["forecast"]["phases"]
+    )
+    kept = f"{row['reserved_bytes'] / 2**20:,.0f} reserved, {row['seconds']} s"
+    return f"{text} ({kept}; {', '.join(phases)})"
+
+
+def measure(device: str, names: list[str]) -> dict[str, Any]:
+    """Measure settings one after the other, and say what was found."""
+    rows: dict[str, Any] = {}
+    settings = SETTINGS[device]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for model in sorted({settings[name].model for name in names} - {"embedded"}):
+            make_model(SHAPES[model], folder / model, weights=device == "cpu")
+        for name in names:
+            if settings[name].adapted and not importlib.util.find_spec("peft"):
+                print(f"{name:20} left out: peft is not installed", flush=True)
+                continue
+            rows[name] = compare(name, device, folder)
+            print(line(name, device, rows[name]), flush=True)
+    return rows
+
+
+def main() -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", choices=list(SETTINGS), default="cpu")
+    parser.add_argument(
+        "--only", action="append", help="measure this setting only; may be repeated"
+    )
+    parser.add_argument(
+        "--out", "--output", type=Path, help="default: benchmarks/results/memory-*.json"
+    )
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    device, settings = arguments.device, SETTINGS[arguments.device]
+    names = arguments.only or list(settings)
+    if unknown := set(names) - set(settings):
+        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(settings)}")
+    if arguments.worker:
+        arguments.worker.write_text(json.dumps(on_cpu(names[0], arguments.folder)))
+        return
+    if device == "cuda":
+        faulthandler.dump_traceback_later(SECONDS // 3, exit=True)
+    rows = measure(device, names)
+    output = arguments.out or RESULTS / f"memory-{'gpu' if device == 'cuda' else 'cpu'}.json"
+    output.write_text(json.dumps(report(device, rows), indent=1) + "\n")
+    off = [n for n, row in rows.items() if abs(row["ratio"] - 1) > TOLERANCE[device]]
+    if off:
+        sys.exit(f"error: off by more than {TOLERANCE[device]:.0%}: {', '.join(off)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Which algorithm is better: fair runs, paired statistics, a report."""

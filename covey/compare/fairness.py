@@ -1,0 +1,80 @@
+"""What must hold before a comparison starts, and what its reader should know beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from covey.compare.design import shares_first_answers
+from covey.compare.record import Record
+from covey.config import Config
+from covey.errors import ConfigError, DataError
+from covey.tasks import Task
+from covey.train.assemble import held_out_of, task_of
+from covey.types import Prompt
+
+Row = Mapping[str, str]
+
+
+def check_prompts(configs: Mapping[str, Config]) -> None:
+    """Refuse held-out prompts that are trained on, or that are not the same for all arms."""
+    first_name, first = next(iter(configs.items()))
+    asked = [_text(prompt) for prompt in held_out_of(first, task_of(first))]
+    seen: list[dict[str, object]] = []
+    for name, config in configs.items():
+        task = task_of(config)
+        if [_text(prompt) for prompt in held_out_of(config, task)] != asked:
+            raise ConfigError(
+                f"--arm {name}: it has other held-out prompts than {first_name}, so that their "
+                "accuracies are not of the same thing; change [task] for all arms with --set"
+            )
+        section = config.task.model_dump()
+        if section not in seen:
+            check_disjoint(config, task)
+            seen.append(section)
+
+
+def check_disjoint(config: Config, task: Task) -> None:
+    """Refuse a held-out prompt whose text is that of a training prompt."""
+    held_out = {_text(prompt): prompt for prompt in held_out_of(config, task)}
+    met = [held_out[text] for text in map(_text, task.train()) if text in held_out]
+    if met:
+        ids = {prompt.id for prompt in met}
+        raise DataError(
+            f"task: {len(ids)} of {len(held_out)} held-out prompts are training prompts too, so "
+            f"that they measure memory; the first is {met[0].id}: {met[0].text!r}"
+        )
+
+
+def _text(prompt: Prompt) -> str:
+    """What is asked, all of it, whatever its spaces and capitals."""
+    return " ".join(" ".join(m["content"] for m in prompt.messages).casefold().split())
+
+
+def known_beforehand(record: Record, configs: Mapping[str, Config]) -> tuple[Row, ...]:
+    """Return what can be said before training, once for all arms that it is true of."""
+    from covey.plan.findings import coincidences, findings
+
+    rows: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for arm, config in configs.items():
+        for finding in findings(config):
+            rows.setdefault(tuple(finding.row().items()), []).append(arm)
+    across = [dict(finding.row()) for finding in coincidences(configs)]
+    single = [{**dict(row), "arms": ", ".join(arms)} for row, arms in rows.items()]
+    return (*across, *_own_answers(record), *single)
+
+
+def _own_answers(record: Record) -> list[Row]:
+    """Say which arms cannot start from the answers of the others."""
+    alone = [arm.name for arm in record.arms if not shares_first_answers(arm)]
+    if not alone or len(record.arms) == 1:
+        return []
+    return [
+        {
+            "title": "some arms sample the first step's answers for themselves",
+            "why": "They differ in what decides these answers, so they cannot learn from the same "
+            "ones as the others; luck in the first step is part of the difference.",
+            "remedy": "none is needed if that difference is what you compare",
+            "docs": "docs/compare.md",
+            "arms": ", ".join(alone),
+        }
+    ]

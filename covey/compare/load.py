@@ -1,0 +1,65 @@
+"""Reading a comparison's folder: what its runs left is what a report is made of. No torch here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from covey.compare.outcome import Comparison, Outcome, Point
+from covey.compare.record import read_outcome, read_record, run_path
+from covey.config import parse_config, to_toml
+from covey.run.folder import RunFolder
+
+
+def load_comparison(folder: Path) -> Comparison:
+    """Read everything that a report is made of."""
+    record = read_record(folder)
+    environment = folder / "environment.json"
+    return Comparison(
+        name=folder.resolve().name,
+        command=record.command,
+        arms=tuple(arm.arm for arm in record.arms),
+        seeds=record.seeds,
+        budget=record.budget,
+        amount=record.amount,
+        outcomes=tuple(
+            load_outcome(folder, arm.name, seed) for arm in record.arms for seed in record.seeds
+        ),
+        findings=record.findings,
+        environment=json.loads(environment.read_text()) if environment.is_file() else {},
+        config_toml=to_toml(parse_config(record.common)),
+    )
+
+
+def load_outcome(folder: Path, arm: str, seed: int) -> Outcome:
+    """Read one run, which may not have begun."""
+    path = run_path(folder, arm, seed)
+    ended = read_outcome(path)
+    return Outcome(
+        arm=arm,
+        seed=seed,
+        state="unfinished" if ended is None else ended.state,
+        error="" if ended is None else ended.error,
+        points=_points(RunFolder(path)),
+        folder=str(path.relative_to(folder)),
+        weights="" if ended is None else ended.weights,
+        first_answers="" if ended is None else ended.first_answers,
+    )
+
+
+def _points(run: RunFolder) -> tuple[Point, ...]:
+    steps = run.steps()
+    return tuple(_point(run, row["step"], steps) for row in run.evaluations())
+
+
+def _point(run: RunFolder, step: int, steps: list[dict[str, Any]]) -> Point:
+    done = [row for row in steps if row["step"] <= step]
+    return Point(
+        step=step,
+        tokens=done[-1]["tokens"] if done else 0,
+        updates=done[-1]["updates"] if done else 0,
+        seconds=sum(row["time/total"] for row in done if row["step"] > 1),
+        # What could not be scored counts as wrong: nothing can stand in for it.
+        right={row["prompt_id"]: bool(row["right"]) for row in run.items(step)},
+    )

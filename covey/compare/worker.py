@@ -1,0 +1,144 @@
+"""One run of a comparison, in a process of its own: `python -m covey.compare.worker`.
+
+The job comes as a line on standard input, which then stays open: when it closes, whoever asked is
+gone, and so the worker ends at once. What it had logged after its last checkpoint is done again by
+the next who asks. What it says goes to the log; what became of it to outcome.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import tomllib
+import traceback
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.compare.digest import checkpoint_digest
+from covey.compare.jobs import Job
+from covey.compare.record import FIRST_ANSWERS, RunOutcome, write_outcome
+from covey.compare.shared import SharedSampler
+from covey.config import Config, parse_config
+from covey.errors import CoveyError
+from covey.evaluate.evaluate import Evaluation
+from covey.run.environment import describe_environment
+from covey.run.folder import RunFolder
+from covey.train.assemble import Parts, assemble
+from covey.train.loop import stop_signal, train
+
+DONE, FAILED, STOPPED = 0, 1, 3
+"""Exit codes; stopped: by a signal, after saving."""
+LONGEST_ERROR = 300
+
+
+@dataclass(slots=True)
+class LogReporter:
+    """Somebody who writes down notes and evaluations."""
+
+    def started(self, *, steps: int, done: int, answers: int) -> None:
+        """Say where the run stands."""
+        self.note(f"after step {done} of {steps}, {answers} answers a step")
+
+    def sampled(self, answers: int) -> None:
+        """Single answers are not followed."""
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Steps are in steps.jsonl."""
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Write an evaluation."""
+        self.note(f"step {step}: {evaluation.estimates['greedy'].value:.1%}")
+
+    def note(self, text: str) -> None:
+        """Write a line."""
+        print(text, flush=True)
+
+
+def main() -> None:
+    """Do the job that standard input tells."""
+    job = Job(**json.loads(sys.stdin.buffer.readline()))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        code = work(job)
+    except KeyboardInterrupt:
+        code = STOPPED
+    except BaseException as error:
+        traceback.print_exc()
+        job.path.mkdir(parents=True, exist_ok=True)
+        write_outcome(job.path, RunOutcome(key=job.key, state="failed", error=one_line(error)))
+        code = FAILED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Nothing is left to write; leave at once, whatever threads the parts of the run have started.
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(STOPPED)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error in one line: covey's own as they are, others with their kind."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, CoveyError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= LONGEST_ERROR else text[:LONGEST_ERROR] + " ..."
+
+
+def work(job: Job) -> int:
+    """Train from where the run stands to its end, or to a signal."""
+    torch.set_num_threads(job.threads)
+    config = parse_config(tomllib.loads(job.config_toml))
+    parts = assemble(config)
+    with closing(parts.scorer):
+        folder = _folder(job, config, parts)
+        sampler = SharedSampler(
+            sampler=parts.sampler,
+            policy=parts.policy,
+            folder=Path(job.shared),
+            start=job.start,
+            note=folder.path / FIRST_ANSWERS,
+        )
+        with folder.locked(), stop_signal() as stop:
+            train(replace(parts, sampler=sampler), folder, LogReporter(), stop)
+    if stop.received is not None:
+        return STOPPED
+    write_outcome(
+        job.path,
+        RunOutcome(
+            key=job.key,
+            state="done",
+            weights=checkpoint_digest(folder.checkpoints()[-1][1]),
+            first_answers=" ".join(json.loads((folder.path / FIRST_ANSWERS).read_text())),
+        ),
+    )
+    return DONE
+
+
+def _folder(job: Job, config: Config, parts: Parts) -> RunFolder:
+    """Open the run, or make it."""
+    if (job.path / "config.toml").is_file():
+        return RunFolder.open(job.path)
+    environment = describe_environment(
+        config.seed, str(parts.policy.model.device), torch.get_num_threads()
+    )
+    environment |= {
+        "reward": parts.scorer.identity,
+        "reference": parts.reference.identity if parts.reference else None,
+        "arm": job.arm,
+        "key": job.key,
+    }
+    return RunFolder.create(job.path, job.config_toml, environment)
+
+
+if __name__ == "__main__":
+    main()

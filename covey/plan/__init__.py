@@ -1,0 +1,1 @@
+"""What a run will do and need, said before it starts."""

@@ -1,0 +1,86 @@
+"""What a step does once its answers are judged: from groups to weights that have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from covey.config import Config
+from covey.objective import Objective, next_beta, with_advantage
+from covey.policy.policy import Policy
+from covey.reference import Reference
+from covey.train.collate import collate
+from covey.train.select import without_truncated
+from covey.train.state import State
+from covey.train.update import UpdateSettings, Watch, prepare, update
+from covey.types import Batch, Group
+
+
+class Learner(Protocol):
+    """The parts of a run that learning needs."""
+
+    @property
+    def config(self) -> Config:
+        """Whether answers that were cut off are trained."""
+
+    @property
+    def policy(self) -> Policy:
+        """Who learns."""
+
+    @property
+    def objective(self) -> Objective:
+        """What is learned."""
+
+    @property
+    def reference(self) -> Reference | None:
+        """Whom to stay near to."""
+
+
+def objective_now(learner: Learner, state: State) -> Objective:
+    """Return the objective with the beta of this step, which may be adaptive."""
+    return replace(learner.objective, beta=state.beta)
+
+
+def batch_of(
+    learner: Learner, groups: Sequence[Group], state: State, settings: UpdateSettings
+) -> Batch:
+    """Collate groups, and fill in all that is taken over the whole batch: advantages last."""
+    objective = objective_now(learner, state)
+    batch = prepare(
+        collate(groups, learner.policy.model.device),
+        policy=learner.policy,
+        objective=objective,
+        reference=learner.reference,
+        settings=settings,
+    )
+    batch = with_advantage(objective, batch)
+    return without_truncated(batch) if learner.config.select.mask_truncated else batch
+
+
+def learn(
+    learner: Learner,
+    groups: Sequence[Group],
+    state: State,
+    settings: UpdateSettings,
+    watch: Watch | None = None,
+) -> tuple[Batch | None, dict[str, float]]:
+    """Take the optimizer steps of a step; return the batch they saw, and their metrics."""
+    if not groups:
+        return None, {}
+    objective = objective_now(learner, state)
+    batch = batch_of(learner, groups, state, settings)
+    metrics = update(
+        batch,
+        policy=learner.policy,
+        objective=objective,
+        reference=learner.reference,
+        settings=settings,
+        step=state.step,
+        watch=watch,
+    )
+    if objective.needs_reference:
+        metrics["objective/beta"] = state.beta
+        if "objective/kl_avg" in metrics:  # not if every answer was masked
+            state.beta = next_beta(objective, metrics["objective/kl_avg"], answers=len(batch))
+    return batch, metrics

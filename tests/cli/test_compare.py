@@ -1,0 +1,235 @@
+"""`covey compare`, with real processes that train the embedded model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.cli.main import run as covey
+from covey.compare import run as runner
+from covey.compare.jobs import Job, make_jobs, ready
+from covey.compare.load import load_comparison
+from covey.compare.outcome import Comparison, Outcome
+from covey.compare.place import grown
+from covey.compare.record import log_path, read_outcome, run_path
+
+SETTINGS = (
+    "model.device=cpu", "train.steps=6", "train.mini_batches=1", "save.every=2",
+    "evaluate.every=3", "evaluate.prompts=16", "rollout.prompts=4", "rollout.samples=4",
+    "task.train_size=500",
+)  # fmt: skip
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    overrides = [word for setting in SETTINGS for word in ("--set", setting)]
+    return ["compare", "--folder", str(folder), "--seeds", "1", *overrides, *more]
+
+
+def arms(folder: Path) -> dict[str, Outcome]:
+    return {outcome.arm: outcome for outcome in load_comparison(folder).outcomes}
+
+
+def timeless(comparison: Comparison) -> Comparison:
+    """Leave out what no two runs have in common."""
+    return replace(
+        comparison,
+        name="",
+        environment={},
+        outcomes=tuple(
+            replace(o, points=tuple(replace(p, seconds=0.0) for p in o.points))
+            for o in comparison.outcomes
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("comparisons") / "whole"
+    arm = "frozen: optimizer.learning_rate=0"
+    assert covey(command(folder, "--algorithms", "grpo,gspo", "--arm", arm)) == 0
+    return folder
+
+
+def test_with_one_update_a_rollout_grpo_and_gspo_are_the_same_bit_for_bit(finished: Path) -> None:
+    found = arms(finished)
+    assert [outcome.state for outcome in found.values()] == ["done"] * 3
+    assert found["grpo"].weights == found["gspo"].weights != ""
+    rights = [[p.right for p in found[arm].points] for arm in ("grpo", "gspo")]
+    assert rights[0] == rights[1]
+    assert found["frozen"].weights != found["grpo"].weights
+    (start, *later) = [p.right for p in found["frozen"].points]
+    assert later == [start, start]
+    assert "same algorithm" in (finished / "report.md").read_text()
+
+
+def test_all_arms_start_from_the_same_answers_and_are_measured_alike(finished: Path) -> None:
+    found = arms(finished)
+    names = {outcome.first_answers for outcome in found.values()}
+    assert len(names) == 1
+    stored = sorted(file.stem for file in (finished / "shared").glob("*.jsonl"))
+    assert len(stored) == 2  # of the first step, and of the evaluation before it
+    assert stored[1] == names.pop()
+    lines = (finished / f"shared/{stored[1]}.jsonl").read_text().splitlines()
+    shared = [json.loads(line)["tokens"] for line in lines]
+    for outcome in found.values():
+        first = finished / outcome.folder / "rollouts/000001.jsonl"
+        assert [json.loads(line)["tokens"] for line in first.read_text().splitlines()] == shared
+        assert [p.step for p in outcome.points] == [0, 3, 6]
+        assert [p.updates for p in outcome.points] == [0, 3, 6]
+        assert {tuple(p.right) for p in outcome.points} == {tuple(found["grpo"].points[0].right)}
+        assert len(outcome.points[0].right) == 16
+        assert outcome.points[-1].seconds > outcome.points[0].seconds == 0.0
+
+
+def test_what_is_finished_is_not_done_again(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(job: Job) -> subprocess.Popen[bytes]:
+        raise AssertionError(f"{job.folder} was started")
+
+    monkeypatch.setattr(runner, "start", refuse)
+    reports = {file.name: file.read_bytes() for file in finished.glob("report.*")}
+    assert set(reports) == {"report.html", "report.md", "report.json"}
+    assert covey(["compare", "--folder", str(finished)]) == 0
+    assert covey(command(finished, "--algorithms", "gspo,grpo")) == 0
+    assert covey(["compare", "--report", str(finished)]) == 0
+    assert {file.name: file.read_bytes() for file in finished.glob("report.*")} == reports
+    # Another comparison nearby takes the runs that it would do in the same way.
+    near = finished.parent / "near"
+    arm = "still: optimizer.learning_rate=0"
+    assert covey(command(near, "--algorithms", "grpo", "--arm", arm)) == 0
+    assert arms(near)["still"].weights == arms(finished)["frozen"].weights
+    capsys.readouterr()
+    assert covey(command(finished, "--algorithms", "grpo,dapo")) == 2
+    assert "holds another comparison" in capsys.readouterr().err
+    assert covey(["compare", "--folder", str(finished), "--threads", "7"]) == 2
+    assert "on which their last bits depend" in capsys.readouterr().err
+
+
+def test_arms_and_seeds_can_be_added(finished: Path) -> None:
+    place = grown(finished, algorithms=["dapo"], seeds=2)
+    jobs = make_jobs(finished, place.record)
+    assert [(job.seed, job.arm) for job in jobs] == [
+        (seed, arm) for seed in (0, 1) for arm in ("grpo", "gspo", "frozen", "dapo")
+    ]
+    left = [(job.arm, job.seed) for job in jobs if ready(job, {})]
+    assert left == [("dapo", 0), ("grpo", 1), ("gspo", 1), ("frozen", 1), ("dapo", 1)]
+
+
+def test_a_run_that_something_else_made_is_put_aside(finished: Path, tmp_path: Path) -> None:
+    (job, *_) = make_jobs(finished, grown(finished).record)
+    made = replace(job, folder=str(tmp_path / "seed-0"))
+    (tmp_path / "seed-0").symlink_to(job.path)
+    assert not ready(made, {})
+    assert ready(replace(made, key="other"), {})
+    assert (tmp_path / "seed-0.aside-1/config.toml").is_file()
+    assert not (tmp_path / "seed-0").exists()
+
+
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, subprocess.Popen[bytes]]:
+    """Return the processes of runs, by arm, as they are started."""
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    start = runner.start
+
+    def remember(job: Job) -> subprocess.Popen[bytes]:
+        processes[job.arm] = start(job)
+        return processes[job.arm]
+
+    monkeypatch.setattr(runner, "start", remember)
+    return processes
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it never came to that"
+        time.sleep(0.01)
+
+
+def lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_a_killed_run_is_reported_and_the_same_command_goes_on_to_the_same_end(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "killed"
+    # It asks for more prompts than there are, which is found when it begins.
+    words = command(folder, "--algorithms", "grpo", "--arm", "hungry: rollout.prompts=501")
+    processes = started(monkeypatch)
+
+    def kill() -> None:
+        wait_for(lambda: lines(folder / "runs/grpo/seed-0/steps.jsonl") >= 3)
+        processes["grpo"].send_signal(signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert covey([*words, "--parallel", "1"]) == 1
+    killer.join()
+    found = arms(folder)
+    assert (found["grpo"].state, found["hungry"].state) == ("failed", "failed")
+    assert found["grpo"].error.startswith("killed (SIGKILL)")
+    assert "500 training prompts cannot fill a step of 501" in found["hungry"].error
+    assert [p.step for p in found["grpo"].points] in ([0], [0, 3])
+    told = capsys.readouterr().out
+    assert "failed: grpo seed 0: killed (SIGKILL)" in told
+    assert "killed (SIGKILL)" in (folder / "report.md").read_text()
+    assert "Traceback" in log_path(run_path(folder, "hungry", 0)).read_text()
+
+    assert covey(words) == 1  # the other arm fails as before
+    again, whole = arms(folder)["grpo"], arms(finished)["grpo"]
+    assert "after step 2 of 6" in log_path(run_path(folder, "grpo", 0)).read_text()
+    assert (again.state, again.weights) == ("done", whole.weights)
+    same = [timeless(replace(load_comparison(f), command="", arms=(), outcomes=(o,), findings=()))
+            for f, o in ((folder, again), (finished, whole))]  # fmt: skip
+    assert same[0] == same[1]
+
+
+def test_a_run_ends_with_whoever_asked_for_it(finished: Path, tmp_path: Path) -> None:
+    (job, *_) = make_jobs(finished, grown(finished).record)
+    job = replace(job, folder=str(tmp_path / "run/seed-0"), config_toml=job.config_toml.replace(
+        "steps = 6", "steps = 100000"))  # fmt: skip
+    job.path.parent.mkdir()
+    process = runner.start(job)
+    wait_for(lambda: lines(job.path / "steps.jsonl") >= 1)
+    assert process.stdin is not None
+    process.stdin.close()  # as when the process that holds it is killed
+    assert process.wait(timeout=30) == 3
+    assert read_outcome(job.path) is None  # unfinished, and not failed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--algorithms", "grpo"], "nothing to compare: give two arms or more"),
+        (["--add", "dapo"], "--add takes --folder"),
+        (["--report", "nowhere"], "nowhere is not a comparison"),
+        (["--algorithms", "grpo,gspo", "--set", "model.path=nowhere/x"], "nowhere/x"),
+        (["--algorithms", "grpo,gspo", "--budget", "tokens"], "--budget tokens needs --amount"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quick = ["--set", "task.train_size=50"] if "--report" not in words else []
+    assert covey(["compare", *words, *(quick if "--add" not in words else [])]) in (1, 2)
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
