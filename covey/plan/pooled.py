@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from covey.plan.activations import FLOAT, Pass, passing_bytes
 from covey.plan.forecast import ALWAYS, Part
 from covey.plan.shapes import Shape
+from covey.sampler.pool import PROMPT_STEP, width_for
 from covey.sampler.prompts import PREFILL_TOKENS
 
-WIDTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-PROMPT_STEP = 128
 STRETCH = 2048
 """Tokens of the vocabulary that one program of a draw looks at."""
 NOTES = FLOAT + FLOAT + 8
@@ -41,9 +40,7 @@ class Call:
     def width(self) -> int:
         """Slots that there are: the next number for which graphs are recorded."""
         answers = min(self.slots, self.questions * self.samples)
-        if answers > WIDTHS[-1]:
-            return -(-answers // WIDTHS[-1]) * WIDTHS[-1]
-        return next(width for width in WIDTHS if width >= answers)
+        return width_for(answers)
 
     @property
     def answers(self) -> int:

@@ -17,16 +17,12 @@ from covey.policy.model import LanguageModel
 from covey.sampler.decoder import Decoder, understood
 from covey.sampler.fused import FusedDecoder
 from covey.sampler.pick import Distribution, pick_tokens
-from covey.sampler.pool import PooledCache
+from covey.sampler.pool import PROMPT_STEP, PooledCache, width_for
 from covey.sampler.protocol import Sampling
 from covey.sampler.slots import KeyShape, Slots
 
 STEPS = 8
 """Tokens written before the host looks which answers have ended."""
-PROMPT_STEP = 128
-"""Prompts have room for a multiple of so many tokens, so that memory and graphs serve longer."""
-WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of slots for which graphs are recorded; beyond, multiples of the last."""
 
 
 @dataclass(slots=True)
@@ -47,9 +43,7 @@ class GraphStepper:
 
     def width_for(self, answers: int) -> int:
         """Return the next number of slots that graphs are recorded for."""
-        if answers > WIDTHS[-1]:
-            return -(-answers // WIDTHS[-1]) * WIDTHS[-1]
-        return next(width for width in WIDTHS if width >= answers)
+        return width_for(answers)
 
     def begin(self, *, width: int, questions: int, longest: int, sampling: Sampling) -> Slots:
         """Return empty slots: those of the last call, if they are large enough."""

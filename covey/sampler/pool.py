@@ -16,6 +16,18 @@ from transformers import DynamicCache
 
 from covey.sampler.slots import KeyShape
 
+PROMPT_STEP = 128
+"""Prompts have room for a multiple of so many tokens, so that memory and graphs serve longer."""
+WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Numbers of slots for which graphs are recorded; beyond, multiples of the last."""
+
+
+def width_for(answers: int) -> int:
+    """Return the next of these numbers of slots."""
+    if answers > WIDTHS[-1]:
+        return -(-answers // WIDTHS[-1]) * WIDTHS[-1]
+    return next(width for width in WIDTHS if width >= answers)
+
 
 class PooledCache:
     """Keys and values of prompts and answers, apart."""

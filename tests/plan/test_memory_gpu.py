@@ -110,7 +110,6 @@ def test_which_kernels_a_model_takes(name: str, size: int, device: str, kernels:
 
 
 def test_numbers_are_those_of_the_kernels() -> None:
-    assert (pooled.WIDTHS, pooled.PROMPT_STEP) == (graph.WIDTHS, graph.PROMPT_STEP)
     assert (pooled.STRETCH, memory.CHUNK_STEP) == (sample.STRETCH, device_head.ROWS)
 
 
