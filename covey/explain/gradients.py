@@ -20,8 +20,10 @@ def parameter_gradients(
 
     One forward pass for all of them, and a backward pass for each. They stay in memory together.
     """
-    parameters = list(policy.optimizer.parameters.values())
-    size = sum(p.numel() for p in parameters)
+    # Gradients are taken where training takes them: on a GPU some never pass through autograd.
+    optimizer = policy.optimizer
+    masters = list(optimizer.masters.values())
+    size = sum(master.numel() for master in masters)
     totals = {name: torch.zeros(size, device=batch.tokens.device) for name in effects}
     policy.model.model.train()
     for rows in _passes(batch, budget):
@@ -39,11 +41,16 @@ def parameter_gradients(
             if by_entropy.any():
                 outputs.append(now.entropy)
                 sent.append(by_entropy.to(now.entropy.dtype))
-            parts = torch.autograd.grad(
-                outputs, parameters, sent, retain_graph=True, materialize_grads=True
-            )
-            totals[name] += torch.cat([part.flatten().float() for part in parts])
+            optimizer.adamw.zero_grad()
+            torch.autograd.backward(outputs, sent, retain_graph=True)
+            totals[name] += torch.cat([_gradient(master) for master in masters])
+    optimizer.adamw.zero_grad()
     return totals
+
+
+def _gradient(master: torch.Tensor) -> torch.Tensor:
+    found = torch.zeros_like(master) if master.grad is None else master.grad
+    return found.flatten().float()
 
 
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:

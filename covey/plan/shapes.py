@@ -22,7 +22,7 @@ from covey.errors import ConfigError, ModelError
 from covey.policy.adapter import CONFIG_FILE, CONV, adapter_base
 from covey.policy.attention import NAME
 from covey.policy.gguf import find_gguf
-from covey.sampler.decoder import PLAIN_ROPE
+from covey.policy.trial import plain_positions
 
 JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Layers whose weights the sampler puts side by side in a small model."""
@@ -165,9 +165,6 @@ def _fuses(model: Any) -> bool:
     On a GPU both are tried, and compared; here the names of a layer's parts must do.
     """
     config, backbone = model.config, model.base_model
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-    window = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
     parts = [set(dict(layer.named_children())) for layer in getattr(backbone, "layers", ())]
     return (
         bool(parts)
@@ -176,9 +173,7 @@ def _fuses(model: Any) -> bool:
         and hasattr(backbone.layers[0].input_layernorm, "variance_epsilon")
         and getattr(config, "hidden_act", "") == "silu"
         and getattr(config, "residual_multiplier", 1.0) == 1.0
-        and rope.get("rope_type", "default") in PLAIN_ROPE
-        and kinds == {"full_attention"}
-        and not window
+        and plain_positions(config)
     )
 
 

@@ -25,9 +25,7 @@ from covey.policy.attention import Packing, attention
 from covey.policy.flash import Spans, flash_attention
 from covey.policy.joint import GradSink, sink_of
 from covey.policy.linear import gated_product, plain, product_of
-
-PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose angles depend on the position alone."""
+from covey.policy.trial import plain_positions
 
 KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -70,16 +68,11 @@ def fused_backbone(
 
 def understood(model: Any) -> bool:
     """Tell whether a model is worth trying: whether it has the parts that are named here."""
-    config, backbone = model.config, model.base_model
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-    window = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
+    backbone = model.base_model
     return (
         hasattr(backbone, "layers")
         and type(getattr(backbone, "embed_tokens", None)) is nn.Embedding
-        and rope.get("rope_type", "default") in PLAIN_ROPE
-        and kinds == {"full_attention"}
-        and not window
+        and plain_positions(model.config)
         and backbone.embed_tokens.weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
     )
 

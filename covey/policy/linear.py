@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 from covey.kernels.gate import silu_times, silu_times_grads
 from covey.kernels.product import add_product, product
 from covey.policy.joint import GradSink, joined, sink_of
+from covey.policy.trial import is_silu
 
 
 def plain(module: Any) -> nn.Linear:
@@ -38,7 +39,7 @@ def gated_product(
 ) -> torch.Tensor:
     """Return down(activation(gate) * up) from gate and up, side by side or apart."""
     result: torch.Tensor
-    if not _is_silu(activation):
+    if not is_silu(activation):
         gate, up = gates[0].chunk(2, dim=1) if len(gates) == 1 else gates
         result = down(activation(gate) * up)
         return result
@@ -48,10 +49,6 @@ def gated_product(
         return result
     result = _GatedProduct.apply(weights, len(gates), *gates, *weights.parameters)
     return result
-
-
-def _is_silu(activation: nn.Module) -> bool:
-    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
 
 
 class _Weights:

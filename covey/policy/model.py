@@ -19,6 +19,7 @@ from torch import nn
 
 from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
+from covey.kernels.product import product as wide_product
 from covey.policy.attention import NAME
 from covey.policy.flash import HALF
 from covey.policy.gguf import find_gguf, import_gguf
@@ -60,9 +61,9 @@ def _product(hidden: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     if not hidden.is_cuda or weight.dtype == wide or hidden.requires_grad:
         product: torch.Tensor = linear(hidden)
         return product.to(wide)
-    product = torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=wide)
-    product = product if linear.bias is None else product + linear.bias
-    return product.view(*hidden.shape[:-1], len(weight))
+    logits = weight.new_empty(*hidden.shape[:-1], len(weight), dtype=wide)
+    wide_product(hidden.flatten(0, -2), weight.t(), logits.view(-1, len(weight)))
+    return logits if linear.bias is None else logits + linear.bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,25 @@ from typing import Any
 import torch
 from torch import nn
 
+PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose angles depend on the position alone."""
 LAYERS = 2
 TOKENS = 32
 """Trials use token ids below this."""
+
+
+def plain_positions(config: Any) -> bool:
+    """Tell whether every layer attends to all that came before, at angles of the position alone."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+    window = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
+    plain = rope.get("rope_type", "default") in PLAIN_ROPE
+    return plain and kinds == {"full_attention"} and not window
+
+
+def is_silu(activation: Any) -> bool:
+    """Tell whether an activation is the one that there are kernels for."""
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
 
 
 def first_layers(backbone: nn.Module) -> nn.Module:

@@ -23,11 +23,9 @@ from transformers import DynamicCache
 from covey.policy.adapter import NAME, stirred
 from covey.policy.attention import SHORT, short_attention, short_bias
 from covey.policy.model import LanguageModel
-from covey.policy.trial import first_layers, near
+from covey.policy.trial import first_layers, near, plain_positions
 from covey.sampler.slots import KeyShape, Memory, SlotCache, attention_mask
 
-PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose angles depend on the position alone."""
 JOINT_BYTES = 64 * 2**20
 """Weights up to this size are copied side by side for every batch of answers: small products are
 slow for their size, and the copy costs nothing. A larger model's are used where they are."""
@@ -151,7 +149,7 @@ class LlamaDecoder:
         self.cosine = self.signed_sine = torch.empty(0)
         self.joint: list[Joint] | None = None
         self.joins = _joins(self.blocks)
-        if type(self.embedding) is not nn.Embedding or not _plain_positions(model.model.config):
+        if type(self.embedding) is not nn.Embedding or not plain_positions(model.model.config):
             raise NotUnderstood
 
     def begin(self, positions: int) -> None:
@@ -279,17 +277,6 @@ def _understood(module: Any) -> _Linear:
     if hooks or any(type(part) is not nn.Linear for part in parts):
         raise NotUnderstood
     return found
-
-
-def _plain_positions(config: Any) -> bool:
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-    window = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
-    return (
-        rope.get("rope_type", "default") in PLAIN_ROPE
-        and kinds == {"full_attention"}
-        and not (window)
-    )
 
 
 def _norm(module: Any, values: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from covey.kernels.gate import silu_times
 from covey.kernels.norm import add_norm_in_place
 from covey.policy.joint import joined
 from covey.policy.model import LanguageModel
+from covey.policy.trial import is_silu
 from covey.sampler.decoder import Block, Joint, LlamaDecoder, NotUnderstood, join
 from covey.sampler.pool import PooledCache
 
@@ -26,7 +27,7 @@ class FusedDecoder(LlamaDecoder):
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
-        if not all(_is_silu(block.activation) for block in self.blocks):
+        if not all(is_silu(block.activation) for block in self.blocks):
             raise NotUnderstood
         self.side_by_side: list[Joint] = []
         self.rope = torch.empty(0), torch.empty(0)
@@ -109,8 +110,3 @@ def _head_norms(block: Block) -> tuple[torch.Tensor, torch.Tensor, float] | None
         return None
     gain, eps = _gain(block.query_norm)
     return gain, _gain(block.key_norm)[0], eps
-
-
-def _is_silu(activation: Any) -> bool:
-    probe = torch.linspace(-4, 4, 9)
-    return bool(torch.allclose(activation(probe), torch.nn.functional.silu(probe)))

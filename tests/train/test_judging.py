@@ -30,6 +30,7 @@ from covey.train.assemble import Parts, assemble, resolve
 from covey.train.loop import StopSignal, train
 from covey.train.report import flat_rewards
 from covey.types import Prompt
+from tests.reporters import Notes
 
 QUICK = (
     "model.device=cpu", "train.steps=2", "rollout.prompts=4", "rollout.samples=4",
@@ -144,20 +145,6 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     yield importlib.import_module("judged")
     sys.path.remove(str(folder))
     del sys.modules["judged"]
-
-
-class Notes:
-    """A reporter that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def started(self, **_: object) -> None: ...
-    def sampled(self, answers: int) -> None: ...
-    def step(self, metrics: object) -> None: ...
-    def evaluated(self, step: int, evaluation: object) -> None: ...
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def parts_with(*settings: str) -> Parts:

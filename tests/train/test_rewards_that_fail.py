@@ -15,22 +15,9 @@ from covey.run.folder import RunFolder
 from covey.train.assemble import Parts, assemble, resolve
 from covey.train.loop import StopSignal, train
 from covey.types import Prompt
+from tests.reporters import Notes
 
 QUICK = ["train.steps=1", "rollout.prompts=4", "rollout.samples=4", "evaluate.every=0"]
-
-
-class Notes:
-    """A reporter that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def started(self, **_: object) -> None: ...
-    def sampled(self, answers: int) -> None: ...
-    def step(self, metrics: object) -> None: ...
-    def evaluated(self, step: int, evaluation: object) -> None: ...
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 class Fails:
