@@ -247,6 +247,11 @@ class Train(Section):
         description="Source of old_logp when a batch has several optimizer steps; auto: from the "
         "sampler if it shares the trainer's float32 weights and truncates nothing.",
     )
+    graphs: Literal["auto", "off"] = Field(
+        "auto",
+        description="On a GPU, record forward and backward passes as CUDA graphs where the model "
+        "allows it: faster for small models, but activations stay in memory between steps.",
+    )
 
     @model_validator(mode="after")
     def _amount(self) -> Train:

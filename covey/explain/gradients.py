@@ -35,7 +35,7 @@ def parameter_gradients(
         felt = {name: s for name, s in slopes.items() if any(bool(part.any()) for part in s)}
         if not felt:
             continue
-        now = policy.logp(batch.rows(rows))
+        now = policy.plain_logp(batch.rows(rows))
         for name, (by_logp, by_entropy) in felt.items():
             outputs, sent = [now.logp], [by_logp.to(now.logp.dtype)]
             if by_entropy.any():

@@ -96,7 +96,7 @@ def _elsewhere(setup: Setup) -> dict[str, Any]:
             "warmup": True,
             "model": {"gradient_checkpointing"},
             "select": {"skip_zero_gradient", "max_age"},
-            "train": {"token_budget", "logits_megabytes"},
+            "train": {"token_budget", "logits_megabytes", "graphs"},
         }
     )
     if not config.select.dynamic:

@@ -71,16 +71,23 @@ class GradSink:
         return None if self.masters[0].grad is None else self._total
 
     def start(self) -> torch.Tensor:
-        """Make room for a new sum, whose values the caller must fill in."""
-        first = self.masters[0]
-        if len(self.masters) == 1:
-            self._total = first.grad = torch.empty_like(first)
-            return self._total
+        """Begin a new sum, whose values the caller must fill in.
+
+        It takes the place of the last one: two would need twice the memory, and what was recorded
+        in a graph goes on writing to the same address.
+        """
         rows = [len(m) for m in self.masters]
-        self._total = first.new_empty(sum(rows), *first.shape[1:])
+        if self._total is None:
+            first = self.masters[0]
+            self._total = first.new_empty(sum(rows), *first.shape[1:])
         for master, part in zip(self.masters, self._total.split(rows), strict=True):
             master.grad = part
         return self._total
+
+    def resume(self) -> torch.Tensor | None:
+        """Begin again what was cleared, and return it to be zeroed. None: nothing was cleared."""
+        cleared = self._total is not None and self.total is None
+        return self.start() if cleared else None
 
     def add(self, grad: torch.Tensor) -> None:
         """Add a gradient of all parameters, one below the other."""
@@ -127,6 +134,7 @@ def _give_sink(run: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
     sink = GradSink([master for _, master in run])
     for number, (parameter, _) in enumerate(run):
         parameter.grad_sink = sink  # type: ignore[attr-defined]
+        parameter.grad_part = number  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(_collector(sink, number))
 
 

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from covey.policy.graph import Passes, passes_for
 from covey.policy.head import token_logp
 from covey.policy.layout import Side, lay_out, pack, pack_for
 from covey.policy.model import LanguageModel, packed_forward
@@ -77,10 +78,17 @@ def _device_logp(
         temperature=temperature,
         megabytes=megabytes,
     )
+    return in_places(batch, logp, entropy, packed.cells)
+
+
+def in_places(
+    batch: Batch, logp: torch.Tensor, entropy: torch.Tensor, cells: torch.Tensor
+) -> LogProbs:
+    """Put what is said of trained tokens [M] at their cells of [B, T], flattened."""
     blank = logp.new_zeros(batch.mask.numel())
     return LogProbs(
-        logp=blank.index_copy(0, packed.cells, logp).view_as(batch.mask),
-        entropy=blank.index_copy(0, packed.cells, entropy).view_as(batch.mask),
+        logp=blank.index_copy(0, cells, logp).view_as(batch.mask),
+        entropy=blank.index_copy(0, cells, entropy).view_as(batch.mask),
     )
 
 
@@ -128,9 +136,26 @@ class Policy:
     logits_megabytes: float
     version: int = 0
     """Optimizer steps taken."""
+    graphs: bool = True
+    """Whether passes are recorded, where the model and its device allow it."""
+    passes: Passes | None = None
+    """Those that are."""
 
     def logp(self, batch: Batch) -> LogProbs:
-        """Return log-probability and entropy of every trained token, with gradient if enabled."""
+        """Return log-probability and entropy of every trained token, with gradient if enabled.
+
+        A gradient goes straight to where the optimizer finds it, and has to be asked for before
+        this is called again: passes may be recorded, and share their memory (graph.py).
+        """
+        if self.graphs and self.passes is None:
+            self.passes = passes_for(
+                self.model, temperature=self.temperature, megabytes=self.logits_megabytes
+            )
+        taken = None if self.passes is None else self.passes.take(host_rows(batch))
+        return self.plain_logp(batch) if taken is None else in_places(batch, *taken)
+
+    def plain_logp(self, batch: Batch) -> LogProbs:
+        """Return the same as autograd knows it: to be differentiated at any time, by anything."""
         return batch_logp(
             self.model,
             batch,

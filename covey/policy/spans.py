@@ -9,6 +9,7 @@ Shapes: B rows, P prompt tokens, T completion tokens, N packed tokens, R places 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -47,8 +48,34 @@ class PackedRows:
     """[M] int64: their places in [B, T], flattened."""
 
 
-def pack_spans(host: HostRows, device: torch.device) -> PackedRows:
-    """Lay a batch out without padding, and send it to a device."""
+class Tables(NamedTuple):
+    """The same as tables, with a place for each key whether rows share some or not."""
+
+    input_ids: torch.Tensor
+    """[N] int64, and so are the next four, as in PackedRows."""
+    position_ids: torch.Tensor
+    predictor: torch.Tensor
+    chosen: torch.Tensor
+    cells: torch.Tensor
+    query_starts: torch.Tensor
+    """[rows + 1] int32, and so are all that follow, as in Spans."""
+    key_starts: torch.Tensor
+    tokens: torch.Tensor
+    starts: torch.Tensor
+    begin: torch.Tensor
+    end: torch.Tensor
+    position: torch.Tensor
+
+
+class Longest(NamedTuple):
+    """Of all rows, the most questions and the most keys."""
+
+    query: int
+    key: int
+
+
+def lay_spans(host: HostRows) -> tuple[Tables, Longest]:
+    """Lay a batch out without padding, on the CPU."""
     rows = _Rows.of(host)
     row, position = rows.asking()
     prompt = rows.prompt[row]
@@ -64,14 +91,36 @@ def pack_spans(host: HostRows, device: torch.device) -> PackedRows:
     )
     chosen = host.tokens.flatten()[cells]
     spans = rows.spans(row, position)
-    sent = _sent([ids.long(), position, predictor, chosen.long(), cells, *spans], device)
+    tables = Tables._make([ids.long(), position, predictor, chosen.long(), cells, *spans])
+    return tables, Longest(int(rows.asks.max()), int(rows.keys().max()))
+
+
+def pack_spans(host: HostRows, device: torch.device) -> PackedRows:
+    """Lay a batch out without padding, and send it to a device."""
+    tables, longest = lay_spans(host)
+    shared = len(tables.tokens) > len(tables.input_ids)
+    return packed_rows(Tables._make(_sent(list(tables), device)), longest, shared=shared)
+
+
+def packed_rows(tables: Tables, longest: Longest, *, shared: bool) -> PackedRows:
+    """Return a layout as the model takes it; with `shared`, keys go where their rows are."""
     return PackedRows(
-        input_ids=sent[0],
-        position_ids=sent[1],
-        predictor=sent[2],
-        chosen=sent[3],
-        cells=sent[4],
-        packing=_spans(rows, sent[5:]),
+        input_ids=tables.input_ids,
+        position_ids=tables.position_ids,
+        predictor=tables.predictor,
+        chosen=tables.chosen,
+        cells=tables.cells,
+        packing=Spans(
+            query_starts=tables.query_starts,
+            key_starts=tables.key_starts,
+            longest_query=longest.query,
+            longest_key=longest.key,
+            tokens=tables.tokens if shared else None,
+            starts=tables.starts if shared else None,
+            begin=tables.begin if shared else None,
+            end=tables.end if shared else None,
+            position=tables.position if shared else None,
+        ),
     )
 
 
@@ -166,21 +215,6 @@ class _Rows:
         bounds = [torch.nn.functional.pad(n[kept].cumsum(0), (1, 0)) for n in (self.asks, keys)]
         table = [*bounds, tokens, (keys.cumsum(0) - keys)[order], begin, end, position]
         return [part.int() for part in table]
-
-
-def _spans(rows: _Rows, sent: list[torch.Tensor]) -> Spans:
-    shared = len(sent[2]) > len(sent[4])
-    return Spans(
-        query_starts=sent[0],
-        key_starts=sent[1],
-        longest_query=int(rows.asks.max()),
-        longest_key=int(rows.keys().max()),
-        tokens=sent[2] if shared else None,
-        starts=sent[3] if shared else None,
-        begin=sent[4] if shared else None,
-        end=sent[5] if shared else None,
-        position=sent[6] if shared else None,
-    )
 
 
 def _sent(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -229,6 +229,7 @@ def policy_of(config: Config, model: LanguageModel) -> Policy:
         ),
         temperature=config.rollout.temperature,
         logits_megabytes=config.train.logits_megabytes,
+        graphs=config.train.graphs == "auto",
     )
 
 

@@ -89,19 +89,22 @@ def cross_entropy(batch: Batch, logp: torch.Tensor) -> torch.Tensor:
     return -(logp * batch.weight.to(logp.dtype)).sum()
 
 
+def _backward(policy: Policy, micro: Batch) -> torch.Tensor:
+    """Add the gradient of some rows; return their shares [2] of loss and entropy."""
+    now = policy.logp(micro)
+    part = cross_entropy(micro, now.logp)
+    part.backward()
+    return torch.stack([part.detach(), -cross_entropy(micro, now.entropy.detach())])
+
+
 def learn(policy: Policy, batch: Batch, *, rate: float, token_budget: int) -> Learned:
     """Take one optimizer step on a batch."""
     policy.model.model.train()
     batch = with_token_mean(batch)
-    loss = entropy = 0.0
-    for rows in micro_batches(batch, token_budget):
-        micro = batch.rows(rows)
-        now = policy.logp(micro)
-        part = cross_entropy(micro, now.logp)
-        part.backward()
-        loss += float(part.detach())
-        entropy -= float(cross_entropy(micro, now.entropy.detach()))
+    parts = [_backward(policy, batch.rows(rows)) for rows in micro_batches(batch, token_budget)]
     stepped = policy.step(rate)
+    # Asked for when the device has done its work anyway.
+    loss, entropy = (sum(column) for column in zip(*torch.stack(parts).tolist(), strict=True))
     return Learned(
         loss=loss,
         entropy=entropy,

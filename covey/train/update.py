@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from covey.objective import Objective, policy_loss, with_marks, with_weight
+from covey.objective import Objective, PolicyLoss, policy_loss, with_marks, with_weight
 from covey.objective.diagnostics import (
     Meter,
     observe,
@@ -119,16 +119,13 @@ def update(
         losses: list[torch.Tensor] = []
         for rows in micro_batches(mini, settings.token_budget):
             micro = mini.rows(rows)
-            now = policy.logp(micro)
-            output = policy_loss(objective, micro, now.logp, now.entropy)
-            output.loss.backward()
-            losses.append(output.loss.detach())
+            output, now = _backward(policy, objective, micro)
+            losses.append(output.loss)
             observe(meter, objective, micro, output, now.entropy)
             if first:
                 observe_sampler(meter, micro, now.logp)
             if watch is not None:
-                values = LogProbs(*(v.detach() for v in now))
-                watch(Seen(number=number, rows=index[rows], micro=micro, now=values))
+                watch(Seen(number=number, rows=index[rows], micro=micro, now=now))
         rate = settings.learning_rate(policy.version)
         stepped = policy.step(rate)
         if reference is not None:
@@ -142,6 +139,19 @@ def update(
             meter.add("optim/grad_norm", stepped.grad_norm)
         first = False
     return {**summary(meter), "lr": rate, "optim/skipped": skipped}
+
+
+def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[PolicyLoss, LogProbs]:
+    """Add the gradient of some rows; return what they gave, without any trace for autograd.
+
+    While there is one, parameters remember the stream that it was made on, and a pass cannot be
+    recorded on another.
+    """
+    now = policy.logp(micro)
+    output = policy_loss(objective, micro, now.logp, now.entropy)
+    output.loss.backward()
+    values = LogProbs(*(v.detach() for v in now))
+    return output._replace(loss=output.loss.detach()), values
 
 
 def ready(mini: Batch, policy: Policy, objective: Objective, settings: UpdateSettings) -> Batch:

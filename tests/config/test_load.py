@@ -106,6 +106,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "token_budget": positive,
         "logits_megabytes": size,
         "old_logp": st.sampled_from(["auto", "recompute", "sampler"]),
+        "graphs": st.sampled_from(["auto", "off"]),
     },
     "warmup": {
         "steps": count,
