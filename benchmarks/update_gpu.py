@@ -2,6 +2,12 @@
 
     python benchmarks/update_gpu.py --out update.json            # both shapes, all settings
     python benchmarks/update_gpu.py --shape smollm2 --profile    # and where the time goes
+    python benchmarks/update_gpu.py --shape smollm2 --checkpointing no --graphs both
+
+With graphs, `replays` says of each recorded pass how long the device takes for it, forward and
+backward, with nothing else to do; what an update takes beyond their sum is Python, or the
+optimizer. The peak is of what torch has handed out, while graphs are recorded above all;
+`reserved` is what a device needs to have.
 
 Weights are random and nothing is downloaded. Tokens are counted as answers x (prompt + completion),
 as if every prompt were read for every answer; `packed` says how many the model really sees. MFU
@@ -12,6 +18,7 @@ that are really seen, both without anything that checkpointing or the head compu
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -66,7 +73,9 @@ def shapes() -> dict[str, Shape]:
     }  # fmt: skip
 
 
-def make_policy(config: Any, *, checkpointing: bool, megabytes: float, device: str) -> Policy:
+def make_policy(
+    config: Any, *, checkpointing: bool, megabytes: float, device: str, graphs: bool = True
+) -> Policy:
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -79,7 +88,9 @@ def make_policy(config: Any, *, checkpointing: bool, megabytes: float, device: s
     optimizer = MasterAdamW(
         model.named_parameters(), betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0
     )
-    return Policy(model=whole, optimizer=optimizer, temperature=1.0, logits_megabytes=megabytes)
+    return Policy(
+        model=whole, optimizer=optimizer, temperature=1.0, logits_megabytes=megabytes, graphs=graphs
+    )
 
 
 def make_batch(shape: Shape, group: int, device: str) -> Batch:
@@ -120,14 +131,41 @@ def packed_tokens(shape: Shape, group: int) -> int:
     return shape.answers // group * shape.prompt + shape.answers * (shape.completion - 1)
 
 
-def run(name: str, shape: Shape, arguments: argparse.Namespace, checkpointing: bool) -> dict:
+def replays(policy: Policy) -> list[str]:
+    """Time both ways of every recorded pass on the device; the gradients are worth nothing."""
+    found = []
+    for one in policy.passes.recorded() if policy.passes is not None else ():
+        parts = [f"{one.rows.size.tokens} tokens"]
+        for way, graph in (("forward", one.forward_graph), ("backward", one.backward_graph)):
+            times = [milliseconds(graph.replay) for _ in range(5)] if graph is not None else []
+            parts += [f"{way} {statistics.median(times):.2f} ms"] if times else []
+        found.append(", ".join(parts))
+    policy.optimizer.adamw.zero_grad()
+    return found
+
+
+def milliseconds(call: Any) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def run(
+    name: str, shape: Shape, arguments: argparse.Namespace, checkpointing: bool, graphs: bool
+) -> dict:
     device = arguments.device
     budget = arguments.budget or shape.budgets[checkpointing]
+    gc.collect()  # a policy and its recorded passes know each other
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     policy = make_policy(
-        shape.config, checkpointing=checkpointing, megabytes=arguments.megabytes, device=device
-    )
+        shape.config, checkpointing=checkpointing, megabytes=arguments.megabytes, device=device,
+        graphs=graphs,
+    )  # fmt: skip
     objective = ALGORITHMS["grpo"](beta=0.0)
     batch = with_advantage(objective, make_batch(shape, arguments.group, device))
     settings = UpdateSettings(
@@ -142,7 +180,7 @@ def run(name: str, shape: Shape, arguments: argparse.Namespace, checkpointing: b
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    first = once()
+    first, second, third = once(), once(), once()  # graphs of rare sizes are recorded late
     times = [once() for _ in range(arguments.repeat)]
     seconds = statistics.median(times)
     if arguments.profile:
@@ -156,7 +194,11 @@ def run(name: str, shape: Shape, arguments: argparse.Namespace, checkpointing: b
         "micro_batches": len(list(micro_batches(batch, budget))),
         "flash": policy.model.flash,
         "fused": policy.model.fused,
+        "graphs": graphs,
+        "recorded": len(policy.passes.recorded()) if policy.passes is not None else 0,
         "first_s": round(first, 2),
+        "second_s": round(second, 2),
+        "third_s": round(third, 2),
         "seconds": round(seconds, 4),
         "fastest": round(min(times), 4),
         "tokens": counted,
@@ -166,6 +208,7 @@ def run(name: str, shape: Shape, arguments: argparse.Namespace, checkpointing: b
         "work": round(flops(shape, seen, shared=arguments.group) / seconds / PEAK, 3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+        "replays": replays(policy),
     }
 
 
@@ -184,6 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=[*shapes(), "all"], default="all")
     parser.add_argument("--checkpointing", choices=["no", "yes", "both"], default="both")
+    parser.add_argument("--graphs", choices=["off", "auto", "both"], default="auto")
     parser.add_argument("--budget", type=int, default=0, help="packed tokens; 0: the shape's own")
     parser.add_argument("--megabytes", type=float, default=512.0, help="for logits")
     parser.add_argument("--group", type=int, default=8)
@@ -211,9 +255,12 @@ def main() -> None:
         for checkpointing in {"no": [False], "yes": [True], "both": [False, True]}[
             arguments.checkpointing
         ]:
-            result = run(name, shape, arguments, checkpointing)
-            print("  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
-            results.append(result)
+            for graphs in {"off": [False], "auto": [True], "both": [False, True]}[arguments.graphs]:
+                if checkpointing and graphs and arguments.graphs == "both":
+                    continue  # nothing is recorded then
+                result = run(name, shape, arguments, checkpointing, graphs)
+                print("  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
+                results.append(result)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(results, indent=2))
 

@@ -23,6 +23,7 @@ from covey.plan.shapes import Shape, shape_of
 from covey.policy.adapter import adapter_base
 from covey.policy.attention import SHORT
 from covey.policy.head import LIVE_COPIES, chunk_rows
+from covey.policy.static import bucket
 from covey.sampler.decoder import JOINT_BYTES
 from covey.sampler.prompts import PREFILL_TOKENS
 from covey.sampler.stepper import CAPACITY_STEP, SPARE_BYTES
@@ -119,6 +120,12 @@ class _Facts:
         """Whether gradients are added up in float32 beside weights of bfloat16, on a GPU."""
         return self.on_gpu and self.size < FLOAT
 
+    @property
+    def recorded(self) -> bool:
+        """Whether training passes are graphs, whose activations stay between steps."""
+        config, flash = self.config, self.on_gpu and self.shape.fuses and self.size < FLOAT
+        return flash and config.train.graphs == "auto" and not config.model.gradient_checkpointing
+
     def micro_batch(self, token_budget: int) -> Pass:
         """Return the largest forward pass that a token budget makes of the longest rows."""
         answers, prompt = self.config.rollout.max_tokens, self.lengths.longest
@@ -130,11 +137,13 @@ class _Facts:
             # A group's prompt stands once among packed tokens, and last tokens are never read.
             prompts = min(rows, -(-rows // samples))
         packed = self.shape.fused_attention
+        tokens = prompts * prompt + rows * (answers - 1) if packed else rows * self.row_tokens
+        chosen = rows * answers
         return Pass(
             rows=rows,
             columns=self.row_tokens - (1 if packed else 0),
-            tokens=prompts * prompt + rows * (answers - 1) if packed else rows * self.row_tokens,
-            chosen=rows * answers,
+            tokens=bucket(tokens) if self.recorded else tokens,
+            chosen=bucket(chosen) if self.recorded else chosen,
             packed=packed,
         )
 
@@ -200,7 +209,10 @@ class _Facts:
         checkpointing = config.model.gradient_checkpointing
         how = f"{'packed' if batch.packed else 'padded'}{', recomputed' if checkpointing else ''}"
         asked = self.objective.needs_reference and config.reference.kind != "server"
-        reads = asked or config.train.updates > 1 or self.objective.needs_old_entropy
+        reads = config.train.updates > 1 or self.objective.needs_old_entropy
+        # What the policy reads by a graph is read where the activations are.
+        reads = asked or (reads and not self.recorded)
+        stays = " in a recorded graph, which stays" if self.recorded else ""
         chunk = self._chunk(batch)
         kept = training_bytes(
             shape,
@@ -215,8 +227,8 @@ class _Facts:
             Part(
                 name="activations",
                 bytes=kept,
-                phases=("update",),
-                why=f"{batch.tokens:,} tokens {how}, in {batch.rows} rows",
+                phases=ALWAYS if self.recorded else ("update",),
+                why=f"{batch.tokens:,} tokens {how}, in {batch.rows} rows{stays}",
             ),
             Part(
                 name="holes",
@@ -234,7 +246,7 @@ class _Facts:
             Part(
                 name="logits",
                 bytes=chunk,
-                phases=("prepare", "update"),
+                phases=ALWAYS if self.recorded else ("prepare", "update"),
                 why=f"a chunk at a time, within {config.train.logits_megabytes:g} MiB",
             ),
         ]
@@ -248,7 +260,7 @@ class _Facts:
         how = ", added up over passes" if several else ""
         # With one pass a step, gradients take the place of the activations they came from.
         phases = ALWAYS[2:] if several else ALWAYS[3:]
-        if self.sinks:  # which hold the last sum until the next begins
+        if self.sinks:  # which hold the last sum until the next takes its place
             phases, how = ALWAYS, ", kept until the next take their place"
             embedding = 0 if shape.fuses else head
         return [
@@ -261,10 +273,8 @@ class _Facts:
             Part(
                 name="head",
                 bytes=self._head_gradient(),
-                phases=("update",) if self.sinks else ("update", "step"),
-                why="gradient of the output layer, beside the one before"
-                if self.sinks
-                else "gradient of the output layer before it is added",
+                phases=("update", "step"),
+                why="gradient of the output layer before it is added",
             ),
             Part(
                 name="embedding",
@@ -276,7 +286,7 @@ class _Facts:
 
     def _head_gradient(self) -> int:
         """Return what the output layer's gradient takes that is not counted among all."""
-        return self.shape.head * (FLOAT if self.sinks else self.size) * self.shape.head_trained
+        return 0 if self.sinks else self.shape.head * self.size * self.shape.head_trained
 
     def _chunk(self, batch: Pass) -> int:
         vocabulary, megabytes = self.shape.vocabulary, self.config.train.logits_megabytes

@@ -37,12 +37,12 @@ class Size(NamedTuple):
     @staticmethod
     def of(tables: Tables, longest: Longest) -> Size:
         """Return the bucket of a layout: what costs time is rounded little, all else much."""
-        tokens = _stepped(len(tables.input_ids), 16)
+        tokens = bucket(len(tables.input_ids))
         padding = tokens - len(tables.input_ids)
         return Size(
             tokens=tokens,
             places=_stepped(len(tables.tokens) + padding, 8),
-            chosen=_stepped(len(tables.chosen), 16),
+            chosen=bucket(len(tables.chosen)),
             rows=_doubled(len(tables.starts) + -(-padding // DUMMY), 32),
             longest_query=_doubled(longest.query, DUMMY),
             longest_key=_doubled(longest.key, DUMMY),
@@ -55,6 +55,11 @@ class Size(NamedTuple):
     def with_room_for(self, other: Size) -> Size:
         """Return a size that holds both."""
         return Size(*(max(pair) for pair in zip(self, other, strict=True)))
+
+
+def bucket(count: int) -> int:
+    """Round a number of tokens up to one that graphs are recorded for, by a sixteenth at most."""
+    return _stepped(count, 16)
 
 
 def _stepped(count: int, steps: int) -> int:

@@ -17,7 +17,7 @@ from covey.plan import activations, memory, pooled
 from covey.plan.activations import Pass, Saved
 from covey.plan.batches import largest_part
 from covey.plan.device import Device
-from covey.plan.forecast import ALWAYS
+from covey.plan.forecast import ALWAYS, Forecast
 from covey.plan.memory import forecast
 from covey.plan.prompts import Lengths, prompt_lengths
 from covey.plan.shapes import measure
@@ -152,11 +152,11 @@ def test_the_pool_is_that_of_the_sampler(embedded: LanguageModel) -> None:
     assert not {"decoder", "embedding"} & {part.name for part in found.parts if part.bytes}
 
 
-def update_config(shape: str) -> Config:
+def update_config(shape: str, graphs: str) -> Config:
     prompts, budget, answer = {"smollm2": (16, 8192, 256), "qwen2.5": (4, 4096, 768)}[shape]
     rollout = (f"rollout.prompts={prompts}", f"rollout.max_tokens={answer}", "rollout.samples=8")
     train = (f"train.token_budget={budget}", "train.logits_megabytes=512", "objective.beta=0.0")
-    return load_config(None, [*rollout, *train, "evaluate.every=0"])
+    return load_config(None, [*rollout, *train, "evaluate.every=0", f"train.graphs={graphs}"])
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,36 @@ def update_config(shape: str) -> Config:
 def test_an_update_takes_what_it_took_on_an_h200(
     shape: str, prompt: int, gibibytes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """benchmarks/update_gpu.py: torch.cuda.max_memory_allocated, without checkpointing."""
+    """benchmarks/update_gpu.py: torch.cuda.max_memory_allocated, without checkpointing.
+
+    When it was measured, the head's gradient of the step before was still there beside the new one.
+    """
+    found = update_forecast(shape, prompt, "off", monkeypatch)
+    # There was no sampler, and what CUDA takes for itself is not counted by torch.
+    beside = ("framework", "slots", "prompts", "graph")
+    update = found.during("update") - sum(bytes_of(found, name) for name in beside)
+    twice = 4 * SHAPES[shape].vocab_size * SHAPES[shape].hidden_size
+    assert (update + twice) / 2**30 == pytest.approx(gibibytes, rel=0.03)
+
+
+def update_forecast(
+    shape: str, prompt: int, graphs: str, monkeypatch: pytest.MonkeyPatch
+) -> Forecast:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(SHAPES[shape])
     monkeypatch.setattr(memory, "shape_of", lambda _: measure(model))
     lengths = Lengths(longest=prompt, held_out=1, why="")
     monkeypatch.setattr(memory, "prompt_lengths", lambda _: lengths)
-    found = forecast(update_config(shape), GPU)
-    # There was no sampler, and what CUDA takes for itself is not counted by torch.
-    beside = ("framework", "slots", "prompts", "graph")
-    update = found.during("update") - sum(bytes_of(found, name) for name in beside)
-    assert update / 2**30 == pytest.approx(gibibytes, rel=0.03)
+    return forecast(update_config(shape, graphs), GPU)
+
+
+def test_what_a_recorded_pass_keeps_is_padded_and_there_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    off, auto = (update_forecast("smollm2", 128, g, monkeypatch) for g in ("off", "auto"))
+    parts = {part.name: part for part in auto.parts}
+    assert parts["activations"].phases == parts["logits"].phases == ALWAYS
+    assert "6,656 tokens" in parts["activations"].why
+    ratio = bytes_of(auto, "activations") / bytes_of(off, "activations")
+    assert 1.0 < ratio < 6_656 / 6_504 + 0.01
+    assert auto.during("sample") > off.during("sample") + bytes_of(off, "activations")

@@ -211,3 +211,63 @@ def test_an_update_learns_and_measures() -> None:
     assert float(gain) > 0
     assert metrics["optim/grad_norm"] > 0
     assert metrics["optim/skipped"] == 0
+
+
+def policy_of(model: LanguageModel, *, graphs: bool) -> Policy:
+    optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
+    return Policy(
+        model=model, optimizer=optimizer, temperature=0.8, logits_megabytes=1.0, graphs=graphs
+    )
+
+
+def collected(policy: Policy, parts: list[Batch]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the gradients of an optimizer step over parts, and what was said of their tokens."""
+    said = []
+    for micro in parts:
+        now = policy.logp(micro)
+        (now.logp * torch.cos(micro.tokens) + 0.1 * now.entropy).sum().backward()
+        said += [now.logp.detach()[micro.mask], now.entropy.detach()[micro.mask]]
+        del now
+    found = {n: m.grad.clone() for n, m in policy.optimizer.masters.items()}
+    policy.optimizer.adamw.zero_grad()
+    return found, torch.cat(said)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "adapter"])
+def test_recorded_passes_are_the_plain_ones(kind: str) -> None:
+    model = build("llama" if kind == "adapter" else kind)
+    model = add_adapter(model, rank=4) if kind == "adapter" else model
+    batch = shared_batch()
+    parts = [batch.rows(torch.tensor(rows)) for rows in ([0, 2, 4], [1, 3, 5, 6], [7, 1])]
+    with stirred(model):
+        policy = policy_of(model, graphs=False)
+        expected, values = collected(policy, parts)
+        policy.graphs = True
+        for step in range(4):
+            found, said = collected(policy, parts)
+            assert apart(found, expected) < 0.02, step  # flash attention adds in any order
+            torch.testing.assert_close(said, values, atol=0.05, rtol=0.02)
+        assert policy.passes is not None
+        assert not policy.passes.failed
+        assert len(policy.passes.recorded()) == 1
+        with torch.no_grad():
+            for _ in range(4):
+                again = torch.cat([
+                    value[micro.mask] for micro in parts for value in policy.logp(micro)
+                ])  # fmt: skip
+                torch.testing.assert_close(again, values, atol=0.05, rtol=0.02)
+        assert len(policy.passes.recorded()) == 2
+
+
+def test_recorded_passes_follow_the_weights() -> None:
+    batch, ends = shared_batch(), []
+    for graphs in (False, True):
+        policy = policy_of(build("llama"), graphs=graphs)
+        for _ in range(6):
+            now = policy.logp(batch)
+            (-now.logp).sum().backward()
+            del now
+            policy.step(1e-3)
+        ends.append(policy.plain_logp(batch).logp.detach().sum())
+        assert not graphs or policy.passes.recorded()
+    assert float(ends[0]) == pytest.approx(float(ends[1]), rel=0.02)
