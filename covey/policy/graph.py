@@ -229,10 +229,21 @@ class Passes:
         if one is None:
             return None
         self.turn += 1
-        values: Values = (
-            _Recorded.apply(self._anchor, one, tables) if backward else one.forward(tables)
-        )
+        try:
+            values: Values = (
+                _Recorded.apply(self._anchor, one, tables) if backward else one.forward(tables)
+            )
+        except torch.OutOfMemoryError as error:
+            self.give_up(error)
+            return None
         return Taken(*values, one.rows.tables.cells[: len(tables.cells)].clone())
+
+    def give_up(self, error: Exception) -> None:
+        """Record nothing any more, and let go of what was."""
+        self.failed = True
+        self.buckets.clear()
+        line = str(error).strip().splitlines()[0][:200]
+        warnings.warn(f"training passes are not recorded as graphs: {line}", stacklevel=2)
 
     def recorded(self) -> list[_Pass]:
         """Return the passes that are replayed."""
@@ -262,10 +273,7 @@ class Passes:
         try:
             one.record(self._pool)
         except RuntimeError as error:
-            self.failed = True
-            self.buckets.clear()
-            line = str(error).strip().splitlines()[0][:200]
-            warnings.warn(f"training passes are not recorded as graphs: {line}", stacklevel=2)
+            self.give_up(error)
             return None
         return one
 

@@ -152,7 +152,17 @@ class Policy:
                 self.model, temperature=self.temperature, megabytes=self.logits_megabytes
             )
         taken = None if self.passes is None else self.passes.take(host_rows(batch))
-        return self.plain_logp(batch) if taken is None else in_places(batch, *taken)
+        if taken is not None:
+            return in_places(batch, *taken)
+        try:
+            return self.plain_logp(batch)
+        except torch.OutOfMemoryError as error:
+            if self.passes is None or self.passes.failed:
+                raise
+            self.passes.give_up(error)
+        # By now nothing holds on to what the failed pass had, nor to the memory of graphs.
+        torch.cuda.empty_cache()
+        return self.plain_logp(batch)
 
     def plain_logp(self, batch: Batch) -> LogProbs:
         """Return the same as autograd knows it: to be differentiated at any time, by anything."""

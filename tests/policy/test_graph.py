@@ -290,6 +290,33 @@ def test_the_third_is_recorded_and_a_failure_leads_back(monkeypatch: pytest.Monk
     assert passes.take(host) is None
 
 
+def test_where_memory_is_short_graphs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    from covey.policy import policy as module
+
+    model, batch, calls = fast(build("llama")), parts()[0], []
+    policy = Policy(
+        model=model,
+        optimizer=MasterAdamW(model.model.named_parameters(), **SETTINGS),
+        temperature=TEMPERATURE,
+        logits_megabytes=MEGABYTES,
+        passes=passes_of(model),
+    )
+
+    def short(*arguments: Any, **options: Any) -> LogProbs:
+        calls.append(1)
+        if policy.passes.failed and len(calls) == 2:
+            return plain(model, batch)
+        raise torch.OutOfMemoryError("short of memory")
+
+    monkeypatch.setattr(module, "batch_logp", short)
+    with pytest.warns(UserWarning, match="short of memory"):
+        policy.logp(batch)
+    assert len(calls) == 2
+    with pytest.raises(torch.OutOfMemoryError):
+        policy.logp(batch)
+    assert not policy.passes.buckets
+
+
 def test_an_update_by_passes_is_the_plain_update() -> None:
     objective = ALGORITHMS["grpo"](beta=0.0)
     batch = with_advantage(objective, shared_batch())
