@@ -34,6 +34,8 @@ from covey.types import HostRows
 
 BUCKETS = 16
 """Of so many sizes graphs are kept; then those that were not used for longest go."""
+FAILURES = 3
+"""So often recording may go wrong."""
 
 Values = tuple[torch.Tensor, torch.Tensor]
 
@@ -102,6 +104,8 @@ class _Pass:
         self.pulls = torch.zeros(2, size.chosen, device=passes.model.device)
         """The incoming gradients of log-probability and entropy."""
         self.backward = backward
+        self.tried = False
+        """Whether all of it has run, so that kernels are compiled and sums of gradients begun."""
         self.values: Values | None = None
         self.forward_graph: torch.cuda.CUDAGraph | None = None
         self.backward_graph: torch.cuda.CUDAGraph | None = None
@@ -110,7 +114,9 @@ class _Pass:
         """Read a micro-batch; return log-probability and entropy [m] of its trained tokens."""
         self.rows.fill(tables)
         if self.forward_graph is None:
+            self.values = None  # first, or the activations of two passes are there
             self.values = self._forward()
+            self.tried |= not self.backward
         else:
             self.forward_graph.replay()
         assert self.values is not None
@@ -126,6 +132,7 @@ class _Pass:
         self.passes.gradients.attach()
         if self.backward_graph is None:
             self._backward()
+            self.tried = True
         else:
             self.backward_graph.replay()
 
@@ -158,7 +165,7 @@ class _Pass:
             gradients.add(grads)
 
     def record(self, pool: Any) -> None:
-        """Record both ways, which runs neither; the buffers must have been run on before."""
+        """Record both ways, which runs neither; all of it must have run before."""
         gradients = self.passes.gradients
         if self.backward:
             gradients.attach()
@@ -214,8 +221,9 @@ class Passes:
         self.turn = 0
         """Counts what begins or ends a pass."""
         self.buckets: dict[tuple[int, bool], _Bucket] = {}
+        self.failures = 0
         self.failed = False
-        """Whether recording went wrong, and all goes the plain way."""
+        """Whether recording went wrong for good, and all goes the plain way."""
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
         self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
@@ -264,7 +272,7 @@ class Passes:
             return None
         if bucket.ready is None:
             bucket.ready = _Pass(self, bucket.size, backward=backward)
-        elif bucket.ready.forward_graph is None and self._pool is not None:
+        elif bucket.ready.tried and not bucket.ready.forward_graph and self._pool is not None:
             return self._record(bucket.ready)
         return bucket.ready
 
@@ -273,7 +281,12 @@ class Passes:
         try:
             one.record(self._pool)
         except RuntimeError as error:
-            self.give_up(error)
+            one.values = None
+            # Perhaps somebody still holds what autograd knows of a plain pass: parameters then
+            # remember its stream, and recording on another fails. Next time that may be gone.
+            self.failures += 1
+            if self.failures == FAILURES:
+                self.give_up(error)
             return None
         return one
 
