@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from covey.evaluate.statistics import paired_difference
 from covey.run.environment import describe_environment
 from covey.run.folder import RunFolder
@@ -55,12 +57,17 @@ def covey(*words: str) -> float:
     return time.perf_counter() - began
 
 
+def shown(words: Sequence[str]) -> str:
+    """Return a command as anybody could give it, wherever the project lies."""
+    return " ".join(["covey", *words]).replace(f"{HERE.parent}/", "")
+
+
 def report(run: RunFolder, words: Sequence[str], wall: float) -> dict[str, Any]:
     """Return what one run of `covey train` came to."""
     points = curve(run)
     best = max(points, key=lambda point: point["value"])
     return {
-        "command": "covey " + " ".join(words),
+        "command": shown(words),
         "wall_seconds": round(wall, 1),
         "curve": points,
         "best": best,
@@ -117,7 +124,7 @@ def gsm8k(arguments: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
     words = ["train", str(HERE / "gsm8k.toml"), *flags(settings)]
     words += ["--model", str(checkpoint), "--run", str(run)]
     wall = covey(*words)
-    warmup = {"command": "covey " + " ".join(first), "wall_seconds": round(seconds, 1)}
+    warmup = {"command": shown(first), "wall_seconds": round(seconds, 1)}
     return {"warmup": warmup, "grpo": report(RunFolder.open(run), words, wall)}
 
 
@@ -138,7 +145,8 @@ def main() -> None:
         arguments, arguments.settings
     )
     file = arguments.out or HERE / "results" / f"{arguments.what}.json"
-    environment = describe_environment(0, "see config", 0)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    environment = describe_environment(0, device, torch.get_num_threads())
     file.write_text(json.dumps({"environment": environment, **results}, indent=1) + "\n")
     for name, result in results.items():
         if "curve" in result:

@@ -256,8 +256,6 @@ def main() -> None:
             arguments.checkpointing
         ]:
             for graphs in {"off": [False], "auto": [True], "both": [False, True]}[arguments.graphs]:
-                if checkpointing and graphs and arguments.graphs == "both":
-                    continue  # nothing is recorded then
                 result = run(name, shape, arguments, checkpointing, graphs)
                 print("  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
                 results.append(result)

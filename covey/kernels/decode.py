@@ -14,6 +14,7 @@ import triton.language as tl
 
 LEAST_ROWS = 16
 """The fewest rows that the matrix units take: queries that share keys are padded to it."""
+EXACT = False
 FEW_PROGRAMS = 512
 WIDE, NARROW = (128, 4, 2), (32, 2, 2)
 """Positions read at a time, warps and stages of a program: while programs are few each should have
@@ -48,6 +49,7 @@ def _attend(
     size: tl.constexpr,
     block: tl.constexpr,
     precision: tl.constexpr,
+    twice: tl.constexpr,
 ):
     """Attend to `count` positions that stand one after the other from row `begin` on."""
     half = tl.arange(0, size // 2)
@@ -67,7 +69,11 @@ def _attend(
         weight = tl.exp2(score - larger[:, None])
         total = total * shrink + tl.sum(weight, axis=1)
         result = result * shrink[:, None]
-        result += tl.dot(weight.to(cv.dtype), cv, input_precision=precision)
+        high = weight.to(cv.dtype)
+        result += tl.dot(high, cv, input_precision=precision)
+        if twice:
+            low = (weight - high.to(tl.float32)).to(cv.dtype)
+            result += tl.dot(low, cv, input_precision=precision)
         largest = larger
     return largest, total, result
 
@@ -99,6 +105,7 @@ def _decode_attention(
     block: tl.constexpr,
     norms: tl.constexpr,
     precision: tl.constexpr,
+    twice: tl.constexpr,
 ):
     slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -150,11 +157,11 @@ def _decode_attention(
     prompt_begin = (row * key_heads + head) * prompt_capacity
     largest, total, result = _attend(
         prompt_keys, prompt_values, prompt_begin, before, first, second,
-        largest, total, result, log2, size, block, precision,
+        largest, total, result, log2, size, block, precision, twice,
     )  # fmt: skip
     largest, total, result = _attend(
         keys, values, begin, at, first, second,
-        largest, total, result, log2, size, block, precision,
+        largest, total, result, log2, size, block, precision, twice,
     )  # fmt: skip
     tl.store(out, result / total[:, None], mask=real)
 
@@ -211,6 +218,7 @@ def decode_attention(
         block=block,
         norms=norms is not None,
         precision="ieee" if keys.dtype == torch.float32 else "tf32",
+        twice=EXACT and keys.dtype != torch.float32,
         num_warps=warps,
         num_stages=stages,
     )

@@ -123,8 +123,8 @@ class _Facts:
     @property
     def recorded(self) -> bool:
         """Whether training passes are graphs, whose activations stay between steps."""
-        config, flash = self.config, self.on_gpu and self.shape.fuses and self.size < FLOAT
-        return flash and config.train.graphs == "auto" and not config.model.gradient_checkpointing
+        flash = self.on_gpu and self.shape.fuses and self.size < FLOAT
+        return flash and self.config.train.graphs == "auto"
 
     def micro_batch(self, token_budget: int) -> Pass:
         """Return the largest forward pass that a token budget makes of the longest rows."""

@@ -230,7 +230,7 @@ class Passes:
     def take(self, host: HostRows) -> Taken | None:
         """Run a micro-batch, with gradient if that is enabled. None: it has to go the plain way."""
         backward = torch.is_grad_enabled()
-        if self.failed or (backward and self._recomputes()):
+        if self.failed:
             return None
         tables, longest = lay_spans(host)
         one = self._pass_for(Size.of(tables, longest), backward)
@@ -294,10 +294,6 @@ class Passes:
         if self._pool is not None:
             torch.cuda.synchronize()  # its graph may be running
         bucket.ready = None
-
-    def _recomputes(self) -> bool:
-        layers: Any = self.model.backbone.layers
-        return any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
 
 
 def passes_for(model: LanguageModel, *, temperature: float, megabytes: float) -> Passes | None:

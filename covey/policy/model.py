@@ -254,6 +254,8 @@ def _use_own_attention(model: Any) -> tuple[bool, bool]:
     model's attention is standard, and whether the rest of it works token by token, is not written
     anywhere; three rows of different length show it.
     """
+    if model.config._attn_implementation == NAME:  # a configuration that served another model
+        model.set_attn_implementation("sdpa")
     if model.config._attn_implementation != "sdpa":
         return False, False
     batch = _trial_batch(model)
