@@ -3,6 +3,7 @@
     python benchmarks/update_gpu.py --out update.json            # both shapes, all settings
     python benchmarks/update_gpu.py --shape smollm2 --profile    # and where the time goes
     python benchmarks/update_gpu.py --shape smollm2 --checkpointing no --graphs both
+    python benchmarks/update_gpu.py --shape qwen2.5 --checkpointing yes --state compact
 
 With graphs, `replays` says of each recorded pass how long the device takes for it, forward and
 backward, with nothing else to do; what an update takes beyond their sum is Python, or the
@@ -23,6 +24,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ import transformers
 
 from covey.embedded import CHECKPOINT
 from covey.objective import ALGORITHMS, with_advantage
+from covey.policy.compact import CompactAdamW
 from covey.policy.layout import micro_batches
 from covey.policy.model import wrap
 from covey.policy.optimizer import MasterAdamW
@@ -74,7 +77,13 @@ def shapes() -> dict[str, Shape]:
 
 
 def make_policy(
-    config: Any, *, checkpointing: bool, megabytes: float, device: str, graphs: bool = True
+    config: Any,
+    *,
+    checkpointing: bool,
+    megabytes: float,
+    device: str,
+    graphs: bool = True,
+    state: str = "float32",
 ) -> Policy:
     torch.manual_seed(0)
     with torch.device(device):
@@ -85,9 +94,11 @@ def make_policy(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     whole = wrap(model, tokenizer, "made up")
-    optimizer = MasterAdamW(
-        model.named_parameters(), betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0
-    )
+    settings: dict[str, Any] = {
+        "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0,
+    }  # fmt: skip
+    kind = partial(CompactAdamW, seed=0) if state == "compact" else MasterAdamW
+    optimizer = kind(model.named_parameters(), **settings)
     return Policy(
         model=whole, optimizer=optimizer, temperature=1.0, logits_megabytes=megabytes, graphs=graphs
     )
@@ -140,7 +151,7 @@ def replays(policy: Policy) -> list[str]:
             times = [milliseconds(graph.replay) for _ in range(5)] if graph is not None else []
             parts += [f"{way} {statistics.median(times):.2f} ms"] if times else []
         found.append(", ".join(parts))
-    policy.optimizer.adamw.zero_grad()
+    policy.optimizer.zero_grad()
     return found
 
 
@@ -164,7 +175,7 @@ def run(
     torch.cuda.reset_peak_memory_stats()
     policy = make_policy(
         shape.config, checkpointing=checkpointing, megabytes=arguments.megabytes, device=device,
-        graphs=graphs,
+        graphs=graphs, state=arguments.state,
     )  # fmt: skip
     objective = ALGORITHMS["grpo"](beta=0.0)
     batch = with_advantage(objective, make_batch(shape, arguments.group, device))
@@ -190,6 +201,7 @@ def run(
     return {
         "shape": name,
         "checkpointing": checkpointing,
+        "state": arguments.state,
         "budget": budget,
         "micro_batches": len(list(micro_batches(batch, budget))),
         "flash": policy.model.flash,
@@ -228,6 +240,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=[*shapes(), "all"], default="all")
     parser.add_argument("--checkpointing", choices=["no", "yes", "both"], default="both")
     parser.add_argument("--graphs", choices=["off", "auto", "both"], default="auto")
+    parser.add_argument("--state", choices=["float32", "compact"], default="float32")
     parser.add_argument("--budget", type=int, default=0, help="packed tokens; 0: the shape's own")
     parser.add_argument("--megabytes", type=float, default=512.0, help="for logits")
     parser.add_argument("--group", type=int, default=8)

@@ -221,6 +221,11 @@ class Optimizer(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Clip the norm to this.")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = Field(0, description="Optimizer steps of linear warm-up.")
+    state: Literal["float32", "compact"] = Field(
+        "float32",
+        description="How moments and, beside weights in bfloat16, masters are kept; compact: "
+        "moments in bfloat16 with stochastic rounding, and of masters the lower half only.",
+    )
 
 
 class Train(Section):

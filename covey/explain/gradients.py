@@ -9,6 +9,7 @@ import torch
 from covey.explain.effect import Effect
 from covey.objective.advantage import zero_variance
 from covey.policy.layout import micro_batches
+from covey.policy.optimizer import Optimizer
 from covey.policy.policy import Policy
 from covey.types import Batch
 
@@ -22,8 +23,7 @@ def parameter_gradients(
     """
     # Gradients are taken where training takes them: on a GPU some never pass through autograd.
     optimizer = policy.optimizer
-    masters = list(optimizer.masters.values())
-    size = sum(master.numel() for master in masters)
+    size = sum(parameter.numel() for parameter in optimizer.parameters.values())
     totals = {name: torch.zeros(size, device=batch.tokens.device) for name in effects}
     policy.model.model.train()
     for rows in _passes(batch, budget):
@@ -41,16 +41,20 @@ def parameter_gradients(
             if by_entropy.any():
                 outputs.append(now.entropy)
                 sent.append(by_entropy.to(now.entropy.dtype))
-            optimizer.adamw.zero_grad()
+            optimizer.zero_grad()
             torch.autograd.backward(outputs, sent, retain_graph=True)
-            totals[name] += torch.cat([_gradient(master) for master in masters])
-    optimizer.adamw.zero_grad()
+            totals[name] += _flat_gradient(optimizer)
+    optimizer.zero_grad()
     return totals
 
 
-def _gradient(master: torch.Tensor) -> torch.Tensor:
-    found = torch.zeros_like(master) if master.grad is None else master.grad
-    return found.flatten().float()
+def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
+    found = optimizer.gradients()
+    parts = [
+        torch.zeros_like(p) if (g := found[n]) is None else g
+        for n, p in optimizer.parameters.items()
+    ]
+    return torch.cat([part.flatten().float() for part in parts])
 
 
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:

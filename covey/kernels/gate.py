@@ -25,7 +25,7 @@ def _forward(gate, up, product, gate_stride, up_stride, size, block: tl.constexp
 @triton.jit
 def _backward(
     product_grad, gate, up, gate_grad, up_grad, product, gate_stride, up_stride, grad_stride,
-    size, block: tl.constexpr,
+    size, again: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
@@ -38,7 +38,8 @@ def _backward(
     slope = sigmoid * (1.0 + g * (1.0 - sigmoid))
     tl.store(gate_grad + row * grad_stride + column, grad * u * slope, mask=inside)
     tl.store(up_grad + row * grad_stride + column, grad * silu, mask=inside)
-    tl.store(product + row * size + column, silu * u, mask=inside)
+    if again:
+        tl.store(product + row * size + column, silu * u, mask=inside)
 
 
 def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -53,18 +54,23 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_times_grads(
-    product_grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of gate and up, side by side [N, 2 M], and the product once more.
+    product_grad: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    product: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the gradients of gate and up, side by side [N, 2 M], and fill in the product.
 
-    The product costs nothing beside them, and so need not be kept for the weights' gradient.
+    The product costs nothing beside them, and so need not be kept for the weights' gradient. It may
+    take the place of its own gradient, which is read before.
     """
     count, size = gate.shape
-    product, grads = gate.new_empty(count, size), gate.new_empty(count, 2 * size)
+    grads = gate.new_empty(count, 2 * size)
     product_grad = product_grad.contiguous()
     block = min(BLOCK, triton.next_power_of_2(size))
     _backward[(count, triton.cdiv(size, block))](
-        product_grad, gate, up, grads, grads[:, size:], product, gate.stride(0), up.stride(0),
-        grads.stride(0), size, block=block,
+        product_grad, gate, up, grads, grads[:, size:],
+        product_grad if product is None else product, gate.stride(0), up.stride(0),
+        grads.stride(0), size, again=product is not None, block=block,
     )  # fmt: skip
-    return grads, product
+    return grads

@@ -170,5 +170,5 @@ def training_bytes(
 
 
 def _fused_backward(shape: Shape, size: int, batch: Pass) -> int:
-    """Return what the last layer's gate needs: gradients of product, gate, up, and the product."""
-    return batch.tokens * (4 * shape.inner * size + shape.hidden * (FLOAT + size))
+    """Return what the last layer's gate needs: gradients of gate, up and product, then that."""
+    return batch.tokens * (3 * shape.inner * size + shape.hidden * (FLOAT + size))

@@ -35,6 +35,8 @@ PICK_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
 """Tensors of the size of the sampler's logits while a token is drawn: from all tokens, from those
 that a truncation leaves, which sorts them, and greedily."""
 
+STATE_BYTES = {"float32": (FLOAT, 2 * FLOAT), "compact": (FLOAT // 2, FLOAT)}
+"""By optimizer.state: of what completes a bfloat16 weight to its master, and of two moments."""
 CHUNK_STEP = 128
 """On a GPU a chunk of more tokens than these is a multiple of them."""
 HOLES = 0.1
@@ -167,6 +169,8 @@ class _Facts:
         """Return what is there from the beginning to the end."""
         shape, size = self.shape, self.size
         weights = shape.parameters + shape.added
+        state = self.config.optimizer.state
+        master, moments = STATE_BYTES[state]
         return [
             Part(
                 name="weights",
@@ -176,13 +180,13 @@ class _Facts:
             ),
             Part(
                 name="masters",
-                bytes=shape.trained * FLOAT if size < FLOAT else 0,
+                bytes=shape.trained * master if size < FLOAT else 0,
                 phases=ALWAYS,
-                why="trained parameters in float32",
+                why="trained parameters in float32" + ", lower half" * (state == "compact"),
             ),
             Part(
                 name="moments",
-                bytes=shape.trained * 2 * FLOAT,
+                bytes=shape.trained * moments,
                 phases=ALWAYS,
                 why=f"AdamW's two, of {shape.trained:,} trained parameters",
             ),
@@ -260,9 +264,10 @@ class _Facts:
         how = ", added up over passes" if several else ""
         # With one pass a step, gradients take the place of the activations they came from.
         phases = ALWAYS[2:] if several else ALWAYS[3:]
-        if self.sinks:  # which hold the last sum until the next takes its place
+        if self.sinks or (self.size < FLOAT and self.config.optimizer.state == "compact"):
+            # Sinks hold the last sum until the next takes its place.
             phases, how = ALWAYS, ", kept until the next take their place"
-            embedding = 0 if shape.fuses else head
+            embedding = 0 if self.sinks and shape.fuses else head
         return [
             Part(
                 name="gradients",

@@ -31,10 +31,15 @@ def master_state_dict(policy: Policy) -> dict[str, torch.Tensor]:
     """Return the model's weights at the optimizer's precision."""
     state: dict[str, torch.Tensor] = dict(policy.model.model.state_dict())
     # A tied weight stands under two names; whichever shares memory with a parameter follows it.
-    by_address = {
-        p.data_ptr(): policy.optimizer.masters[n] for n, p in policy.optimizer.parameters.items()
-    }
-    return {name: by_address.get(value.data_ptr(), value).detach() for name, value in state.items()}
+    names = {p.data_ptr(): n for n, p in policy.optimizer.parameters.items()}
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        own = names.get(value.data_ptr())
+        if own is not None and own not in found:
+            # One at a time to main memory: a device may have no room for masters that are made now.
+            found[own] = policy.optimizer.masters[own].detach().cpu()
+        state[name] = value.detach() if own is None else found[own]
+    return state
 
 
 def save_policy(policy: Policy, folder: Path, state: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ Whether parameters are joined is read off their addresses, and never out of date
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -54,6 +54,28 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
+class HoldsGrad(Protocol):
+    """What a parameter's float32 gradient is found at: its master, or a holder."""
+
+    grad: torch.Tensor | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's."""
+
+    @property
+    def device(self) -> torch.device:
+        """The parameter's."""
+
+
+class GradHolder:
+    """Holds the float32 gradient of a bfloat16 parameter that has no master in float32."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.grad: torch.Tensor | None = None
+        self.shape, self.device = parameter.shape, parameter.device
+
+
 class GradSink:
     """Adds up, in float32, the gradients of bfloat16 parameters that have one storage.
 
@@ -61,7 +83,7 @@ class GradSink:
     to the sum by itself, and nothing is rounded to bfloat16 in between.
     """
 
-    def __init__(self, masters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, masters: Sequence[HoldsGrad]) -> None:
         self.masters = list(masters)
         self._total: torch.Tensor | None = None
 
@@ -76,10 +98,10 @@ class GradSink:
         It takes the place of the last one: two would need twice the memory, and what was recorded
         in a graph goes on writing to the same address.
         """
-        rows = [len(m) for m in self.masters]
+        rows = [m.shape[0] for m in self.masters]
         if self._total is None:
             first = self.masters[0]
-            self._total = first.new_empty(sum(rows), *first.shape[1:])
+            self._total = torch.empty(sum(rows), *first.shape[1:], device=first.device)
         for master, part in zip(self.masters, self._total.split(rows), strict=True):
             master.grad = part
         return self._total
@@ -117,9 +139,9 @@ def sink_of(parameters: Sequence[torch.Tensor]) -> GradSink | None:
     return sink if all(getattr(p, "grad_sink", None) is sink for p in parameters) else None
 
 
-def give_sinks(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+def give_sinks(pairs: Iterable[tuple[nn.Parameter, HoldsGrad]]) -> None:
     """Give parameters, each with its master, sinks: those that are joined share one."""
-    run: list[tuple[nn.Parameter, nn.Parameter]] = []
+    run: list[tuple[nn.Parameter, HoldsGrad]] = []
     by_address = sorted(pairs, key=lambda pair: pair[0].data_ptr())
     for pair in by_address:
         if run and joined([p for p, _ in (*run, pair)]) is None:
@@ -130,7 +152,7 @@ def give_sinks(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         _give_sink(run)
 
 
-def _give_sink(run: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+def _give_sink(run: Sequence[tuple[nn.Parameter, HoldsGrad]]) -> None:
     sink = GradSink([master for _, master in run])
     for number, (parameter, _) in enumerate(run):
         parameter.grad_sink = sink  # type: ignore[attr-defined]

@@ -144,7 +144,8 @@ class _GatedProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gates, weights = ctx.saved_tensors, ctx.weights
         grad = grads[0]
-        both, values = silu_times_grads(grad @ weights.weight, *_apart(gates))
+        values = grad @ weights.weight  # the product's gradient, and then the product
+        both = silu_times_grads(values, *_apart(gates), values)
         needed = ctx.needs_input_grad[2 + len(gates) :]
         back = (both,) if len(gates) == 1 else both.chunk(2, dim=1)
         return None, None, *back, *weights.grads(needed, grad, values)
@@ -159,7 +160,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gates = ctx.saved_tensors
-        both, _ = silu_times_grads(grads[0], *_apart(gates))
+        both = silu_times_grads(grads[0], *_apart(gates))
         return (both,) if len(gates) == 1 else both.chunk(2, dim=1)
 
 

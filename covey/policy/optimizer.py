@@ -1,5 +1,7 @@
 """AdamW over float32 master weights, with gradient clipping and a schedule that has no state.
 
+There are two ways to keep what it needs: MasterAdamW here, and CompactAdamW (compact.py).
+
 When the model computes in bfloat16, its parameters stay bfloat16, for the sampler and the forward
 pass alike, and each has a float32 master. Gradients are added up in the master's precision as soon
 as they appear, so the number of micro-batches costs no accuracy; after a step the parameters are
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import nn
@@ -33,6 +35,15 @@ def learning_rate(
     return peak * (left if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - left))))
 
 
+class AdamWSettings(TypedDict):
+    """What is asked of AdamW beside the rate, however its state is kept."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+
 class Stepped(NamedTuple):
     """What an optimizer step reports."""
 
@@ -40,6 +51,32 @@ class Stepped(NamedTuple):
     """Before clipping."""
     skipped: bool
     """Whether the gradient was not finite, and the weights were therefore left alone."""
+
+
+class Optimizer(Protocol):
+    """What a policy asks of its optimizer."""
+
+    parameters: dict[str, nn.Parameter]
+    """Those that are trained, by name."""
+
+    @property
+    def masters(self) -> Mapping[str, torch.Tensor]:
+        """The exact weights by name, in float32; perhaps made when they are asked for."""
+
+    def step(self, rate: float) -> Stepped:
+        """Clip, step and clear the gradients."""
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return the sums of gradients since they were last cleared."""
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the moments and step counts by parameter name."""
+
+    def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+        """Restore weights and moments, whichever optimizer they were of."""
 
 
 class MasterAdamW:
@@ -55,11 +92,11 @@ class MasterAdamW:
         max_grad_norm: float,
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
-        self.masters = {name: _master(p) for name, p in self.parameters.items()}
+        self._masters = {name: _master(p) for name, p in self.parameters.items()}
         give_sinks((p, m) for p, m in self._rounded() if p.is_cuda)
         self.max_grad_norm = max_grad_norm
         self.adamw = torch.optim.AdamW(
-            list(self.masters.values()),
+            list(self._masters.values()),
             lr=0.0,
             betas=betas,
             eps=eps,
@@ -69,7 +106,7 @@ class MasterAdamW:
 
     def step(self, rate: float) -> Stepped:
         """Clip, step and clear the gradients."""
-        masters = list(self.masters.values())
+        masters = list(self._masters.values())
         norm = float(torch.nn.utils.clip_grad_norm_(masters, self.max_grad_norm))
         finite = math.isfinite(norm)
         if finite:
@@ -77,8 +114,21 @@ class MasterAdamW:
                 group["lr"] = rate
             self.adamw.step()
             self._round_to_parameters()
-        self.adamw.zero_grad()
+        self.zero_grad()
         return Stepped(grad_norm=norm, skipped=not finite)
+
+    @property
+    def masters(self) -> dict[str, nn.Parameter]:
+        """The float32 weights by name; a parameter that is float32 is its own."""
+        return self._masters
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return the sums of gradients since they were last cleared."""
+        return {name: master.grad for name, master in self.masters.items()}
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        self.adamw.zero_grad()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the moments and step counts by parameter name."""
@@ -97,7 +147,9 @@ class MasterAdamW:
         for tag, value in state.items():
             key, name = tag.split(".", 1)
             master = self.masters[name]
-            self.adamw.state[master][key] = value.to(master.device)
+            # Of a compact state, moments are bfloat16.
+            dtype = value.dtype if key == "step" else master.dtype
+            self.adamw.state[master][key] = value.to(master.device, dtype)
 
     def _round_to_parameters(self) -> None:
         pairs = self._rounded()

@@ -11,7 +11,7 @@ from covey.policy.graph import Passes, passes_for
 from covey.policy.head import token_logp
 from covey.policy.layout import Side, lay_out, pack, pack_for
 from covey.policy.model import LanguageModel, packed_forward
-from covey.policy.optimizer import MasterAdamW, Stepped
+from covey.policy.optimizer import Optimizer, Stepped
 from covey.policy.spans import PackedRows, host_rows
 from covey.types import Batch
 
@@ -130,7 +130,7 @@ class Policy:
     """The weights, how log-probabilities are taken of them, and how they change."""
 
     model: LanguageModel
-    optimizer: MasterAdamW
+    optimizer: Optimizer
     temperature: float
     """The sampling temperature: training sees the distribution that was sampled."""
     logits_megabytes: float

@@ -15,8 +15,9 @@ from covey.config.schema import Named, Train
 from covey.errors import ConfigError, DataError
 from covey.objective import Objective, algorithm, build
 from covey.policy.adapter import adapter_base, add_adapter, load_adapter
+from covey.policy.compact import CompactAdamW
 from covey.policy.model import LanguageModel, load_language_model
-from covey.policy.optimizer import MasterAdamW, learning_rate
+from covey.policy.optimizer import AdamWSettings, MasterAdamW, Optimizer, learning_rate
 from covey.policy.policy import Policy
 from covey.policy.template import Template
 from covey.reference import Reference
@@ -217,20 +218,27 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
 
 def policy_of(config: Config, model: LanguageModel) -> Policy:
     """Give a model its optimizer."""
-    settings = config.optimizer
     return Policy(
         model=model,
-        optimizer=MasterAdamW(
-            model.model.named_parameters(),
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            max_grad_norm=settings.max_grad_norm,
-        ),
+        optimizer=optimizer_of(config, model),
         temperature=config.rollout.temperature,
         logits_megabytes=config.train.logits_megabytes,
         graphs=config.train.graphs == "auto",
     )
+
+
+def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
+    """Build the optimizer of a model's trained parameters."""
+    settings, parameters = config.optimizer, model.model.named_parameters()
+    options: AdamWSettings = {
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+    }
+    if settings.state == "compact":
+        return CompactAdamW(parameters, **options, seed=config.seed)
+    return MasterAdamW(parameters, **options)
 
 
 def total_updates(train: Train) -> int:

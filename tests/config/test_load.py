@@ -96,6 +96,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "max_grad_norm": size,
         "schedule": st.sampled_from(["constant", "linear", "cosine"]),
         "warmup_steps": count,
+        "state": st.sampled_from(["float32", "compact"]),
     },
     "train": {
         "steps": positive,

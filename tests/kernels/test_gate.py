@@ -28,7 +28,11 @@ def test_gate_and_its_gradients_are_those_of_float64(
     exact = both.double().cpu().requires_grad_()
     expected = torch.nn.functional.silu(exact[:, :size]) * exact[:, size:]
     expected.backward(grad.double().cpu())
-    grads, product = silu_times_grads(grad, gate, up)
+    before = grad.clone()
+    grads = silu_times_grads(grad, gate, up)
+    assert torch.equal(grad, before)
     assert apart(silu_times(gate, up), expected.detach()) < TOLERANCE[dtype]
-    assert torch.equal(product, silu_times(gate, up))
     assert apart(grads, exact.grad) < TOLERANCE[dtype]
+    # In the place of its gradient, the product is made again.
+    assert torch.equal(silu_times_grads(grad, gate, up, grad), grads)
+    assert torch.equal(grad, silu_times(gate, up))

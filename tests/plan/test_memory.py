@@ -239,6 +239,9 @@ def test_the_optimizer_of_a_model_in_bfloat16() -> None:
     names = ("weights", "masters", "moments", "gradients")
     assert [bytes_of(on_gpu, n) for n in names] == [n * parameters for n in (2, 4, 8, 4)]
     assert [bytes_of(on_cpu, n) for n in names] == [n * parameters for n in (4, 0, 8, 4)]
+    compact = [forecast(config_of("optimizer.state=compact"), d) for d in (GPU, CPU)]
+    assert [bytes_of(compact[0], n) for n in names] == [n * parameters for n in (2, 2, 4, 4)]
+    assert [bytes_of(compact[1], n) for n in names] == [n * parameters for n in (4, 0, 4, 4)]
     trained = shape_of(config_of("adapter.rank=4")).trained
     adapter = forecast(config_of("adapter.rank=4"), GPU)
     assert [bytes_of(adapter, n) for n in names[1:]] == [n * trained for n in (4, 8, 4)]

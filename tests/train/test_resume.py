@@ -123,6 +123,27 @@ def test_kill_9_at_any_write_and_resuming_goes_on_bit_for_bit(
     assert not list(path.rglob("*.partial"))
 
 
+def test_a_compact_state_resumes_bit_for_bit(tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole", tmp_path / "run"
+    compact = (
+        "optimizer.state=compact", "model.dtype=bfloat16", "optimizer.learning_rate=1e-4",
+        "evaluate.prompts=4",
+    )  # fmt: skip
+    assert covey(arguments(whole, *compact)) == 0
+    work = dies_at_write(19, lambda: covey(arguments(path, *compact)))
+    assert wait(forked(work, tmp_path / "output")) == -signal.SIGKILL
+    assert covey(["train", "--resume", str(path)]) == 0
+    assert_same(path, whole)
+    weights, moments = (
+        load_file(whole / "checkpoints/000006" / f"{kind}.safetensors")
+        for kind in ("model", "optimizer")
+    )
+    # The exact weights, which bfloat16 does not hold; and moments that it does.
+    assert any((w != w.bfloat16()).any() for w in weights.values())
+    kept = {str(m.dtype) for name, m in moments.items() if not name.startswith("step.")}
+    assert kept == {"torch.bfloat16"}
+
+
 def test_a_finished_run_resumes_to_nothing(uninterrupted: Path) -> None:
     before = (uninterrupted / "steps.jsonl").read_text()
     assert covey(["train", "--resume", str(uninterrupted)]) == 0
