@@ -22,15 +22,14 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from own_process import WorkerFailed, in_own_process
 from rich.console import Console
 from rich.table import Table
 from step_workers import (
@@ -52,30 +51,21 @@ OUTPUT = Path(__file__).parent / "results" / "step_vs_trl.json"
 NAMES = ("covey", "trl")
 
 
-def in_own_process(name: str, arguments: argparse.Namespace) -> Any:
+def in_worker(name: str, arguments: argparse.Namespace) -> Any:
     """Run a worker and return what it wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "result.json"
-        command = [sys.executable, str(Path(__file__).with_name("step_workers.py")), name]
-        for option in ("steps", "warmup", "threads", "trl_cache"):
-            command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
-        # Both on the CPU, whatever the machine has, and neither asks the network for anything.
-        environment = os.environ | {
-            "HF_HUB_OFFLINE": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": str(arguments.threads),
-        }
-        done = subprocess.run(
-            [*command, "--output", str(output)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            sys.exit(f"{done.stdout}\nerror: the {name} process ended with {done.returncode}")
-        return json.loads(output.read_text())
+    command = [sys.executable, str(Path(__file__).with_name("step_workers.py")), name]
+    for option in ("steps", "warmup", "threads", "trl_cache"):
+        command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
+    # Both on the CPU, whatever the machine has, and neither asks the network for anything.
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": str(arguments.threads),
+    }
+    try:
+        return in_own_process(command, environment=environment)
+    except WorkerFailed as error:
+        sys.exit(f"{error}\nerror: the {name} process failed")
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, list[Steps]]:
@@ -83,7 +73,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, list[S
     rounds: dict[str, list[Steps]] = {name: [] for name in NAMES}
     for number in range(1, arguments.rounds + 1):
         for name in NAMES:
-            steps = Steps(**in_own_process(name, arguments))
+            steps = Steps(**in_worker(name, arguments))
             rounds[name].append(steps)
             console.print(f"round {number}  {name:5}  {steps.median:.3f} s/step", highlight=False)
     return rounds
@@ -273,7 +263,7 @@ def main() -> None:
         sys.exit(f"error: this benchmark needs TRL: {INSTALL}")
     load = os.getloadavg()[0]
     console = Console()
-    gflops = in_own_process("matmul", arguments)
+    gflops = in_worker("matmul", arguments)
     rounds = measure(arguments, console)
     data = report(arguments, rounds, gflops, load)
     show(data, console)

@@ -78,7 +78,7 @@ def time_covey(warmup: int, steps: int) -> Steps:
     from covey.train.loop import StopSignal, train
 
     config = resolve(load_config("arithmetic", _covey_settings(warmup + steps)))
-    watch = _Watch()
+    watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder.create(Path(folder) / "run", to_toml(config), {})
         train(assemble(config), run, watch, StopSignal())
@@ -119,7 +119,7 @@ def _covey_settings(steps: int) -> list[str]:
     ]
 
 
-class _Watch:
+class Watch:
     """A reporter that keeps the metrics and says nothing."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ def time_trl(warmup: int, steps: int, cache: str) -> Steps:
             args=_trl_arguments(folder, warmup + steps, cache),
             train_dataset=Dataset.from_dict({"prompt": [text for text, _ in prompts]}),
             processing_class=tokenizer,
-            callbacks=[_stopwatch(marks)],
+            callbacks=[stopwatch(marks, UPDATES)],
         )
         trainer.train()
     # A release that generates more or less often would be timed wrongly: better to break.
@@ -234,43 +234,49 @@ def _trl_arguments(folder: str, steps: int, cache: str) -> GRPOConfig:
 
     return GRPOConfig(
         output_dir=folder,
-        seed=SEED,
         use_cpu=True,
         bf16=False,  # TRL's default is True
-        gradient_checkpointing=False,  # TRL's default is True
         # 128 answers in one `generate`, then an optimizer step on each quarter of them.
         per_device_train_batch_size=ANSWERS // UPDATES,
         steps_per_generation=UPDATES,
-        gradient_accumulation_steps=1,
-        num_iterations=1,
         max_steps=UPDATES * steps,
         num_generations=SAMPLES,
         max_completion_length=MAX_TOKENS,
-        temperature=1.0,
-        use_vllm=False,
         cache_implementation=cache,
-        shuffle_dataset=False,
-        loss_type="grpo",
-        beta=0.0,
-        epsilon=0.2,
-        optim="adamw_torch_fused",
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        save_strategy="no",
-        logging_strategy="no",
-        logging_nan_inf_filter=False,
-        report_to="none",
-        disable_tqdm=True,
         dataloader_pin_memory=False,  # nothing to pin for without a GPU
+        **PLAIN_TRL,
     )
 
 
-def _stopwatch(marks: list[float]) -> TrainerCallback:
-    """Note the time at the start and after every rollout batch, which is UPDATES steps of TRL."""
+PLAIN_TRL: Mapping[str, Any] = {
+    "seed": SEED,
+    "gradient_checkpointing": False,  # TRL's default is True
+    "gradient_accumulation_steps": 1,
+    "num_iterations": 1,
+    "temperature": 1.0,
+    "use_vllm": False,
+    "shuffle_dataset": False,
+    "loss_type": "grpo",
+    "beta": 0.0,
+    "epsilon": 0.2,
+    "optim": "adamw_torch_fused",
+    "learning_rate": LEARNING_RATE,
+    "lr_scheduler_type": "constant",
+    "adam_beta1": BETAS[0],
+    "adam_beta2": BETAS[1],
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "logging_nan_inf_filter": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+"""TRL's trainer with all switched off that can be, doing what covey does."""
+
+
+def stopwatch(marks: list[float], updates: int) -> TrainerCallback:
+    """Note the time at the start and after every rollout batch, which is so many steps of TRL."""
     from transformers import TrainerCallback
 
     class Stopwatch(TrainerCallback):
@@ -278,7 +284,7 @@ def _stopwatch(marks: list[float]) -> TrainerCallback:
             marks.append(time.perf_counter())
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step % UPDATES == 0:
+            if state.global_step % updates == 0:
                 marks.append(time.perf_counter())
 
     return Stopwatch()

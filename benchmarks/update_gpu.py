@@ -3,7 +3,6 @@
     python benchmarks/update_gpu.py --out update.json            # both shapes, all settings
     python benchmarks/update_gpu.py --shape smollm2 --profile    # and where the time goes
     python benchmarks/update_gpu.py --shape smollm2 --checkpointing no --graphs both
-    python benchmarks/update_gpu.py --shape qwen2.5 --checkpointing yes --state compact
 
 With graphs, `replays` says of each recorded pass how long the device takes for it, forward and
 backward, with nothing else to do; what an update takes beyond their sum is Python, or the
@@ -19,19 +18,19 @@ that are really seen, both without anything that checkpointing or the head compu
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
-import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from speed_device import forget, peaks, seconds_of
+from speed_shapes import PEAK, Shape, flops, random_model, shapes, word_tokenizer
 
-from covey.embedded import CHECKPOINT
 from covey.objective import ALGORITHMS, with_advantage
 from covey.policy.compact import CompactAdamW
 from covey.policy.layout import micro_batches
@@ -41,66 +40,49 @@ from covey.policy.policy import Policy
 from covey.train.update import UpdateSettings, update
 from covey.types import Batch
 
-PEAK = 989e12
-"""Dense bfloat16 flops a second of an H100 or H200, by its data sheet."""
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How an update is run and measured."""
+
+    device: str = "cuda"
+    checkpointing: bool = False
+    graphs: bool = True
+    budget: int = 0
+    """Packed tokens of a micro-batch; 0: the shape's own."""
+    megabytes: float = 512.0
+    """For logits."""
+    group: int = 8
+    repeat: int = 7
+    profile: bool = False
+    state: str = "float32"
+    """Of the optimizer, or "compact"."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What a GPU trains in; a CPU is only there to try things out."""
+        return torch.bfloat16 if self.device.startswith("cuda") else torch.float32
 
 
-@dataclass(frozen=True)
-class Shape:
-    config: Any
-    answers: int
-    prompt: int
-    completion: int
-    budgets: tuple[int, int]
-    """Packed tokens of a micro-batch, without checkpointing and with it."""
-
-
-def shapes() -> dict[str, Shape]:
-    return {
-        "smollm2": Shape(
-            transformers.LlamaConfig(
-                vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9,
-                num_key_value_heads=3, intermediate_size=1536, max_position_embeddings=8192,
-                tie_word_embeddings=True, rms_norm_eps=1e-5,
-            ),
-            answers=128, prompt=128, completion=256, budgets=(8_192, 12_288),
-        ),
-        "qwen2.5": Shape(
-            transformers.Qwen2Config(
-                vocab_size=151936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12,
-                num_key_value_heads=2, intermediate_size=8960, max_position_embeddings=32768,
-                tie_word_embeddings=True,
-            ),
-            answers=32, prompt=256, completion=768, budgets=(4_096, 8_192),
-        ),
-    }  # fmt: skip
-
-
-def make_policy(
-    config: Any,
-    *,
-    checkpointing: bool,
-    megabytes: float,
-    device: str,
-    graphs: bool = True,
-    state: str = "float32",
-) -> Policy:
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.tie_weights()
-    model.config.eos_token_id = model.generation_config.eos_token_id = 1
-    if checkpointing:
+def make_policy(config: Any, setting: Setting) -> Policy:
+    model = random_model(config, dtype=setting.dtype, device=setting.device)
+    if setting.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
-    whole = wrap(model, tokenizer, "made up")
-    settings: dict[str, Any] = {
-        "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0,
-    }  # fmt: skip
-    kind = partial(CompactAdamW, seed=0) if state == "compact" else MasterAdamW
-    optimizer = kind(model.named_parameters(), **settings)
+    return policy_for(model, setting)
+
+
+def policy_for(model: Any, setting: Setting) -> Policy:
+    """Give a model its tokenizer and its optimizer."""
+    whole = wrap(model, word_tokenizer(model.config.vocab_size), "made up")
+    usual = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    kind = partial(CompactAdamW, seed=0) if setting.state == "compact" else MasterAdamW
+    optimizer = kind(model.named_parameters(), **usual)
     return Policy(
-        model=whole, optimizer=optimizer, temperature=1.0, logits_megabytes=megabytes, graphs=graphs
+        model=whole,
+        optimizer=optimizer,
+        temperature=1.0,
+        logits_megabytes=setting.megabytes,
+        graphs=setting.graphs,
     )
 
 
@@ -122,20 +104,6 @@ def make_batch(shape: Shape, group: int, device: str) -> Batch:
         group=torch.arange(groups).repeat_interleave(group),
         truncated=torch.zeros(rows, dtype=torch.bool),
     ).to(device)
-
-
-def flops(shape: Shape, tokens: int, *, shared: int = 1) -> float:
-    """Return what one update needs by arithmetic: three times the forward pass."""
-    config = shape.config
-    size = config.hidden_size // config.num_attention_heads
-    heads, keys = config.num_attention_heads, config.num_key_value_heads
-    layer = config.hidden_size * (size * (2 * heads + 2 * keys) + 3 * config.intermediate_size)
-    trained = shape.answers * shape.completion
-    length = shape.prompt + shape.completion
-    pairs = length**2 / 2 - (1 - 1 / shared) * shape.prompt**2 / 2
-    attention = 4 * shape.answers * pairs * heads * size * config.num_hidden_layers
-    head = 2 * config.vocab_size * config.hidden_size * (tokens if shared == 1 else trained)
-    return 3 * (2 * layer * config.num_hidden_layers * tokens + head + attention)
 
 
 def packed_tokens(shape: Shape, group: int) -> int:
@@ -165,48 +133,40 @@ def milliseconds(call: Any) -> float:
     return float(begin.elapsed_time(end))
 
 
-def run(
-    name: str, shape: Shape, arguments: argparse.Namespace, checkpointing: bool, graphs: bool
-) -> dict:
-    device = arguments.device
-    budget = arguments.budget or shape.budgets[checkpointing]
-    gc.collect()  # a policy and its recorded passes know each other
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    policy = make_policy(
-        shape.config, checkpointing=checkpointing, megabytes=arguments.megabytes, device=device,
-        graphs=graphs, state=arguments.state,
-    )  # fmt: skip
+def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
+    device = setting.device
+    budget = setting.budget or shape.budgets[setting.checkpointing]
+    forget(device)
+    policy = make_policy(shape.config, setting)
     objective = ALGORITHMS["grpo"](beta=0.0)
-    batch = with_advantage(objective, make_batch(shape, arguments.group, device))
+    batch = with_advantage(objective, make_batch(shape, setting.group, device))
     settings = UpdateSettings(
         mini_batches=1, epochs=1, token_budget=budget, old_logp_from_sampler=True,
         learning_rate=lambda _: 1e-6, seed=0,
     )  # fmt: skip
 
     def once() -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        update(batch, policy=policy, objective=objective, settings=settings, step=0)
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return seconds_of(
+            lambda: update(batch, policy=policy, objective=objective, settings=settings, step=0),
+            device,
+        )
 
     first, second, third = once(), once(), once()  # graphs of rare sizes are recorded late
-    times = [once() for _ in range(arguments.repeat)]
+    times = [once() for _ in range(setting.repeat)]
     seconds = statistics.median(times)
-    if arguments.profile:
+    if setting.profile:
         profile(once)
     counted = shape.answers * (shape.prompt + shape.completion)
-    seen = packed_tokens(shape, arguments.group)
+    seen = packed_tokens(shape, setting.group)
     return {
         "shape": name,
-        "checkpointing": checkpointing,
-        "state": arguments.state,
+        "checkpointing": setting.checkpointing,
+        "state": setting.state,
         "budget": budget,
         "micro_batches": len(list(micro_batches(batch, budget))),
         "flash": policy.model.flash,
         "fused": policy.model.fused,
-        "graphs": graphs,
+        "graphs": setting.graphs,
         "recorded": len(policy.passes.recorded()) if policy.passes is not None else 0,
         "first_s": round(first, 2),
         "second_s": round(second, 2),
@@ -217,9 +177,8 @@ def run(
         "packed": seen,
         "tokens_per_s": round(counted / seconds),
         "mfu": round(flops(shape, counted) / seconds / PEAK, 3),
-        "work": round(flops(shape, seen, shared=arguments.group) / seconds / PEAK, 3),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+        "work": round(flops(shape, seen, shared=setting.group) / seconds / PEAK, 3),
+        **peaks(device),
         "replays": replays(policy),
     }
 
@@ -233,6 +192,12 @@ def profile(once: Any) -> None:
     table = found.key_averages()
     print(table.table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=90))
     print(table.table(sort_by="self_cpu_time_total", row_limit=15, max_name_column_width=60))
+
+
+def settings_of(arguments: argparse.Namespace) -> Iterator[tuple[bool, bool]]:
+    """Yield what to try: with checkpointing or not, with graphs or not."""
+    which = {"no": [False], "yes": [True], "off": [False], "auto": [True], "both": [False, True]}
+    yield from product(which[arguments.checkpointing], which[arguments.graphs])
 
 
 def main() -> None:
@@ -258,20 +223,20 @@ def main() -> None:
             continue
         if arguments.layers:
             shape.config.num_hidden_layers = arguments.layers
-        shape = Shape(
-            shape.config,
-            shape.answers,
-            arguments.prompt or shape.prompt,
-            arguments.completion or shape.completion,
-            shape.budgets,
+        shape = replace(
+            shape,
+            prompt=arguments.prompt or shape.prompt,
+            completion=arguments.completion or shape.completion,
         )
-        for checkpointing in {"no": [False], "yes": [True], "both": [False, True]}[
-            arguments.checkpointing
-        ]:
-            for graphs in {"off": [False], "auto": [True], "both": [False, True]}[arguments.graphs]:
-                result = run(name, shape, arguments, checkpointing, graphs)
-                print("  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
-                results.append(result)
+        for checkpointing, graphs in settings_of(arguments):
+            setting = Setting(
+                device=arguments.device, checkpointing=checkpointing, graphs=graphs,
+                budget=arguments.budget, megabytes=arguments.megabytes, group=arguments.group,
+                repeat=arguments.repeat, profile=arguments.profile, state=arguments.state,
+            )  # fmt: skip
+            result = run(name, shape, setting)
+            print("  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
+            results.append(result)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(results, indent=2))
 

@@ -1,0 +1,41 @@
+"""A measurement in a fresh process, which has the machine to itself and starts from nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class WorkerFailed(Exception):
+    """A process ended without a result; the text is the end of what it said."""
+
+
+def in_own_process(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+) -> Any:
+    """Run a worker, which is told `--output FILE`, and return what it wrote there."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        try:
+            done = subprocess.run(
+                [*command, "--output", str(output)],
+                env=os.environ | (environment or {}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise WorkerFailed(f"took more than {seconds} seconds") from None
+        if done.returncode != 0 or not output.exists():
+            raise WorkerFailed(f"{done.stdout}\nended with {done.returncode}")
+        return json.loads(output.read_text())

@@ -1,0 +1,199 @@
+"""Sections about the rest: how soon sampling starts, and whether what is fast is also right."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from speed_device import forget, synchronize
+from speed_report import Report, reason
+from speed_sampler import asked, sampling_of, tokens_in
+from speed_shapes import questions, random_model, tiny_shapes, word_tokenizer
+from speed_sizes import Sizes
+from update_gpu import Setting, policy_for
+
+from covey.objective import ALGORITHMS, with_advantage
+from covey.policy.model import wrap
+from covey.policy.policy import Policy
+from covey.sampler.native import NativeSampler
+from covey.sampler.pick import Distribution
+from covey.sampler.protocol import Sampling
+from covey.sampler.slots import Slots
+from covey.train.collate import collate
+from covey.train.update import Seen, UpdateSettings, update
+from covey.types import Batch, Group
+
+SHARP = 3.0
+"""Times the usual size of random weights: the model then prefers some tokens to others by far."""
+UPDATES = 3
+"""Passes that come again are recorded by then."""
+
+
+class Enough(Exception):
+    """The first tokens are there."""
+
+
+class FirstStep:
+    """A stepper that notes when it is first asked to go on, and when it has; then it stops."""
+
+    def __init__(self, stepper: Any, device: str) -> None:
+        self.stepper, self.device = stepper, device
+        self.begun = self.ended = 0.0
+
+    def width_for(self, answers: int) -> int:
+        return int(self.stepper.width_for(answers))
+
+    def begin(self, **needs: Any) -> Slots:
+        slots = self.stepper.begin(**needs)
+        assert isinstance(slots, Slots)
+        return slots
+
+    def advance(self, slots: Slots, width: int) -> None:
+        synchronize(self.device)
+        self.begun = time.perf_counter()
+        self.stepper.advance(slots, width)
+        synchronize(self.device)
+        self.ended = time.perf_counter()
+        raise Enough
+
+
+def first_rollout(sizes: Sizes, name: str) -> dict[str, float]:
+    """Time the way from a loaded model to its first tokens; called in a process of its own."""
+    config = sizes.shapes[name].config
+    model = random_model(config, dtype=sizes.dtype, device=sizes.device)
+    tokenizer = word_tokenizer(config.vocab_size)
+    answers = sizes.startup_answers
+    synchronize(sizes.device)
+    started = time.perf_counter()
+    sampler = NativeSampler(wrap(model, tokenizer, name))
+    ready = time.perf_counter()
+    sampler.stepper = first = FirstStep(sampler.stepper, sizes.device)
+    prompts = asked(sizes, sampler.model, answers)
+    with suppress(Enough):
+        sampler.generate(prompts, step=0, sampling=sampling_of(sizes, answers))
+    return {
+        "ready_s": ready - started,
+        "first_token_s": first.begun - started,
+        "first_graph_s": first.ended - started,
+    }
+
+
+def startup(sizes: Sizes, report: Report, own_process: Callable[..., Any]) -> None:
+    """From a loaded model to the first tokens, without compiled kernels and with them."""
+    forget(sizes.device)
+    for name in sizes.shapes:
+        with tempfile.TemporaryDirectory() as cache:
+            for state in ("cold", "warm"):
+                about = {"shape": name, "cache": state, "answers": sizes.startup_answers}
+                try:
+                    found = own_process(f"startup {name}", {"TRITON_CACHE_DIR": cache})
+                except Exception as error:
+                    report.row("startup", **about, missing=reason(error))
+                    continue
+                report.row("startup", **about, **found, ran="a process of its own")
+
+
+def numerics(sizes: Sizes, report: Report) -> None:
+    """Does the sampler say what the trainer says, and what transformers says?"""
+    for dtype in {sizes.dtype: None, torch.float32: None}:
+        for scale in (1.0, SHARP):
+            forget(sizes.device)
+            report.row("numerics", shape="smollm2", **_sampler_and_trainer(sizes, dtype, scale))
+    for name, config in (
+        ("tiny", tiny_shapes()["smollm2"].config),
+        ("smollm2", sizes.shapes["smollm2"].config),
+    ):
+        forget(sizes.device)
+        report.row("numerics", shape=name, **_greedy(sizes, config))
+
+
+def _sampler_and_trainer(sizes: Sizes, dtype: torch.dtype, scale: float) -> dict[str, Any]:
+    """Compare log-probabilities of sampled tokens, as training sees them in real updates."""
+    shape = sizes.shapes["smollm2"]
+    model = random_model(shape.config, dtype=dtype, device=sizes.device, scale=scale)
+    policy = policy_for(model, Setting(device=sizes.device))
+    prompts = asked(sizes, policy.model, sizes.logp_answers)
+    found = NativeSampler(policy.model).generate(
+        prompts, step=0, sampling=sampling_of(sizes, sizes.logp_answers)
+    )
+    groups = [
+        Group(
+            prompt=question.prompt,
+            rollouts=tuple(replace(one, reward=float(one.sample % 2)) for one in rollouts),
+        )
+        for question, rollouts in zip(prompts, found, strict=True)
+    ]
+    seen = _watched_updates(policy, collate(groups, sizes.device), shape.budgets[0])
+    return {
+        "who": "sampler_logp and logp" + (", sharp" if scale != 1.0 else ""),
+        "dtype": str(dtype).removeprefix("torch."),
+        "answers": sizes.logp_answers,
+        "tokens": tokens_in(found),
+        "recorded": len(policy.passes.recorded()) if policy.passes is not None else 0,
+        **seen,
+    }
+
+
+def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, float]:
+    """Update a few times without moving, and return what the last pass of each token said."""
+    objective = ALGORITHMS["grpo"](beta=0.0)
+    settings = UpdateSettings(
+        mini_batches=1,
+        epochs=1,
+        token_budget=budget,
+        old_logp_from_sampler=True,
+        learning_rate=lambda _: 0.0,
+        seed=0,
+    )
+    batch = with_advantage(objective, batch)
+    differences: list[torch.Tensor] = []
+    entropies: list[torch.Tensor] = []
+
+    def watch(seen: Seen) -> None:
+        mask = seen.micro.mask
+        differences.append((seen.micro.sampler_logp - seen.now.logp)[mask].abs())
+        entropies.append(seen.now.entropy[mask].clone())
+
+    for _ in range(UPDATES):
+        differences.clear()
+        entropies.clear()
+        update(batch, policy=policy, objective=objective, settings=settings, step=0, watch=watch)
+    difference = torch.cat(differences)
+    assert len(difference) == int(batch.mask.sum()), "every token was seen once"
+    return {
+        "mean": float(difference.mean()),
+        "largest": float(difference.max()),
+        "entropy": float(torch.cat(entropies).mean()),
+    }
+
+
+@torch.inference_mode()
+def _greedy(sizes: Sizes, config: Any) -> dict[str, Any]:
+    """Compare greedy answers in float32 with those of `generate`, each to a prompt of its own."""
+    answers, new = sizes.greedy_answers, sizes.greedy_tokens
+    options = {"dtype": torch.float32, "device": sizes.device, "scale": SHARP}
+    prompts = questions(answers, words=sizes.prompt, vocabulary=config.vocab_size)
+    ids = torch.tensor([question.tokens for question in prompts], device=sizes.device)
+    theirs = random_model(config, **options).generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new,
+        eos_token_id=None, pad_token_id=0,
+    )[:, ids.shape[1] :]  # fmt: skip
+    sampler = NativeSampler(
+        wrap(random_model(config, **options), word_tokenizer(config.vocab_size), "greedy")
+    )
+    greedy = Sampling(max_tokens=new, slots=answers, distribution=Distribution(temperature=0.0))
+    found = sampler.generate(prompts, step=0, sampling=greedy)
+    pairs = list(zip(found, theirs.tolist(), strict=True))
+    return {
+        "who": "greedy text and `generate`",
+        "dtype": "float32",
+        "answers": answers,
+        "tokens": tokens_in(found),
+        "distinct": len({token for _, row in pairs for token in row}),
+        "differ": sum(list(mine[0].tokens) != row for mine, row in pairs),
+    }

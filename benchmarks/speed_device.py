@@ -1,0 +1,49 @@
+"""Clocks and peaks of memory: what the speed benchmarks measure with."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def seconds_of(call: Callable[[], Any], device: str) -> float:
+    """Time a call, from an idle device to an idle device."""
+    synchronize(device)
+    started = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def forget(device: str) -> None:
+    """Give back what nobody holds any more, and count peaks from here on."""
+    gc.collect()  # a policy and its recorded passes know each other
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peaks(device: str) -> dict[str, float | None]:
+    """Return the most that torch has handed out, and has held; None where nobody counts."""
+    if not device.startswith("cuda"):
+        return {"peak_gib": None, "reserved_gib": None}
+    found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"peak_gib": round(found[0] / 2**30, 2), "reserved_gib": round(found[1] / 2**30, 2)}
+
+
+def copy_bandwidth(device: str, megabytes: int) -> float:
+    """Return bytes a second of a large copy, reading and writing: the best of ten."""
+    source = torch.zeros(megabytes * 2**20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    best = min(seconds_of(lambda: target.copy_(source), device) for _ in range(10))
+    return 2 * source.nbytes / best

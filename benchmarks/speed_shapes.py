@@ -1,0 +1,170 @@
+"""Models of published shapes with random weights, and what arithmetic says that they need."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+
+from covey.sampler.protocol import Question
+from covey.types import Prompt
+
+PEAK = 989e12
+"""Dense bfloat16 flops a second of an H100 or H200, by its data sheet."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and the batch that its update is measured with."""
+
+    config: Any
+    answers: int
+    prompt: int
+    completion: int
+    budgets: tuple[int, int]
+    """Packed tokens of a micro-batch, without checkpointing and with it."""
+
+    @property
+    def key_numbers(self) -> int:
+        """Numbers in the keys and values of one token, all layers together."""
+        return 2 * self.config.num_hidden_layers * self.config.num_key_value_heads * self.head_size
+
+    @property
+    def head_size(self) -> int:
+        """Numbers of one head's query."""
+        return int(self.config.hidden_size // self.config.num_attention_heads)
+
+
+def shapes() -> dict[str, Shape]:
+    """SmolLM2-135M and Qwen2.5-1.5B."""
+    return {
+        "smollm2": Shape(
+            transformers.LlamaConfig(
+                vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9,
+                num_key_value_heads=3, intermediate_size=1536, max_position_embeddings=8192,
+                tie_word_embeddings=True, rms_norm_eps=1e-5,
+            ),
+            answers=128, prompt=128, completion=256, budgets=(12_288, 12_288),
+        ),
+        "qwen2.5": Shape(
+            transformers.Qwen2Config(
+                vocab_size=151936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12,
+                num_key_value_heads=2, intermediate_size=8960, max_position_embeddings=32768,
+                tie_word_embeddings=True,
+            ),
+            answers=32, prompt=256, completion=768, budgets=(4_096, 8_192),
+        ),
+    }  # fmt: skip
+
+
+def tiny_shapes() -> dict[str, Shape]:
+    """The same families, small enough for a CPU and a test."""
+    small = {
+        "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    sizes = {"answers": 16, "prompt": 8, "completion": 16, "budgets": (256, 256)}
+    return {
+        "smollm2": Shape(transformers.LlamaConfig(**small), **sizes),
+        "qwen2.5": Shape(transformers.Qwen2Config(**small), **sizes),
+    }
+
+
+def random_model(
+    config: Any, *, dtype: torch.dtype, device: str, stops: bool = False, scale: float = 1.0
+) -> Any:
+    """Return a model with the same random weights each time, its own attention being sdpa.
+
+    Nothing that it draws ends an answer, unless it `stops` at token 1. `scale` makes all weights
+    larger, and what it says less alike.
+    """
+    torch.manual_seed(0)
+    own = copy.deepcopy(config)  # a model that covey wraps writes its attention there
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            own, dtype=dtype, attn_implementation="sdpa"
+        )
+    model.tie_weights()
+    if scale != 1.0:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(scale)
+    end = 1 if stops else config.vocab_size
+    for settings in (model.config, model.generation_config):
+        settings.eos_token_id, settings.pad_token_id, settings.bos_token_id = end, 0, None
+    return model.eval()
+
+
+def word_tokenizer(vocabulary: int, *, stops: bool = False) -> Any:
+    """Return a tokenizer of words w0, w1, ..., one token each; the last ends an answer.
+
+    Both sides then have text to encode, decode and judge, and every prompt is as long as it should
+    be. The word that ends an answer lies behind all that a model can draw, unless it `stops`.
+    """
+    words = {f"w{number}": number for number in range(vocabulary + 1)}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    # Alone, or w1 would be found at the beginning of w17.
+    special = {
+        name: tokenizers.AddedToken(word, special=True, single_word=True)
+        for name, word in (("eos_token", f"w{1 if stops else vocabulary}"), ("pad_token", "w0"))
+    }
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, padding_side="left", **special
+    )
+
+
+def prompt_text(number: int, *, words: int, vocabulary: int) -> str:
+    """Return prompt number so-and-so, the same each time."""
+    draw = random.Random(number)
+    return " ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(words))
+
+
+def questions(count: int, *, words: int, vocabulary: int) -> list[Question]:
+    """Return prompts with their tokens."""
+    texts = [prompt_text(number, words=words, vocabulary=vocabulary) for number in range(count)]
+    return [
+        Question(
+            prompt=Prompt(id=str(number), task="words", messages=(), answer=""),
+            tokens=tuple(int(word[1:]) for word in text.split()),
+        )
+        for number, text in enumerate(texts)
+    ]
+
+
+def step_bytes(
+    shape: Shape,
+    weights: int,
+    *,
+    answers: int,
+    group: int,
+    prompt: int,
+    written: int,
+    size: int = 2,
+) -> int:
+    """Return what a decode step cannot but read: all weights, and all keys and values, once.
+
+    A prompt's keys are there once for its group; a number has `size` bytes. The tied embedding is
+    the head: it is read.
+    """
+    return weights + size * shape.key_numbers * (answers // group * prompt + answers * written)
+
+
+def flops(shape: Shape, tokens: int, *, shared: int = 1) -> float:
+    """Return what one update needs by arithmetic: three times the forward pass."""
+    config = shape.config
+    size, heads = shape.head_size, config.num_attention_heads
+    keys = config.num_key_value_heads
+    layer = config.hidden_size * (size * (2 * heads + 2 * keys) + 3 * config.intermediate_size)
+    trained = shape.answers * shape.completion
+    length = shape.prompt + shape.completion
+    pairs = length**2 / 2 - (1 - 1 / shared) * shape.prompt**2 / 2
+    attention = 4 * shape.answers * pairs * heads * size * config.num_hidden_layers
+    head = 2 * config.vocab_size * config.hidden_size * (tokens if shared == 1 else trained)
+    return 3 * (2 * layer * config.num_hidden_layers * tokens + head + attention)

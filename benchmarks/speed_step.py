@@ -1,0 +1,280 @@
+"""Sections about whole steps: beside TRL's trainer, and in the shape of a published comparison.
+
+Both sides train the same random weights on the same prompts with the same reward. TRL's are
+bfloat16 on a GPU, without the float32 masters that covey has, which is the least it can do. It
+needs `trl`, `datasets` (with `dill`, `multiprocess` and `xxhash`) and `accelerate`; where one is
+missing, its row says so. On a machine without a network they can be unpacked from wheels, without
+their other dependencies, into a folder that PYTHONPATH names:
+
+    pip download --no-deps --only-binary :all: --python-version 3.12 -d wheels \\
+        trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0
+    for wheel in wheels/*.whl; do python -m zipfile -e $wheel unpacked; done
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+from speed_device import forget, peaks
+from speed_report import Report, reason
+from speed_shapes import prompt_text, random_model, word_tokenizer
+from speed_sizes import Sizes
+from step_workers import PLAIN_TRL, Watch, stopwatch
+
+from covey.collect import draw_prompts
+from covey.rewards.score import Score
+from covey.tasks.task import Generated, asked
+from covey.types import Prompt
+
+PUBLISHED_MINUTES = 300
+"""Three algorithms x 200 steps of 2 x 8 answers of 400 tokens, Qwen2.5-1.5B, one A800: 5 hours."""
+SEED_STEPS = 200
+"""Of each algorithm there."""
+SEED_ALGORITHMS = ("grpo", "dr_grpo", "gspo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """A task without sense: prompts of so many random words."""
+
+    words: int = 128
+    vocabulary: int = 49_152
+    name: ClassVar[str] = "words"
+
+    def train(self) -> Sequence[Prompt]:
+        """Prompts enough for every step."""
+        return Generated(4096, self._prompt)
+
+    def held_out(self) -> Sequence[Prompt]:
+        """Nobody asks them."""
+        return Generated(1, lambda number: self._prompt(4096 + number))
+
+    def _prompt(self, number: int) -> Prompt:
+        text = prompt_text(number, words=self.words, vocabulary=self.vocabulary)
+        return Prompt(id=f"words/{number}", task=self.name, messages=asked(text), answer="")
+
+
+def even_words(text: str) -> float:
+    """Judge an answer: the share of its words whose number is even."""
+    words = text.split()
+    return sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
+
+
+@dataclass(frozen=True, slots=True)
+class EvenWords:
+    """The same as a reward of covey."""
+
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    quick: ClassVar[bool] = True
+    version: ClassVar[int] = 1
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Judge one answer."""
+        reward = even_words(text)
+        return Score(reward=reward, success=reward > 0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What covey's loop has measured."""
+
+    rows: Sequence[Mapping[str, Any]]
+    """The metrics of each step."""
+    startup: float
+    """Seconds from nothing to the end of the first step, less a usual step."""
+
+    def median(self, name: str) -> float:
+        return statistics.median(row[name] for row in self.rows)
+
+
+class Stopwatch(Watch):
+    """Notes when each step has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: list[float] = []
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """A step is done."""
+        super().step(metrics)
+        self.marks.append(time.perf_counter())
+
+
+def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int, steps: int) -> Run:
+    """Train by covey's own loop, from random weights; nothing is evaluated or saved."""
+    from covey.config import load_config
+    from covey.policy.model import wrap
+    from covey.run.folder import RunFolder
+    from covey.train import loop
+    from covey.train.assemble import assemble, resolve
+
+    shape = sizes.shapes[name]
+
+    def load(path: str, *, gradient_checkpointing: bool, **_: Any) -> Any:
+        model = random_model(shape.config, dtype=sizes.dtype, device=sizes.device)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return wrap(model, word_tokenizer(shape.config.vocab_size), path)
+
+    always = (
+        "model.path=made-up",
+        f"model.device={sizes.device}",
+        "task.name=speed_step:Words",
+        f"task.words={sizes.prompt}",
+        f"task.vocabulary={shape.config.vocab_size}",
+        f"train.steps={warmup + steps}",
+        f"train.token_budget={shape.budgets[0]}",
+        "train.logits_megabytes=512.0",
+        "evaluate.every=0",
+        "save.every=0",
+        "save.rollouts=false",
+    )
+    config = resolve(load_config(None, [*always, *overrides]))
+    watch = Stopwatch()
+    started = time.perf_counter()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch("covey.train.assemble.load_language_model", load),
+        mock.patch.object(loop, "save"),
+    ):
+        parts = assemble(config, EvenWords())
+        with closing(parts.scorer):
+            run = RunFolder.create(Path(folder) / "run", "", {})
+            loop.train(parts, run, watch, loop.StopSignal())
+    usual = statistics.median(row["time/total"] for row in watch.rows[warmup:])
+    return Run(rows=watch.rows[warmup:], startup=watch.marks[warmup - 1] - started - warmup * usual)
+
+
+def step_covey(sizes: Sizes) -> dict[str, Any]:
+    """Measure steps of covey; called in a process of its own."""
+    answers = sizes.prompts * sizes.group
+    overrides = (
+        f"rollout.prompts={sizes.prompts}",
+        f"rollout.samples={sizes.group}",
+        f"rollout.max_tokens={sizes.tokens}",
+        f"rollout.slots={answers}",
+        "objective.beta=0.0",
+    )
+    run = covey_run(sizes, "smollm2", overrides, warmup=sizes.warmup, steps=sizes.steps)
+    written = {round(row["val/sequence_lengths"] * answers) for row in run.rows}
+    assert written == {answers * sizes.tokens}, "no answer ends before its time"
+    return {
+        "all_seconds": [row["time/total"] for row in run.rows],
+        "rollout": run.median("time/rollout"),
+        "update": run.median("time/update"),
+        "tokens": answers * sizes.tokens,
+        "startup": run.startup,
+        **peaks(sizes.device),
+    }
+
+
+def step_trl(sizes: Sizes) -> dict[str, Any]:
+    """Measure steps of TRL on the same; called in a process of its own."""
+    import trl
+    from datasets import Dataset
+
+    shape, answers = sizes.shapes["smollm2"], sizes.prompts * sizes.group
+    vocabulary, steps = shape.config.vocab_size, 1 + sizes.trl_steps
+    written: list[int] = []
+
+    def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        written.append(sum(len(ids) for ids in completion_ids))
+        return [even_words(text) for text in completions]
+
+    task = Words(words=sizes.prompt, vocabulary=vocabulary).train()
+    draws = (draw_prompts(task, seed=0, step=n, count=sizes.prompts) for n in range(steps))
+    cuda = sizes.device.startswith("cuda")
+    marks: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        settings = trl.GRPOConfig(
+            output_dir=folder,
+            use_cpu=not cuda,
+            bf16=cuda,
+            per_device_train_batch_size=answers,
+            steps_per_generation=1,
+            max_steps=steps,
+            num_generations=sizes.group,
+            max_completion_length=sizes.tokens,
+            dataloader_pin_memory=cuda,
+            **PLAIN_TRL,
+        )
+        trainer = trl.GRPOTrainer(
+            model=random_model(shape.config, dtype=sizes.dtype, device=sizes.device),
+            reward_funcs=reward,
+            args=settings,
+            train_dataset=Dataset.from_dict(
+                {"prompt": [p.text for p in chain.from_iterable(draws)]}
+            ),
+            processing_class=word_tokenizer(vocabulary),
+            callbacks=[stopwatch(marks, 1)],
+        )
+        trainer.train()
+    assert written == [answers * sizes.tokens] * steps, "one call a step, and no answer ends early"
+    seconds = [after - before for before, after in pairwise(marks)]
+    version = {"version": trl.__version__}
+    return {
+        "all_seconds": seconds[1:], "tokens": written[0], **version, **peaks(sizes.device),
+    }  # fmt: skip
+
+
+def step(sizes: Sizes, report: Report, own_process: Any) -> None:
+    """Put a step of covey beside one of TRL, each in a fresh process."""
+    forget(sizes.device)
+    own: float | None = None
+    for who, worker in (("covey", "step_covey"), ("TRL", "step_trl")):
+        try:
+            found = own_process(worker)
+        except Exception as error:
+            report.row("step", shape="smollm2", who=who, missing=reason(error))
+            continue
+        seconds = statistics.median(found["all_seconds"])
+        own = seconds if who == "covey" else own
+        named = f"{who} {found['version']}" if "version" in found else who
+        report.row(
+            "step", shape="smollm2", who=named, seconds=seconds, fastest=min(found["all_seconds"]),
+            tokens_per_s=found["tokens"] / seconds, **found,
+            ratio=seconds / own if who != "covey" and own else None,
+            ran=f"{len(found['all_seconds'])} steps of {sizes.prompts} x {sizes.group} answers of "
+            f"{sizes.tokens} tokens, one update",
+        )  # fmt: skip
+
+
+def seed_shape(sizes: Sizes, report: Report) -> None:
+    """Three algorithms on a few long answers a step, as a published comparison had it."""
+    answers = sizes.seed_prompts * sizes.group
+    minutes = 0.0
+    for algorithm in SEED_ALGORITHMS:
+        forget(sizes.device)
+        overrides = (
+            f"objective.name={algorithm}",
+            f"rollout.prompts={sizes.seed_prompts}",
+            f"rollout.samples={sizes.group}",
+            f"rollout.max_tokens={sizes.seed_tokens}",
+            f"rollout.slots={answers}",
+        )
+        run = covey_run(sizes, "qwen2.5", overrides, warmup=3, steps=sizes.seed_steps)
+        seconds = run.median("time/total")
+        mean = statistics.fmean(row["time/total"] for row in run.rows)
+        taken = (run.startup + SEED_STEPS * mean) / 60
+        minutes += taken
+        report.row(
+            "seed_shape", shape="qwen2.5", who=algorithm, steps=len(run.rows), seconds=seconds,
+            mean_seconds=mean, rollout=run.median("time/rollout"), update=run.median("time/update"),
+            startup=run.startup, minutes=taken, **peaks(sizes.device),
+            ran=f"{sizes.seed_prompts} x {sizes.group} answers of {sizes.seed_tokens} tokens; "
+            f"minutes: start-up and {SEED_STEPS} steps",
+        )  # fmt: skip
+    report.row(
+        "seed_shape", shape="qwen2.5", who="all three", minutes=minutes,
+        ratio=PUBLISHED_MINUTES / minutes if sizes.device.startswith("cuda") else None,
+        ran=f"published: about {PUBLISHED_MINUTES / 60:.0f} hours on an A800",
+    )  # fmt: skip
