@@ -40,6 +40,9 @@ LAYERS: dict[str, set[str]] = {
 LAYERS["train"] = {*LAYERS, "train"} - {"", "cli"}
 LAYERS["plan"] = {*LAYERS, "plan"} - {"", "cli"}
 LAYERS["explain"] = {"config", "objective", "policy", "reference", "run", "train", *PLAIN}
+LAYERS["numerics"] = {
+    "collect", "config", "objective", "policy", "sampler", "train", *PLAIN,
+}  # fmt: skip
 LAYERS["compare"] = {*LAYERS, "plan", "compare"} - {"", "cli"}
 LAYERS["cli"] = {*LAYERS, "cli"} - {""}
 LAYERS["__main__"] = {"cli"}

@@ -14,6 +14,7 @@ from covey.cli.compare import compare_command
 from covey.cli.eval import eval_command
 from covey.cli.explain import explain_command
 from covey.cli.export import export_command
+from covey.cli.numerics import numerics_command
 from covey.cli.plan import plan_command
 from covey.cli.reference import app as reference_app
 from covey.cli.rewards import app as rewards_app
@@ -40,6 +41,7 @@ app.command("compare")(compare_command)
 app.command("export")(export_command)
 app.command("runs")(runs_command)
 app.command("explain")(explain_command)
+app.command("numerics")(numerics_command)
 app.command("algorithms")(algorithms_command)
 app.add_typer(rewards_app, name="rewards")
 app.add_typer(reference_app, name="reference")

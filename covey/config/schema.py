@@ -50,6 +50,10 @@ class Model(Section):
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: slower, less memory."
     )
+    deterministic: bool = Field(
+        False,
+        description="On a GPU, give the same bits every time: slower. A CPU always does.",
+    )
     template: str = Field(
         "auto",
         description="How questions are put: chat, plain, a text with {question} and perhaps "
@@ -347,6 +351,11 @@ class Config(Section):
     warmup: Warmup = Warmup()
     evaluate: Evaluate = Evaluate()
     save: Save = Save()
+
+    @property
+    def records_passes(self) -> bool:
+        """Whether training passes may be CUDA graphs: those of a resumed run would be others."""
+        return self.train.graphs == "auto" and not self.model.deterministic
 
     @model_validator(mode="after")
     def _enough_rows(self) -> Config:

@@ -230,6 +230,7 @@ def _groups(watched: Watched, recorded: Recorded) -> tuple[ExplainedGroup, ...]:
 
 
 def _half_from(size: torch.Tensor) -> int:
+    size = size.cpu()  # a GPU does not add it up in a fixed order
     reached = size.sort(descending=True).values.cumsum(0)
     return int((reached < size.sum() / 2).sum()) + 1 if size.any() else 0
 

@@ -94,7 +94,7 @@ def _elsewhere(setup: Setup) -> dict[str, Any]:
             "save": True,
             "evaluate": True,
             "warmup": True,
-            "model": {"gradient_checkpointing"},
+            "model": {"gradient_checkpointing", "deterministic"},
             "select": {"skip_zero_gradient", "max_age"},
             "train": {"token_budget", "logits_megabytes", "graphs"},
         }

@@ -126,7 +126,7 @@ class _Facts:
     def recorded(self) -> bool:
         """Whether training passes are graphs, whose activations stay between steps."""
         flash = self.on_gpu and self.shape.fuses and self.size < FLOAT
-        return flash and self.config.train.graphs == "auto"
+        return flash and self.config.records_passes
 
     def micro_batch(self, token_budget: int) -> Pass:
         """Return the largest forward pass that a token budget makes of the longest rows."""

@@ -44,7 +44,7 @@ def batch_logp(
     if side == "packed":
         hidden, predictor = _packed_hidden(model, batch)
     else:
-        hidden, predictor = _padded_hidden(model, batch, side, width)
+        hidden, predictor = padded_hidden(model, batch, side, width)
     chosen = hidden.index_select(0, predictor[batch.mask])
     logp, entropy = token_logp(
         model.head,
@@ -110,7 +110,7 @@ def device_hidden(
     )
 
 
-def _padded_hidden(
+def padded_hidden(
     model: LanguageModel, batch: Batch, side: Side, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return hidden states [B * S, D], and which of them predicts each completion token [B, T]."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from covey.errors import DataError
+from covey.policy.deterministic import in_order_anyway
 from covey.policy.model import LanguageModel
 from covey.sampler.protocol import Question, Sampling
 from covey.sampler.stepper import Stepper, stepper_for
@@ -31,6 +32,7 @@ class NativeSampler:
         self.stepper = stepper_for(self.model)
 
     @torch.inference_mode()
+    @in_order_anyway()
     def generate(
         self,
         questions: Sequence[Question],

@@ -40,7 +40,7 @@ def log_distribution(logits: torch.Tensor, distribution: Distribution) -> torch.
     if distribution.top_p < 1.0:
         ordered, index = logp.sort(dim=-1, descending=True)
         # A token stays while the mass before it is below top_p, so the first always stays.
-        before = ordered.exp().cumsum(dim=-1) - ordered.exp()
+        before = _running_sum(ordered.exp()) - ordered.exp()
         stays = (before < distribution.top_p).scatter(-1, index, before < distribution.top_p)
         logp = _keep(logp, stays)
     if distribution.min_p > 0.0:
@@ -51,6 +51,13 @@ def log_distribution(logits: torch.Tensor, distribution: Distribution) -> torch.
 
 def _keep(logp: torch.Tensor, stays: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logp.where(stays, -torch.inf), dim=-1)
+
+
+def _running_sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row [S, V] up to each element, added in the same order every time."""
+    if values.is_cuda and len(values) == 1:  # torch splits a single row, and adds as parts get done
+        return values.expand(2, -1).cumsum(dim=-1)[:1]
+    return values.cumsum(dim=-1)
 
 
 def pick_tokens(
@@ -64,7 +71,7 @@ def pick_tokens(
         tokens = logits.argmax(dim=-1)
         return tokens, torch.zeros_like(tokens, dtype=torch.float32)
     logp = log_distribution(logits, distribution)
-    cumulative = logp.exp().cumsum(dim=-1)
+    cumulative = _running_sum(logp.exp())
     total = cumulative[:, -1:].contiguous()
     tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
     # Rounding may carry u * total up to total itself: then the last token with any mass is meant.

@@ -16,6 +16,7 @@ from covey.errors import ConfigError, DataError
 from covey.objective import Objective, algorithm, build
 from covey.policy.adapter import adapter_base, add_adapter, load_adapter
 from covey.policy.compact import CompactAdamW
+from covey.policy.deterministic import make_deterministic
 from covey.policy.model import LanguageModel, load_language_model
 from covey.policy.optimizer import AdamWSettings, MasterAdamW, Optimizer, learning_rate
 from covey.policy.policy import Policy
@@ -180,6 +181,8 @@ def template_of(config: Config) -> Template:
 
 def load_model(config: Config) -> LanguageModel:
     """Load the model. Checkpointing only acts in training mode, so references may have it too."""
+    if config.model.deterministic:
+        make_deterministic()
     path = config.model.path
     base = adapter_base(path)
     model = load_language_model(
@@ -223,7 +226,7 @@ def policy_of(config: Config, model: LanguageModel) -> Policy:
         optimizer=optimizer_of(config, model),
         temperature=config.rollout.temperature,
         logits_megabytes=config.train.logits_megabytes,
-        graphs=config.train.graphs == "auto",
+        graphs=config.records_passes,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from covey.errors import RunError
 from covey.policy.checkpoint import load_policy, save_policy
@@ -32,12 +33,18 @@ def restore(parts: Parts, run: RunFolder) -> State:
         run.forget_after(-1)  # the evaluation of step 0 comes again as well
         return State(beta=parts.objective.beta)
     step, folder = checkpoints[-1]
+    state = load_state(parts, step, folder)
+    run.forget_after(step)
+    return state
+
+
+def load_state(parts: Parts, step: int, folder: Path) -> State:
+    """Load the checkpoint of a step, and return the state saved with it."""
     saved = load_policy(parts.policy, folder)
     if saved["step"] != step:
         raise RunError(f"{folder} holds step {saved['step']}")
     if parts.reference is not None:
         parts.reference.load(folder)
-    run.forget_after(step)
     return State(
         step=step,
         episode=saved["episode"],

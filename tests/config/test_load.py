@@ -41,6 +41,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "dtype": st.sampled_from(["auto", "float32", "bfloat16"]),
         "device": text,
         "gradient_checkpointing": st.booleans(),
+        "deterministic": st.booleans(),
         "template": text,
         "prefill": text,
         "prefill_in_text": st.booleans(),

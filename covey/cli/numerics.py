@@ -1,0 +1,111 @@
+"""`covey numerics`: where sampler and trainer differ, by how much, and whether it matters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from covey.cli.opening import Model, Overrides, Smoke, resolved, settings_of
+from covey.errors import ConfigError, RunError
+from covey.run.folder import RunFolder
+
+if TYPE_CHECKING:
+    from covey.config import Config
+    from covey.evaluate.evaluate import Evaluation
+    from covey.numerics.measure import Report
+
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CONFIG|RUN",
+        help="A TOML file, a packaged recipe, or a run folder: then its newest weights. "
+        "Default: arithmetic.",
+    ),
+]
+Updates = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Optimizer steps to measure staleness by. Default: as many as lie behind the last "
+        "one of a batch, at least 1.",
+    ),
+]
+Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write one JSON object here.")]
+
+
+def numerics_command(
+    target: Target = None,
+    overrides: Overrides = None,
+    model: Model = None,
+    updates: Updates = None,
+    out: Out = None,
+    smoke: Smoke = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure how far the sampler's log-probabilities are from the trainer's, and why.
+
+    The answers of a real step are sampled and judged, and their log-probabilities taken every way
+    that tells one cause from another: precision, batch shape, truncation, kernels, staleness. A run
+    is not changed, and nothing is saved.
+    """
+    run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
+    if run is not None and model is not None:
+        raise ConfigError("--model goes with a configuration; a run brings its own weights")
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    source = str(run.config_file) if run is not None else target or "arithmetic"
+    report = _measured(resolved(source, settings_of(overrides, model), smoke=smoke), run, updates)
+    if out is not None:
+        from covey.run.files import write_text
+
+        write_text(out, json.dumps(report.row(), indent=1) + "\n")
+    if as_json:
+        typer.echo(json.dumps(report.row()))
+        return
+
+    from covey.cli.differences import show_report  # imports torch, which takes seconds
+    from covey.cli.explained import wide_console
+
+    show_report(report, wide_console())
+
+
+def _measured(config: Config, run: RunFolder | None, updates: int | None) -> Report:
+    from covey.numerics.measure import default_updates, measure
+    from covey.train.assemble import assemble
+    from covey.train.state import State, load_state
+
+    if run is not None and run.environment().get("kind") == "warmup":
+        raise RunError(f"{run.path} is a warm-up; give a configuration, and --model its checkpoint")
+    parts = assemble(config)
+    with closing(parts.scorer):
+        checkpoints = [] if run is None else run.checkpoints()
+        state = State(beta=parts.objective.beta)
+        if checkpoints:
+            state = load_state(parts, *checkpoints[-1])
+        wanted = default_updates(config) if updates is None else updates
+        return measure(parts, state, _Notes(), updates=wanted)
+
+
+class _Notes:
+    """Hands on what the user should read, and nothing else."""
+
+    def started(self, *, steps: int, done: int, answers: int) -> None:
+        """There is no run."""
+
+    def sampled(self, answers: int) -> None:
+        """It takes seconds."""
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """There are none."""
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """There are none."""
+
+    def note(self, text: str) -> None:
+        """Say it on stderr."""
+        typer.echo(text, err=True)

@@ -1,0 +1,1 @@
+"""Where sampler and trainer differ, by how much, and whether it matters."""
