@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import hypothesis
 import pytest
@@ -75,10 +77,15 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-def build(name: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
+def build(
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    kinds: Mapping[str, Callable[[], Any]] = ARCHITECTURES,
+    device: str = "cpu",
+) -> LanguageModel:
     """Return a small random model of an architecture, with the embedded tokenizer."""
     torch.manual_seed(len(name))
-    model = ARCHITECTURES[name]()
+    model = kinds[name]()
     # Fresh weights are nearly uniform over the vocabulary; sharper ones make a stricter test.
     with torch.no_grad():
         for parameter in model.parameters():
@@ -87,7 +94,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
     model.config.pad_token_id = model.generation_config.pad_token_id = 0
     model.generation_config.bos_token_id = None
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
-    return wrap(model.to(dtype).eval(), tokenizer, name)
+    return wrap(model.to(device, dtype).eval(), tokenizer, name)
 
 
 def make_batch(

@@ -21,6 +21,7 @@ LONG_FUNCTIONS = {
     # its parameters alone, which its launcher names again, take half a screen.
     "kernels/decode.py:_decode_attention",
     "kernels/decode.py:decode_attention",
+    "kernels/pooled.py:_pooled_attention",
     "kernels/sample.py:_draw",
 }
 

@@ -11,6 +11,7 @@ from covey.config import Config, load_config, load_smoke, toml_value
 
 if TYPE_CHECKING:
     from covey.run.folder import RunFolder
+    from covey.sampler.protocol import Sampler
     from covey.scoring import Scorer
     from covey.train.assemble import Parts
     from covey.train.report import Reporter
@@ -70,11 +71,16 @@ class Begun(Protocol):
     def scorer(self) -> Scorer:
         """Who judges."""
 
+    @property
+    def sampler(self) -> Sampler:
+        """Who writes answers."""
+
 
 def tell_notes(reporter: Reporter, folder: RunFolder, parts: Begun) -> None:
-    """Say what differs from when the run was started, and what was skipped."""
+    """Say how answers are written, what differs from when the run was started, what was skipped."""
     import torch
 
+    reporter.note(f"sampling: {parts.sampler.way}")
     environment = folder.environment()
     threads, now = environment.get("threads"), torch.get_num_threads()
     if threads != now:

@@ -39,6 +39,11 @@ class SharedSampler:
     used: list[str] = field(default_factory=list)
     """These names."""
 
+    @property
+    def way(self) -> str:
+        """How answers that are not stored are written."""
+        return self.sampler.way
+
     def generate(
         self,
         questions: Sequence[Question],

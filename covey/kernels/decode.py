@@ -14,7 +14,6 @@ import triton.language as tl
 
 LEAST_ROWS = 16
 """The fewest rows that the matrix units take: queries that share keys are padded to it."""
-EXACT = False
 FEW_PROGRAMS = 512
 WIDE, NARROW = (128, 4, 2), (32, 2, 2)
 """Positions read at a time, warps and stages of a program: while programs are few each should have
@@ -35,6 +34,18 @@ def _norm_halves(first, second, gain, half, size: tl.constexpr, eps):
 
 
 @triton.jit
+def fold(score, value, largest, total, result, precision: tl.constexpr):
+    """Take more positions, by their scores to the base of two, into a running softmax."""
+    larger = tl.maximum(largest, tl.max(score, axis=1))
+    shrink = tl.exp2(largest - larger)
+    weight = tl.exp2(score - larger[:, None])
+    total = total * shrink + tl.sum(weight, axis=1)
+    result = result * shrink[:, None]
+    result += tl.dot(weight.to(value.dtype), value, input_precision=precision)
+    return larger, total, result
+
+
+@triton.jit
 def _attend(
     keys,
     values,
@@ -49,7 +60,6 @@ def _attend(
     size: tl.constexpr,
     block: tl.constexpr,
     precision: tl.constexpr,
-    twice: tl.constexpr,
 ):
     """Attend to `count` positions that stand one after the other from row `begin` on."""
     half = tl.arange(0, size // 2)
@@ -64,17 +74,7 @@ def _attend(
         score = tl.dot(first, tl.trans(c1), input_precision=precision)
         score += tl.dot(second, tl.trans(c2), input_precision=precision)
         score = tl.where(seen[None, :], score * log2, float("-inf"))
-        larger = tl.maximum(largest, tl.max(score, axis=1))
-        shrink = tl.exp2(largest - larger)
-        weight = tl.exp2(score - larger[:, None])
-        total = total * shrink + tl.sum(weight, axis=1)
-        result = result * shrink[:, None]
-        high = weight.to(cv.dtype)
-        result += tl.dot(high, cv, input_precision=precision)
-        if twice:
-            low = (weight - high.to(tl.float32)).to(cv.dtype)
-            result += tl.dot(low, cv, input_precision=precision)
-        largest = larger
+        largest, total, result = fold(score, cv, largest, total, result, precision)
     return largest, total, result
 
 
@@ -105,7 +105,6 @@ def _decode_attention(
     block: tl.constexpr,
     norms: tl.constexpr,
     precision: tl.constexpr,
-    twice: tl.constexpr,
 ):
     slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -157,11 +156,11 @@ def _decode_attention(
     prompt_begin = (row * key_heads + head) * prompt_capacity
     largest, total, result = _attend(
         prompt_keys, prompt_values, prompt_begin, before, first, second,
-        largest, total, result, log2, size, block, precision, twice,
+        largest, total, result, log2, size, block, precision,
     )  # fmt: skip
     largest, total, result = _attend(
         keys, values, begin, at, first, second,
-        largest, total, result, log2, size, block, precision, twice,
+        largest, total, result, log2, size, block, precision,
     )  # fmt: skip
     tl.store(out, result / total[:, None], mask=real)
 
@@ -218,7 +217,6 @@ def decode_attention(
         block=block,
         norms=norms is not None,
         precision="ieee" if keys.dtype == torch.float32 else "tf32",
-        twice=EXACT and keys.dtype != torch.float32,
         num_warps=warps,
         num_stages=stages,
     )

@@ -322,7 +322,7 @@ def _sampler_parts(facts: _Facts) -> list[Part]:
         calls.append((held_out, 1, GREEDY_COPIES))
         if config.evaluate.samples:
             calls.append((held_out, config.evaluate.samples, copies))
-    if facts.on_gpu and facts.shape.fuses:
+    if facts.on_gpu and (facts.shape.fuses or facts.shape.fused_attention):
         return _pooled(facts, calls)
     writings = [_writing(facts, *call) for call in calls]
     largest = max(writings, key=lambda parts: sum(part.bytes for part in parts))

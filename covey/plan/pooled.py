@@ -1,4 +1,4 @@
-"""What sampling takes on a GPU, for models that its kernels understand.
+"""What sampling takes on a GPU, for models whose steps are recorded.
 
 Keys and values stay where they are from call to call, because recorded graphs hold their addresses:
 so do the graphs' own temporaries. Both are there while a run trains, too. The numbers are those of
@@ -101,7 +101,7 @@ def _recorded(shape: Shape, size: int, call: Call) -> int:
 def _reading(shape: Shape, size: int, call: Call, longest: int) -> Part:
     together = max(1, min(call.read, PREFILL_TOKENS // longest))
     tokens = together * longest
-    batch = Pass(rows=together, columns=longest, tokens=tokens, chosen=together, packed=True)
+    batch = Pass(rows=together, columns=longest, tokens=tokens, chosen=together, packed=shape.fuses)
     # The keys and values of those that were read before are freed when the next are there.
     kept = 1 if together == call.read else 2
     held = kept * tokens * 2 * shape.layers * shape.key * size

@@ -153,7 +153,8 @@ def measure(
         key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_size=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         inner=_inner(config),
-        fused_attention=model.config._attn_implementation in ("sdpa", NAME),
+        fused_attention=model.config._attn_implementation in ("sdpa", NAME)
+        and getattr(model.config, "attn_logit_softcapping", None) is None,
         fuses=_fuses(model),
         head_norms=any(name.endswith(".q_norm") for name in modules),
     )

@@ -13,7 +13,7 @@ Shapes: N packed tokens, B rows, S columns, H heads, K key-value heads, D head s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
@@ -38,19 +38,37 @@ class Packing:
     """[N] int64: a cell of `rows`, flattened, that holds each packed token."""
 
 
+class Attends(Protocol):
+    """Whoever attends in place of this module, because only it knows where keys are."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Return [batch, positions, H, D]."""
+
+
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    packing: Packing | Spans | None = None,
+    packing: Packing | Spans | Attends | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as scaled dot products do. Returns [batch, positions, H, D]."""
     if packing is None:
         return _attend(module, query, key, value, attention_mask, **options), None
+    if not isinstance(packing, Packing | Spans):
+        return packing.attend(module, query, key, value, options), None
     if isinstance(packing, Spans):
+        if options.get("softcap") is not None:
+            raise NotImplementedError("flash kernels have no soft cap")
         scaling, window = options.get("scaling"), options.get("sliding_window")
         keys, values = (packing.gathered(t[0].transpose(0, 1)) for t in (key, value))
         questions = query[0].transpose(0, 1)
@@ -81,10 +99,37 @@ def _attend(
     plain = plain and not (options.get("dropout") and module.training)
     if mask is None and window is not None and length > window:
         mask = _window_mask(query, length, window)
+    if options.get("softcap") is not None:
+        return _capped(query, key, value, mask, options)
     if query.device.type == "cpu" and length <= SHORT and plain:
         return _short(query, key, value, mask, options.get("scaling"))
     attended: torch.Tensor = sdpa_attention_forward(module, query, key, value, mask, **options)[0]
     return attended
+
+
+def _capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attend with scores that are bent to below a soft cap, which no fused kernel knows."""
+    softcap, scaling = options["softcap"], options.get("scaling")
+    batch, heads, positions, size = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)  # scores of fifty round by a quarter
+    rows = query.unflatten(1, (key.shape[1], -1)).to(wide)
+    scores = rows @ key.unsqueeze(2).transpose(3, 4).to(wide)
+    scores = scores * (size**-0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and positions > 1:
+        mask = _window_mask(query, key.shape[2], key.shape[2])
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask.unsqueeze(2), torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask.unsqueeze(2)
+    attended: torch.Tensor = scores.softmax(dim=-1).to(value.dtype) @ value.unsqueeze(2)
+    return attended.reshape(batch, heads, positions, size).transpose(1, 2)
 
 
 def _window_mask(query: torch.Tensor, length: int, window: int) -> torch.Tensor:

@@ -121,9 +121,7 @@ class LanguageModel:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None or getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
             return [self.decode(tokens) for tokens in answers]
-        texts: list[str] = backend.decode_batch(
-            [list(tokens) for tokens in answers], skip_special_tokens=True
-        )
+        texts: list[str] = backend.decode_batch(answers, skip_special_tokens=True)
         return texts
 
 
@@ -256,7 +254,11 @@ def _use_own_attention(model: Any) -> tuple[bool, bool]:
     """
     if model.config._attn_implementation == NAME:  # a configuration that served another model
         model.set_attn_implementation("sdpa")
-    if model.config._attn_implementation != "sdpa":
+    before_us = model.config._attn_implementation
+    if getattr(model.config, "attn_logit_softcapping", None) is not None and before_us == "sdpa":
+        before_us = "eager"  # sdpa leaves a soft cap out without a word
+        model.set_attn_implementation(before_us)
+    if before_us not in ("sdpa", "eager"):
         return False, False
     batch = _trial_batch(model)
     layout = lay_out(batch)
@@ -269,7 +271,7 @@ def _use_own_attention(model: Any) -> tuple[bool, bool]:
     except (TypeError, ValueError, RuntimeError, IndexError):
         same = False
     if not same:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(before_us)
         return False, False
     rows = torch.arange(len(batch), device=before.device)[:, None].expand_as(layout.predictor)
     padded = before[rows, layout.predictor][batch.mask]
@@ -286,7 +288,7 @@ def _tried(model: Any) -> nn.Module:
     """Return a backbone to try things with: of a model that rounds much, first layers alone."""
     rounds = model.get_output_embeddings().weight.dtype in HALF
     backbone: nn.Module = model.base_model
-    return first_layers(backbone) if rounds and hasattr(backbone, "layers") else backbone
+    return first_layers(backbone) if rounds else backbone
 
 
 def _flashes(model: Any, tried: nn.Module, batch: Batch, padded: torch.Tensor) -> bool:

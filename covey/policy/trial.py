@@ -37,14 +37,26 @@ def first_layers(backbone: nn.Module) -> nn.Module:
     """Return a backbone of the first layers alone, in float32 and apart from the model's own."""
     model: Any = backbone
     small = copy.copy(model)
-    small._modules = dict(model._modules)
-    small.layers = nn.ModuleList(copy.deepcopy(layer) for layer in model.layers[:LAYERS]).float()
-    small.norm = copy.deepcopy(model.norm).float()
-    embedding = getattr(model.embed_tokens, "original_module", model.embed_tokens)
-    small.embed_tokens = nn.Embedding.from_pretrained(embedding.weight[:TOKENS].detach().float())
+    small._modules = {
+        name: None if part is None else _first(part, model.config)
+        for name, part in model._modules.items()
+    }
     small.eval()
     assert isinstance(small, nn.Module)
     return small
+
+
+def _first(part: nn.Module, config: Any) -> nn.Module:
+    """Return the first layers of layers, the first tokens of an embedding, and others whole."""
+    if isinstance(part, nn.ModuleList):
+        kinds = getattr(config, "layer_types", None) or ()
+        # A kind of layer that comes late has to be seen, too.
+        enough = max([LAYERS, *(1 + kinds.index(kind) for kind in set(kinds))])
+        return nn.ModuleList(copy.deepcopy(layer) for layer in part[:enough]).float()
+    embedding = getattr(part, "original_module", part)  # the one beside which an adapter has a copy
+    if isinstance(embedding, nn.Embedding) and embedding.num_embeddings == config.vocab_size:
+        part = nn.Embedding.from_pretrained(embedding.weight[:TOKENS].detach())
+    return copy.deepcopy(part).float()
 
 
 def near(one: torch.Tensor, other: torch.Tensor) -> bool:

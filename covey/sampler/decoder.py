@@ -1,9 +1,9 @@
 """One step of decoding: from the last token of every slot to the hidden state of the next.
 
-Any model can take its own forward pass in transformers. Most have the shape of Llama, though, and
-for these the same arithmetic is written out here: at one token a slot, the layers of Python between
-a model's operations cost more than the operations do. The weights are the model's own, and whether
-the shape is understood is tried when the sampler is made.
+Any model can take its own forward pass in transformers (own.py). Most have the shape of Llama,
+though, and for these the same arithmetic is written out here: at one token a slot, the layers of
+Python between a model's operations cost more than the operations do. The weights are the model's
+own, and whether the shape is understood is tried when the sampler is made (trial.py).
 
 Shapes: W slots in use, H heads, K key-value heads, D head size, L positions.
 """
@@ -11,20 +11,18 @@ Shapes: W slots in use, H heads, K key-value heads, D head size, L positions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention
-from transformers import DynamicCache
 
-from covey.policy.adapter import NAME, stirred
+from covey.policy.adapter import NAME
 from covey.policy.attention import SHORT, short_attention, short_bias
 from covey.policy.model import LanguageModel
-from covey.policy.trial import first_layers, near, plain_positions
-from covey.sampler.slots import KeyShape, Memory, SlotCache, attention_mask
+from covey.policy.trial import plain_positions
+from covey.sampler.slots import SlotCache
 
 JOINT_BYTES = 64 * 2**20
 """Weights up to this size are copied side by side for every batch of answers: small products are
@@ -39,29 +37,6 @@ class Decoder(Protocol):
 
     def step(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
         """Return hidden states [W, hidden size] after `tokens` [W], writing to the cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransformersDecoder:
-    """The model's own forward pass."""
-
-    model: LanguageModel
-
-    def begin(self, positions: int) -> None:
-        """There is nothing to prepare."""
-
-    def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-        """Run the model on one token a slot."""
-        place = cache.place[: cache.width]
-        dtype = self.model.head.linear.weight.dtype
-        hidden: torch.Tensor = self.model.backbone(
-            input_ids=tokens[:, None],
-            attention_mask=attention_mask(self.model.model.config, place, cache.reach, dtype),
-            position_ids=place[:, None],
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
-        return hidden[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +109,10 @@ class Joint(NamedTuple):
 
 
 class NotUnderstood(Exception):
-    """The model does not have the shape of Llama."""
+    """A model is not computed in some way; the message says why, in half a sentence."""
+
+    def __str__(self) -> str:
+        return super().__str__() or "it does not have the shape of Llama"
 
 
 class LlamaDecoder:
@@ -184,65 +162,6 @@ class LlamaDecoder:
             gate, up = _gate_up(block, joint, _norm(block.post_norm, hidden))
             hidden = hidden + block.down(block.activation(gate) * up)
         return _norm(self.final_norm, hidden)
-
-
-def decoder_for(model: LanguageModel) -> Decoder:
-    """Return the fastest decoder that says what the model says."""
-    lean = understood(model, LlamaDecoder)
-    return TransformersDecoder(model) if lean is None else lean
-
-
-def understood(
-    model: LanguageModel,
-    kind: Callable[[LanguageModel], Decoder],
-    memory: Callable[[int, KeyShape], Memory] | None = None,
-) -> Decoder | None:
-    """Return a decoder of some kind if it says of a trial what the model says, else None."""
-    try:
-        decoder = kind(model)
-        with stirred(model):
-            tried = _for_trial(model)
-            expected = _trial(tried, TransformersDecoder(tried))
-            got = _trial(tried, kind(tried), memory)
-    except (NotUnderstood, AttributeError, TypeError, ValueError, RuntimeError, LookupError):
-        return None
-    return decoder if near(got, expected) else None
-
-
-def _for_trial(model: LanguageModel) -> LanguageModel:
-    """Return a model as it is, or of one that rounds much the first layers, in float32."""
-    if model.head.linear.weight.dtype in (torch.float32, torch.float64):
-        return model
-    few = SimpleNamespace(base_model=first_layers(model.backbone), config=model.model.config)
-    return replace(model, model=few)
-
-
-def _slot_cache(slots: int, shape: KeyShape) -> SlotCache:
-    return SlotCache(slots, 9, shape)
-
-
-@torch.inference_mode()
-def _trial(
-    model: LanguageModel,
-    decoder: Decoder,
-    memory: Callable[[int, KeyShape], Any] | None = None,
-) -> torch.Tensor:
-    """Decode two tokens in three slots of different length."""
-    device = model.device
-    ids = torch.arange(2, 17, device=device).view(3, 5) % model.model.config.vocab_size
-    prompts = DynamicCache()
-    model.backbone(input_ids=ids, past_key_values=prompts, use_cache=True)
-    cache = (memory or _slot_cache)(3, KeyShape.of(prompts))
-    cache.remember([0, 1, 2], prompts, [5, 2, 4])
-    cache.enter(torch.arange(3, device=device), [0, 1, 2])
-    cache.active[:] = True
-    decoder.begin(9)
-    states: list[torch.Tensor] = []
-    for _ in range(2):
-        cache.place += 1
-        cache.reach = int(cache.place.max()) + 1
-        states.append(decoder.step(ids[:, len(states)], cache))
-    return torch.stack(states)
 
 
 def _block(layer: Any) -> Block:

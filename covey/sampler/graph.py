@@ -8,21 +8,30 @@ they are in memory.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from covey.kernels.sample import Written, draw
 from covey.policy.model import LanguageModel
-from covey.sampler.decoder import Decoder, understood
+from covey.sampler.decoder import Decoder, NotUnderstood
 from covey.sampler.fused import FusedDecoder
+from covey.sampler.own import PooledDecoder
 from covey.sampler.pick import Distribution, pick_tokens
 from covey.sampler.pool import PROMPT_STEP, PooledCache, width_for
 from covey.sampler.protocol import Sampling
 from covey.sampler.slots import KeyShape, Slots
+from covey.sampler.trial import FAILURES, first_line, tried
 
 STEPS = 8
 """Tokens written before the host looks which answers have ended."""
+SLOTS = 4
+"""Slots that are recorded for a trial."""
+SAME = 0.02
+"""How far a recorded step may be off: kernels may be others, and round elsewhere."""
 
 
 @dataclass(slots=True)
@@ -32,6 +41,7 @@ class GraphStepper:
     model: LanguageModel
     decoder: Decoder
     shape: KeyShape
+    way: str
     memory: PooledCache | None = None
     """Kept from call to call: graphs hold its addresses."""
     needs: dict[str, int] = field(default_factory=dict)
@@ -69,7 +79,7 @@ class GraphStepper:
         self.distribution = sampling.distribution
         return self.slots[room]
 
-    def advance(self, slots: Slots, width: int) -> None:
+    def advance(self, slots: Slots, width: int, most: int) -> None:
         """Write some tokens in every slot that goes on; this does not wait for them."""
         if self.shape.device.type != "cuda":  # kernels can be tried by Triton's interpreter
             self._step(slots, width)
@@ -77,7 +87,7 @@ class GraphStepper:
         key = width, slots.room, self.distribution
         if key not in self.graphs:
             self.graphs[key] = self._record(slots, width)
-        for _ in range(STEPS):
+        for _ in range(min(STEPS, most)):
             self.graphs[key].replay()
 
     def _record(self, slots: Slots, width: int) -> torch.cuda.CUDAGraph:
@@ -132,11 +142,60 @@ class GraphStepper:
         active &= ~ended
 
 
-def graph_stepper(model: LanguageModel, shape: KeyShape) -> GraphStepper | None:
-    """Return a stepper by graphs if the model is understood, else None."""
-    decoder = understood(model, FusedDecoder, _small_memory)
-    return None if decoder is None else GraphStepper(model, decoder, shape)
+def graph_stepper(model: LanguageModel, shape: KeyShape) -> GraphStepper:
+    """Return a stepper by graphs, or raise NotUnderstood."""
+    try:
+        decoder = tried(model, FusedDecoder, _small_memory)
+        return GraphStepper(model, decoder, shape, way="recorded graphs, the model written out")
+    except NotUnderstood as error:
+        why = error
+    decoder = tried(model, PooledDecoder, _small_memory)
+    if shape.device.type == "cuda":
+        check_recorded(decoder, _small_memory(SLOTS, shape))
+    way = f"recorded graphs of the model's own forward pass; not written out, because {why}"
+    return GraphStepper(model, decoder, shape, way=way)
 
 
 def _small_memory(slots: int, shape: KeyShape) -> PooledCache:
     return PooledCache(slots=slots, capacity=4, prompts=slots, prompt_capacity=5, shape=shape)
+
+
+def check_recorded(decoder: Decoder, memory: PooledCache) -> None:
+    """Raise NotUnderstood unless a step can be recorded and says the same for other tokens.
+
+    What waits for the host is found before anything is recorded: a recording that fails leaves
+    traces. What the host decides by looking at tokens would stay as it was decided first.
+    """
+    memory.active[:] = True
+    for layer in (memory.layer_keys, memory.prompt_keys, memory.layer_values, memory.prompt_values):
+        for tensor in layer:
+            tensor.normal_()
+    memory.prompt_length[:] = 2
+    tokens = torch.arange(2, 2 + SLOTS, device=memory.place.device)
+    decoder.begin(9)
+    try:
+        decoder.step(tokens, memory)  # compiles kernels, which may wait
+        with _host_may_not_wait():
+            decoder.step(tokens, memory)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = decoder.step(tokens, memory)
+        tokens += SLOTS
+        graph.replay()
+        expected = decoder.step(tokens, memory)
+    except FAILURES as error:
+        raise NotUnderstood(f"a step of it cannot be recorded ({first_line(error)})") from error
+    if float((found - expected).norm()) > SAME * float(expected.norm()):
+        raise NotUnderstood("a recorded step of it gives other numbers for other tokens")
+
+
+@contextmanager
+def _host_may_not_wait() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this is new
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)

@@ -7,9 +7,12 @@ slot whose answer has ended takes the next one, so a long answer does not hold u
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
 from covey.errors import DataError
@@ -31,6 +34,11 @@ class NativeSampler:
     def __post_init__(self) -> None:
         self.stepper = stepper_for(self.model)
 
+    @property
+    def way(self) -> str:
+        """How answers are written."""
+        return self.stepper.way
+
     @torch.inference_mode()
     @in_order_anyway()
     def generate(
@@ -51,16 +59,17 @@ class NativeSampler:
         rollouts: dict[Answer, Rollout] = {}
         try:
             for ended in Writer(self.model, self.stepper, questions, step, sampling).run():
-                texts = self.model.decode_many([one.tokens for one in ended])
-                for one, text in zip(ended, texts, strict=True):
+                tokens = [_tuple(one.tokens) for one in ended]
+                texts = self.model.decode_many(tokens)
+                for one, row, text in zip(ended, tokens, texts, strict=True):
                     question = questions[one.answer.question]
                     rollout = Rollout(
                         prompt_id=question.prompt.id,
                         sample=one.answer.sample,
                         prompt_tokens=question.tokens,
-                        tokens=tuple(one.tokens),
-                        trained=(True,) * len(one.tokens),
-                        sampler_logp=tuple(one.logps),
+                        tokens=row,
+                        trained=(True,) * len(row),
+                        sampler_logp=_tuple(one.logps),
                         text=text,
                         finish=one.finish,
                         policy_version=version,
@@ -86,3 +95,8 @@ class NativeSampler:
                     f"max_tokens = {max_tokens} that is {needed}: the model's context is "
                     f"{self.model.context}"
                 )
+
+
+def _tuple(row: np.ndarray) -> tuple[Any, ...]:
+    """Return a row's numbers as Python's own, without the list that `tolist` makes between."""
+    return struct.unpack(f"{len(row)}{row.dtype.char}", row.data)

@@ -9,12 +9,15 @@ Shapes: P prompts, S slots, K key-value heads, C positions, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from transformers import DynamicCache
 
 from covey.sampler.slots import KeyShape
+
+if TYPE_CHECKING:
+    from covey.kernels.pooled import Stored
 
 PROMPT_STEP = 128
 """Prompts have room for a multiple of so many tokens, so that memory and graphs serve longer."""
@@ -95,6 +98,21 @@ class PooledCache:
         for number, (keys, values) in enumerate(read):
             self.prompt_keys[number][row, :, at] = keys
             self.prompt_values[number][row, :, at] = values
+
+    def stored(self, layer: int) -> Stored:
+        """Return what a kernel has to know of a layer."""
+        from covey.kernels.pooled import Stored  # needs Triton
+
+        return Stored(
+            self.prompt_keys[layer],
+            self.prompt_values[layer],
+            self.prompt_row,
+            self.prompt_length,
+            self.layer_keys[layer],
+            self.layer_values[layer],
+            self.place,
+            self.active,
+        )
 
     def _rows_for(self, questions: Sequence[int], lengths: list[int]) -> list[int]:
         rows = [self.free.pop() for _ in questions]

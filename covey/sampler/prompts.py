@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from covey.policy.model import LanguageModel
 from covey.policy.policy import device_hidden
 from covey.policy.spans import pack_prompts
+from covey.sampler.own import TokenMemory
 from covey.sampler.pool import PooledCache
 from covey.sampler.slots import Memory
 
@@ -28,8 +29,12 @@ def read_prompts(
         if isinstance(memory, PooledCache) and model.fused and model.flash:
             read, logits = _read_packed(model, asked)
             memory.remember_packed(together, lengths, read)
+        elif isinstance(memory, TokenMemory):
+            logits = _read(model, asked, None)
+            memory.remember_tokens(together, asked)
         else:
-            cache, logits = _read(model, asked)
+            cache = DynamicCache()
+            logits = _read(model, asked, cache)
             memory.remember(together, cache, lengths)
         found |= dict(zip(together, logits, strict=True))
     return found
@@ -59,12 +64,13 @@ def _read_packed(
 
 
 def _read(
-    model: LanguageModel, prompts: Sequence[tuple[int, ...]]
-) -> tuple[DynamicCache, torch.Tensor]:
+    model: LanguageModel, prompts: Sequence[tuple[int, ...]], cache: DynamicCache | None
+) -> torch.Tensor:
+    """Read prompts by the model's own forward pass into a cache, if any; return logits."""
     rows = [torch.tensor(tokens) for tokens in prompts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
     last = torch.tensor([len(row) - 1 for row in rows], device=model.device)
-    cache = DynamicCache()
     # Padding stands on the right, where causal attention never looks, so no mask is needed.
-    hidden = model.backbone(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
-    return cache, model.head.logits(hidden[torch.arange(len(rows), device=model.device), last])
+    kept = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
+    hidden = model.backbone(input_ids=ids, **kept).last_hidden_state
+    return model.head.logits(hidden[torch.arange(len(rows), device=model.device), last])

@@ -38,6 +38,10 @@ class Sampling:
 class Sampler(Protocol):
     """Writes answers. The answer to a (question, sample) depends on nothing else in the call."""
 
+    @property
+    def way(self) -> str:
+        """How answers are written, and why not faster, in one line for the user."""
+
     def generate(
         self,
         questions: Sequence[Question],

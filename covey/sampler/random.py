@@ -8,6 +8,7 @@ another number of workers draws the same numbers. The counter-based generator is
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -33,9 +34,28 @@ def _address(name: str) -> int:
 
 def token_uniforms(*, seed: int, step: int, prompt: str, sample: int, count: int) -> np.ndarray:
     """Return the uniforms in [0, 1), float32, for positions 0 to count - 1 of one rollout."""
-    bits = _philox(seed, step, _TOKENS, _address(prompt), sample).random_raw(count)
-    # 24 bits: as many as float32 holds, so that no uniform is ever rounded up to 1.
-    return ((bits >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)
+    one: np.ndarray = answer_uniforms(
+        seed=seed, step=step, answers=[(prompt, sample)], count=count
+    )[0]
+    return one
+
+
+def answer_uniforms(
+    *, seed: int, step: int, answers: Sequence[tuple[str, int]], count: int
+) -> np.ndarray:
+    """Return the same [n, count] for n rollouts, each given by its prompt and sample."""
+    # One generator is pointed to address after address: making one takes far longer than drawing.
+    generator = _philox(seed, step, _TOKENS)
+    state = generator.state
+    counter = state["state"]["counter"]
+    uniforms = np.empty((len(answers), count), dtype=np.float32)
+    for row, (prompt, sample) in zip(uniforms, answers, strict=True):
+        counter[1], counter[2] = sample, _address(prompt)
+        generator.state = state
+        # 24 bits: as many as float32 holds, so that no uniform is ever rounded up to 1.
+        row[:] = generator.random_raw(count) >> np.uint64(40)
+    uniforms *= np.float32(2.0**-24)
+    return uniforms
 
 
 @lru_cache(maxsize=4)

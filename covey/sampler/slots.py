@@ -217,12 +217,12 @@ class Slots:
         for tensor in (self.uniforms, self.tokens, self.logps, self.last, self.count):
             tensor[: len(slots)] = tensor[slots]
 
-    def progress(self, width: int) -> tuple[list[bool], list[int]]:
+    def progress(self, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which slots go on, and how many tokens each has; this waits for the device."""
-        both = torch.stack([self.cache.active[:width].long(), self.count[:width]]).tolist()
-        return [bool(active) for active in both[0]], both[1]
+        both = torch.stack([self.cache.active[:width].long(), self.count[:width]]).cpu().numpy()
+        return both[0].astype(bool), both[1]
 
-    def written(self, slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def written(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens and log-probabilities [n, R] of some slots, in main memory."""
         index = torch.tensor(slots, device=self.count.device)
         return self.tokens[index].cpu().numpy(), self.logps[index].cpu().numpy()

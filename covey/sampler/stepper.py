@@ -9,10 +9,12 @@ import torch
 from transformers import DynamicCache
 
 from covey.policy.model import LanguageModel
-from covey.sampler.decoder import Decoder, decoder_for
+from covey.sampler.decoder import Decoder, LlamaDecoder, NotUnderstood
+from covey.sampler.own import RereadingDecoder, TokenMemory
 from covey.sampler.pick import pick_tokens
 from covey.sampler.protocol import Sampling
 from covey.sampler.slots import KeyShape, SlotCache, Slots
+from covey.sampler.trial import FAILURES, decoder_for, first_line
 
 CAPACITY_STEP = 32
 """Slots hold a multiple of so many positions, so that one cache serves many calls."""
@@ -23,6 +25,9 @@ SPARE_BYTES = 64 * 2**20
 class Stepper(Protocol):
     """Moves slots on."""
 
+    way: str
+    """How, and why not faster, in one line for the user."""
+
     def width_for(self, answers: int) -> int:
         """Return how many slots to use for so many answers at a time; at least as many."""
 
@@ -32,8 +37,8 @@ class Stepper(Protocol):
         From now on the weights are those of now.
         """
 
-    def advance(self, slots: Slots, width: int) -> None:
-        """Write one or more tokens in each of the first `width` slots that goes on."""
+    def advance(self, slots: Slots, width: int, most: int) -> None:
+        """Write 1 to `most` tokens in each of the first `width` slots that goes on."""
 
 
 @dataclass(slots=True)
@@ -42,9 +47,11 @@ class EagerStepper:
 
     model: LanguageModel
     decoder: Decoder
-    shape: KeyShape
+    shape: KeyShape | None
+    """None: the model has no keys that could be kept, and slots hold tokens."""
+    way: str = "one token at a time"
     sampling: Sampling | None = None
-    spare: SlotCache | None = field(init=False, default=None)
+    spare: SlotCache | TokenMemory | None = field(init=False, default=None)
     """A small cache on a CPU is kept for the next call: fresh memory is slow to touch."""
 
     def width_for(self, answers: int) -> int:
@@ -56,7 +63,7 @@ class EagerStepper:
         capacity = -(-(longest + sampling.max_tokens) // CAPACITY_STEP) * CAPACITY_STEP
         cache = self.spare
         if cache is None or cache.slots != width or cache.capacity != capacity:
-            cache = SlotCache(width, capacity, self.shape)
+            cache = self._memory(width, capacity)
         self.spare = None
         if cache.place.device.type == "cpu" and cache.bytes <= SPARE_BYTES:
             self.spare = cache
@@ -64,11 +71,16 @@ class EagerStepper:
         self.sampling = sampling
         return Slots.make(cache.emptied(), sampling.max_tokens, self.model.stop_ids)
 
-    def advance(self, slots: Slots, width: int) -> None:
+    def _memory(self, width: int, capacity: int) -> SlotCache | TokenMemory:
+        if self.shape is None:
+            return TokenMemory(width, capacity, self.model.device)
+        return SlotCache(width, capacity, self.shape)
+
+    def advance(self, slots: Slots, width: int, most: int) -> None:
         """Write one token in every slot that goes on."""
         assert self.sampling is not None
         cache = slots.cache
-        assert isinstance(cache, SlotCache)
+        assert isinstance(cache, SlotCache | TokenMemory)
         index = cache.active[:width].nonzero().flatten()
         if not len(index):
             return
@@ -84,14 +96,35 @@ class EagerStepper:
 @torch.inference_mode()
 def stepper_for(model: LanguageModel) -> Stepper:
     """Return the fastest stepper that says what the model says."""
-    prefix = DynamicCache()
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    model.backbone(input_ids=ids, past_key_values=prefix, use_cache=True)
-    shape = KeyShape.of(prefix)
+    try:
+        return _by_keys(model, _key_shape(model))
+    except NotUnderstood as error:
+        why = str(error)
+    except FAILURES as error:
+        why = first_line(error)
+    way = f"all is read again for every token, which is slow, because {why}"
+    return EagerStepper(model, RereadingDecoder(model), None, way=way)
+
+
+def _by_keys(model: LanguageModel, shape: KeyShape) -> Stepper:
+    """Return the fastest stepper that goes on from keys and values."""
+    way = "one token at a time"
     if model.device.type == "cuda":
         from covey.sampler.graph import graph_stepper  # needs triton
 
-        graph = graph_stepper(model, shape)
-        if graph is not None:
-            return graph
-    return EagerStepper(model, decoder_for(model), shape)
+        try:
+            return graph_stepper(model, shape)
+        except NotUnderstood as error:
+            way += f", which is slow; no recorded graphs, because {error}"
+    decoder = decoder_for(model)
+    way += "" if isinstance(decoder, LlamaDecoder) else ", by the model's own forward pass"
+    return EagerStepper(model, decoder, shape, way=way)
+
+
+def _key_shape(model: LanguageModel) -> KeyShape:
+    prefix = DynamicCache()
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model.backbone(input_ids=ids, past_key_values=prefix, use_cache=True)
+    if not prefix.layers:
+        raise NotUnderstood("it keeps no keys and values")
+    return KeyShape.of(prefix)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from covey.policy.model import LanguageModel
 from covey.sampler.pick import pick_tokens
 from covey.sampler.prompts import read_prompts
 from covey.sampler.protocol import Question, Sampling
-from covey.sampler.random import token_uniforms
+from covey.sampler.random import answer_uniforms
 from covey.sampler.stepper import Stepper
 from covey.types import Finish
 
@@ -22,8 +21,7 @@ REFILL_SHARE = 8
 """Free slots are refilled once they are one in so many: reading prompts one by one is slow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """An answer to be written: sample number `sample` of question number `question`."""
 
     question: int
@@ -34,8 +32,8 @@ class Ended(NamedTuple):
     """An answer that is complete."""
 
     answer: Answer
-    tokens: list[int]
-    logps: list[float]
+    tokens: np.ndarray
+    logps: np.ndarray
     finish: Finish
 
 
@@ -67,6 +65,10 @@ class Writer:
         self.waiting = Counter({q: sampling.samples for q in range(len(questions))})
         self.unended = Counter(self.waiting)
         self.answers: list[Answer | None] = [None] * self.width
+        self.taken = np.zeros(self.width, dtype=bool)
+        """Slots that have one."""
+        self.counts = np.zeros(self.width, dtype=np.int64)
+        """Tokens of each slot when the device was last asked."""
         self.looked_at = [0] * self.width
         """Tokens of each slot that were searched for stop strings."""
         self.stop_ids = frozenset(model.stop_ids)
@@ -75,7 +77,12 @@ class Writer:
     @property
     def running(self) -> int:
         """How many answers are being written."""
-        return sum(answer is not None for answer in self.answers)
+        return int(self.taken.sum())
+
+    @property
+    def left(self) -> int:
+        """How many tokens the shortest answer may still get."""
+        return self.sampling.max_tokens - int(self.counts[self.taken].min())
 
     def run(self) -> Iterator[list[Ended]]:
         """Yield answers as they end, some at a time.
@@ -88,7 +95,7 @@ class Writer:
                 self._refill()
             elif not self.queue:
                 self._shrink()
-            self.stepper.advance(self.slots, self.width)
+            self.stepper.advance(self.slots, self.width, self.left)
             if ended:
                 yield ended
             ended = self._take_ended()
@@ -101,9 +108,8 @@ class Writer:
 
     def _refill(self) -> None:
         """Give waiting answers the free slots and write their first token."""
-        free = [slot for slot, answer in enumerate(self.answers) if answer is None]
-        answers = [self.queue.popleft() for _ in range(min(len(free), len(self.queue)))]
-        free = free[: len(answers)]
+        free = np.flatnonzero(~self.taken)[: len(self.queue)].tolist()
+        answers = [self.queue.popleft() for _ in free]
         wanted = sorted({a.question for a in answers} - self.first_logits.keys())
         cache = self.slots.cache
         self.first_logits |= read_prompts(
@@ -111,12 +117,12 @@ class Writer:
         )
         index = torch.tensor(free, device=self.model.device)
         cache.enter(index, [a.question for a in answers])
-        self.slots.open(index, np.stack([self._uniforms(answer) for answer in answers]))
-        logits = torch.stack([self.first_logits[a.question] for a in answers])
+        self.slots.open(index, self._uniforms(answers))
         tokens, logps = pick_tokens(
-            logits, self.slots.uniforms[index, 0], self.sampling.distribution
+            self._logits(answers), self.slots.uniforms[index, 0], self.sampling.distribution
         )
         self.slots.write(index, tokens, logps)
+        self.taken[free], self.counts[free] = True, 1
         for slot, answer in zip(free, answers, strict=True):
             self.answers[slot], self.looked_at[slot] = answer, 0
             self.waiting[answer.question] -= 1
@@ -124,53 +130,66 @@ class Writer:
                 del self.first_logits[answer.question]
                 cache.all_entered(answer.question)
 
-    def _uniforms(self, answer: Answer) -> np.ndarray:
-        return token_uniforms(
+    def _uniforms(self, answers: Sequence[Answer]) -> np.ndarray:
+        return answer_uniforms(
             seed=self.sampling.seed,
             step=self.step,
-            prompt=self.questions[answer.question].prompt.id,
-            sample=answer.sample,
+            answers=[(self.questions[a.question].prompt.id, a.sample) for a in answers],
             count=self.sampling.max_tokens,
         )
+
+    def _logits(self, answers: Sequence[Answer]) -> torch.Tensor:
+        """Return the logits [n, V] of the first token of each answer."""
+        asked = dict.fromkeys(answer.question for answer in answers)
+        rows = {question: row for row, question in enumerate(asked)}
+        logits = torch.stack([self.first_logits[question] for question in asked])
+        return logits[torch.tensor([rows[a.question] for a in answers], device=logits.device)]
 
     def _shrink(self) -> None:
         """Once nobody waits, free slots only cost: move the rest together."""
         width = self.stepper.width_for(self.running)
         if 2 * self.running > self.width or width >= self.width:
             return
-        kept = [slot for slot, answer in enumerate(self.answers) if answer is not None]
+        kept = np.flatnonzero(self.taken).tolist()
         self.slots.keep(torch.tensor(kept, device=self.model.device))
         spare = width - len(kept)
         self.answers = [self.answers[slot] for slot in kept] + [None] * spare
         self.looked_at = [self.looked_at[slot] for slot in kept] + [0] * spare
+        self.counts = np.pad(self.counts[kept], (0, spare))
+        self.taken = np.arange(width) < len(kept)
         self.width = width
 
     def _take_ended(self) -> list[Ended]:
-        """Free the slots whose answer has ended, and return the answers."""
-        active, counts = self.slots.progress(self.width)
-        taken = [slot for slot, answer in enumerate(self.answers) if answer is not None]
-        cut = self._stop_strings(taken, counts) if self.sampling.stop_strings else {}
-        ended = [slot for slot in taken if slot in cut or not active[slot]]
+        """Free the slots whose answer has ended, and return the answers.
+
+        The device waits for this, so what can be done later is left to whoever takes them.
+        """
+        active, self.counts = self.slots.progress(self.width)
+        cut = self._stop_strings() if self.sampling.stop_strings else {}
+        self.slots.close([slot for slot in cut if active[slot]])
+        active[list(cut)] = False
+        ended = np.flatnonzero(self.taken & ~active).tolist()
         if not ended:
             return []
         tokens, logps = self.slots.written(ended)
-        self.slots.close([slot for slot in cut if active[slot]])
+        self.taken[ended] = False
         result = []
         for slot, row, row_logps in zip(ended, tokens, logps, strict=True):
-            answer, length = self.answers[slot], cut.get(slot, counts[slot])
+            answer, length = self.answers[slot], cut.get(slot, int(self.counts[slot]))
             assert answer is not None
             stopped = slot in cut or int(row[length - 1]) in self.stop_ids
             finish: Finish = "stop" if stopped else "length"
-            result.append(Ended(answer, row[:length].tolist(), row_logps[:length].tolist(), finish))
+            result.append(Ended(answer, row[:length], row_logps[:length], finish))
             self.answers[slot] = None
             self.unended[answer.question] -= 1
             if not self.unended[answer.question]:
                 self.slots.cache.all_ended(answer.question)
         return result
 
-    def _stop_strings(self, slots: list[int], counts: list[int]) -> dict[int, int]:
+    def _stop_strings(self) -> dict[int, int]:
         """Return the slots that have completed a stop string, and how many tokens that took."""
         found: dict[int, int] = {}
+        slots, counts = np.flatnonzero(self.taken).tolist(), self.counts.tolist()
         tokens, _ = self.slots.written(slots)
         # A stop string of n bytes spans at most n tokens, unless they decode to nothing.
         starts = [max(0, self.looked_at[slot] + 1 - self.stop_reach) for slot in slots]

@@ -103,3 +103,20 @@ def test_padding_side_of_the_tokenizer_never_matters(embedded: LanguageModel) ->
         sampling = Sampling(max_tokens=12, distribution=Distribution(temperature=1.0))
         results.append(NativeSampler(model).generate(questions, step=0, sampling=sampling))
     assert results[0] == results[1]
+
+
+def test_a_soft_cap_in_attention_is_not_left_out() -> None:
+    torch.manual_seed(0)
+    model = ARCHITECTURES["gemma2"]().eval()
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = 2.0
+        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            part.weight.data *= 20.0
+    ids = torch.arange(6, 30)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.set_attn_implementation("sdpa")  # as it is loaded: without the cap, without a word
+        assert float((model(ids).logits - expected).abs().max()) > 0.1
+        wrapped = wrap(model, transformers.AutoTokenizer.from_pretrained(CHECKPOINT))
+        assert wrapped.packs
+        torch.testing.assert_close(wrapped.model(ids).logits, expected, atol=2e-5, rtol=0)

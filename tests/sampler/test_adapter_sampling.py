@@ -10,9 +10,11 @@ import torch
 from covey.policy.adapter import add_adapter, stirred
 from covey.policy.model import LanguageModel
 from covey.policy.policy import Policy
-from covey.sampler.decoder import LlamaDecoder, TransformersDecoder, _trial, decoder_for
+from covey.sampler.decoder import LlamaDecoder
 from covey.sampler.native import NativeSampler
+from covey.sampler.own import TransformersDecoder
 from covey.sampler.protocol import Sampling
+from covey.sampler.trial import decoder_for, trial
 from covey.train.collate import collate
 from covey.types import Group
 from tests.conftest import build
@@ -28,11 +30,11 @@ def test_adapters_are_written_out_exactly(
     name: str, dtype: torch.dtype, targets: list[str]
 ) -> None:
     plain = made(UNDERSTOOD[name](), dtype)
-    without = _trial(plain, TransformersDecoder(plain))
+    without = trial(plain, TransformersDecoder(plain))
     model = adapted("", base=plain, targets=targets)
     decoder = decoder_for(model)
     assert isinstance(decoder, LlamaDecoder)
-    expected, got = _trial(model, TransformersDecoder(model)), _trial(model, decoder)
+    expected, got = trial(model, TransformersDecoder(model)), trial(model, decoder)
     assert (expected - without).abs().max() > 0.1
     limit = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 0.06}[dtype]
     torch.testing.assert_close(got, expected, atol=limit, rtol=limit)
@@ -87,7 +89,7 @@ def test_the_trial_sees_an_adapter_whose_weights_are_still_zero() -> None:
     forward, base = layer.forward, layer.base_layer
     layer.forward = lambda x: 0.5 * (forward(x) + base(x))
     lean = LlamaDecoder(model)
-    same = _trial(model, lean) - _trial(model, TransformersDecoder(model))
+    same = trial(model, lean) - trial(model, TransformersDecoder(model))
     assert same.abs().max() < 1e-4
     assert isinstance(decoder_for(model), TransformersDecoder)
 

@@ -9,8 +9,10 @@ from torch import nn
 
 from covey.embedded import CHECKPOINT
 from covey.policy.model import LanguageModel, wrap
-from covey.sampler.decoder import LlamaDecoder, TransformersDecoder, _trial, decoder_for
+from covey.sampler.decoder import LlamaDecoder
 from covey.sampler.native import NativeSampler
+from covey.sampler.own import TransformersDecoder
+from covey.sampler.trial import decoder_for, trial
 from tests.conftest import build
 
 SIZES = {
@@ -56,7 +58,7 @@ def test_models_of_the_shape_of_llama_are_written_out_exactly(
     model = made(UNDERSTOOD[name](), dtype)
     decoder = decoder_for(model)
     assert isinstance(decoder, LlamaDecoder)
-    expected, got = _trial(model, TransformersDecoder(model)), _trial(model, decoder)
+    expected, got = trial(model, TransformersDecoder(model)), trial(model, decoder)
     assert expected.std() > 0.1
     limit = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 0.05}[dtype]
     torch.testing.assert_close(got, expected, atol=limit, rtol=limit)
@@ -89,10 +91,10 @@ def test_a_layer_that_is_more_than_a_product_is_left_alone() -> None:
 def test_the_weights_are_the_models_own(embedded: LanguageModel) -> None:
     model = made(UNDERSTOOD["qwen2"]())
     decoder = NativeSampler(model).stepper.decoder
-    before = _trial(model, decoder)
+    before = trial(model, decoder)
     with torch.no_grad():
         model.backbone.layers[0].mlp.up_proj.weight.mul_(1.5)
-    after = _trial(model, decoder)
+    after = trial(model, decoder)
     assert (after - before).abs().max() > 0.01
-    torch.testing.assert_close(after, _trial(model, TransformersDecoder(model)))
+    torch.testing.assert_close(after, trial(model, TransformersDecoder(model)))
     assert isinstance(NativeSampler(embedded).stepper.decoder, LlamaDecoder)

@@ -11,12 +11,12 @@ from transformers import DynamicCache
 
 from covey.policy.adapter import add_adapter
 from covey.policy.model import LanguageModel
-from covey.sampler.decoder import decoder_for
 from covey.sampler.native import NativeSampler
 from covey.sampler.pick import Distribution
 from covey.sampler.protocol import Question, Sampling
 from covey.sampler.slots import KeyShape
 from covey.sampler.stepper import EagerStepper
+from covey.sampler.trial import decoder_for
 from covey.types import Prompt
 from tests.conftest import build
 
@@ -53,7 +53,6 @@ def by_graph(model: LanguageModel) -> NativeSampler:
 
     sampler = NativeSampler(model)
     stepper = graph_stepper(model, shape_of(model))
-    assert stepper is not None
     sampler.stepper = stepper
     return sampler
 

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from covey.sampler.random import mini_batch_order, prompt_indices, token_uniforms
+from covey.sampler.random import (
+    _TOKENS,
+    _address,
+    _philox,
+    answer_uniforms,
+    mini_batch_order,
+    prompt_indices,
+    token_uniforms,
+)
 
 BASE: dict[str, Any] = {"seed": 7, "step": 3, "prompt": "arithmetic/train/2-4/5", "sample": 2}
 seeds = st.integers(0, 2**64 - 1)
@@ -29,6 +37,17 @@ def test_the_generator_draws_these_numbers() -> None:
     assert [int(u * 2**24) for u in uniforms] == [14142343, 974309, 4170958, 11222638]
     assert prompt_indices(seed=7, step=3, count=4, size=10) == [5, 0, 4, 3]
     assert mini_batch_order(seed=7, step=3, epoch=1, groups=8) == [0, 6, 5, 1, 3, 7, 4, 2]
+
+
+def test_many_answers_get_the_numbers_of_each() -> None:
+    answers = [(f"p{n % 5}", n // 5) for n in range(40)]
+    together = answer_uniforms(seed=2**64 - 1, step=9, answers=answers, count=11)
+    address = {"seed": 2**64 - 1, "step": 9, "count": 11}
+    for row, (prompt, sample) in zip(together, answers, strict=True):
+        # As it was drawn before answers were drawn together.
+        bits = _philox(2**64 - 1, 9, _TOKENS, _address(prompt), sample).random_raw(11)
+        assert row.tolist() == [int(b >> np.uint64(40)) / 2**24 for b in bits]
+        assert row.tolist() == token_uniforms(prompt=prompt, sample=sample, **address).tolist()
 
 
 @given(addresses, st.integers(0, 50))
