@@ -12,6 +12,7 @@ Shapes: N packed tokens, H heads, K key-value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from covey.kernels.rope import Shared, turn
 from covey.policy.attention import Packing, attention
 from covey.policy.flash import Spans, flash_attention
 from covey.policy.joint import GradSink, sink_of
-from covey.policy.linear import gated_product, plain, product_of
+from covey.policy.linear import gated_product, plain, product_of, skipping_gated_products
 from covey.policy.trial import plain_positions
 
 KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
@@ -59,6 +60,7 @@ def fused_backbone(
             hidden, delta = checkpoint(
                 _layer, layer, hidden, None, place, collect,
                 use_reentrant=False, preserve_rng_state=False, determinism_check="none",
+                context_fn=_first_and_again,
             )  # fmt: skip
         else:
             hidden, delta = _layer(layer, hidden, delta, place, collect)
@@ -151,6 +153,11 @@ def _shared(packing: Packing | Spans) -> Shared | None:
         return None
     parts = (packing.tokens, packing.starts, packing.begin, packing.end, packing.position)
     return Shared(*(part for part in parts if part is not None))
+
+
+def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return what surrounds a checkpointed layer when it runs and when it is computed again."""
+    return nullcontext(), skipping_gated_products()
 
 
 def _checkpointed(layer: Any) -> bool:

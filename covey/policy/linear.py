@@ -5,7 +5,9 @@ A layer that is more than a product, such as one with an adapter, is called as i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -49,6 +51,22 @@ def gated_product(
         return result
     result = _GatedProduct.apply(weights, len(gates), *gates, *weights.parameters)
     return result
+
+
+_SKIPS: ContextVar[bool] = ContextVar("skips", default=False)
+
+
+@contextmanager
+def skipping_gated_products() -> Iterator[None]:
+    """Let gated products note what their gradient needs, and return numbers that mean nothing.
+
+    A layer that is computed again for its gradient ends with one, whose result nobody reads.
+    """
+    token = _SKIPS.set(True)
+    try:
+        yield
+    finally:
+        _SKIPS.reset(token)
 
 
 class _Weights:
@@ -138,6 +156,8 @@ class _GatedProduct(torch.autograd.Function):
         gates = tensors[:count]
         ctx.save_for_backward(*gates)
         ctx.weights = weights
+        if _SKIPS.get():
+            return gates[0].new_empty(len(gates[0]), len(weights.weight))
         return linear(silu_times(*_apart(gates)), weights.weight, weights.bias)
 
     @staticmethod
