@@ -173,9 +173,3 @@ def test_what_fails_is_a_row_with_the_reason_and_the_rest_goes_on(tmp_path: Path
     assert "no module named trl |" in markdown(written)
     with pytest.raises(WorkerFailed, match="more than"):
         in_own_process([sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.2)
-
-
-def test_an_option_that_the_optimizer_does_not_have_is_named() -> None:
-    from speed_update import known_options
-
-    assert known_options({"eps": 1e-6, "colour": "red"}) == ({"eps": 1e-6}, ["colour"])
