@@ -167,6 +167,11 @@ class TokenMemory:
         """Memory of all tokens."""
         return self.tokens.nbytes
 
+    @property
+    def spare_prompts(self) -> int:
+        """None: there would be nothing to gain."""
+        return 0
+
     def emptied(self) -> TokenMemory:
         """Free all slots."""
         self.prompts.clear()

@@ -59,6 +59,11 @@ class PooledCache:
         """How many slots there are."""
         return len(self.place)
 
+    @property
+    def spare_prompts(self) -> int:
+        """As many as there are free rows."""
+        return len(self.free)
+
     def holds(self, *, slots: int, capacity: int, prompts: int, prompt_capacity: int) -> bool:
         """Tell whether there is room for so much."""
         rows, _, room, _ = self.prompt_keys[0].shape

@@ -31,6 +31,10 @@ class Memory(Protocol):
     def slots(self) -> int:
         """How many slots there are."""
 
+    @property
+    def spare_prompts(self) -> int:
+        """How many prompts may be read before they are needed."""
+
     def emptied(self) -> Self:
         """Free all slots and forget all prompts."""
 
@@ -72,6 +76,11 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
     def slots(self) -> int:
         """How many slots there are in all."""
         return len(self.place)
+
+    @property
+    def spare_prompts(self) -> int:
+        """None: until it is copied, a prompt takes memory beside the slots."""
+        return 0
 
     @property
     def capacity(self) -> int:

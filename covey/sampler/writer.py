@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from covey.policy.model import LanguageModel
 from covey.sampler.pick import pick_tokens
-from covey.sampler.prompts import read_prompts
+from covey.sampler.prompts import PREFILL_TOKENS, read_prompts
 from covey.sampler.protocol import Question, Sampling
 from covey.sampler.random import answer_uniforms
 from covey.sampler.stepper import Stepper
@@ -110,10 +111,9 @@ class Writer:
         """Give waiting answers the free slots and write their first token."""
         free = np.flatnonzero(~self.taken)[: len(self.queue)].tolist()
         answers = [self.queue.popleft() for _ in free]
-        wanted = sorted({a.question for a in answers} - self.first_logits.keys())
         cache = self.slots.cache
         self.first_logits |= read_prompts(
-            self.model, cache, {q: self.questions[q].tokens for q in wanted}
+            self.model, cache, {q: self.questions[q].tokens for q in self._to_read(answers)}
         )
         index = torch.tensor(free, device=self.model.device)
         cache.enter(index, [a.question for a in answers])
@@ -129,6 +129,23 @@ class Writer:
             if not self.waiting[answer.question]:
                 del self.first_logits[answer.question]
                 cache.all_entered(answer.question)
+
+    def _to_read(self, answers: Sequence[Answer]) -> list[int]:
+        """Return the questions of some answers that were not read yet.
+
+        If there are any, those that come next are read with them as far as there is room: a pass
+        over few prompts takes a GPU as long as one over many, and all slots wait for it.
+        """
+        known = self.first_logits
+        needed = {a.question for a in answers if a.question not in known}
+        if not needed:
+            return []
+        longest = max(len(question.tokens) for question in self.questions)
+        room = min(PREFILL_TOKENS // longest, self.slots.cache.spare_prompts)
+        coming = dict.fromkeys(
+            a.question for a in chain(answers, self.queue) if a.question not in known
+        )
+        return list(coming)[: max(room, len(needed))]
 
     def _uniforms(self, answers: Sequence[Answer]) -> np.ndarray:
         return answer_uniforms(

@@ -133,7 +133,7 @@ def test_the_pool_is_that_of_the_sampler(embedded: LanguageModel) -> None:
         layers=keys.num_hidden_layers, heads=keys.num_key_value_heads,
         size=keys.head_dim, dtype=torch.bfloat16, device=torch.device("cpu"),
     )  # fmt: skip
-    stepper = graph.GraphStepper(embedded, FusedDecoder(embedded), shape)
+    stepper = graph.GraphStepper(embedded, FusedDecoder(embedded), shape, way="tried")
     sampling = sampling_of(config)
     for questions, samples in ((9, 4), (lengths.held_out, 1), (9, 4)):
         width = stepper.width_for(min(sampling.slots, questions * samples))

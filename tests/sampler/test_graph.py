@@ -13,8 +13,9 @@ from covey.policy.adapter import add_adapter
 from covey.policy.model import LanguageModel
 from covey.sampler.native import NativeSampler
 from covey.sampler.pick import Distribution
+from covey.sampler.prompts import read_prompts
 from covey.sampler.protocol import Question, Sampling
-from covey.sampler.slots import KeyShape
+from covey.sampler.slots import KeyShape, Memory
 from covey.sampler.stepper import EagerStepper
 from covey.sampler.trial import decoder_for
 from covey.types import Prompt
@@ -90,3 +91,28 @@ def test_the_graph_writes_what_the_plain_sampler_writes(
     assert not memory.rows  # all is free again
     assert len(memory.free) == len(memory.prompt_keys[0])
     assert not memory.active.any()
+
+
+@pytest.mark.parametrize(("tokens", "passes"), [(1000, [3]), (16, [2, 1])])
+def test_prompts_that_come_next_are_read_at_the_same_time(
+    tokens: int, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from covey.sampler import writer
+
+    model, read = made("llama"), []
+
+    def counted(model: LanguageModel, memory: Memory, prompts: dict) -> dict:
+        read.extend([len(prompts)] if prompts else [])
+        return read_prompts(model, memory, prompts)
+
+    monkeypatch.setattr(writer, "read_prompts", counted)
+    monkeypatch.setattr(writer, "PREFILL_TOKENS", tokens)
+    sampling = Sampling(samples=4, max_tokens=2, slots=4, seed=1)
+    found = by_graph(model).generate(questions(model), step=2, sampling=sampling)
+    assert read == passes
+    assert [len(answers) for answers in found] == [4, 4, 4]
+    read.clear()
+    plain = NativeSampler(model)
+    plain.stepper = EagerStepper(model, decoder_for(model), shape_of(model))
+    plain.generate(questions(model), step=2, sampling=sampling)
+    assert read == [1, 1, 1]
