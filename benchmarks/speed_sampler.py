@@ -89,7 +89,7 @@ def step_seconds(sampler: NativeSampler, sizes: Sizes, answers: int) -> float:
         graph = graphs[width, slots.room, sampling.distribution]
         call, apart = graph.replay, True  # one token, and prompts stand apart from answers
     else:
-        call, apart = (lambda: stepper.advance(slots, width)), False
+        call, apart = (lambda: stepper.advance(slots, width, most=1)), False
     half = sizes.tokens // 2 - STEPS // 2
     times = []
     for _ in range(sizes.repeat):

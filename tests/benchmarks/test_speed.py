@@ -76,6 +76,18 @@ def test_a_word_is_a_token(stops: bool) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_a_decode_step_is_a_part_of_the_call_that_takes_it() -> None:
+    from speed_sampler import made_sampler, step_seconds, timed
+    from speed_sizes import sizes_for
+
+    sizes = sizes_for("cpu")
+    sampler = made_sampler(sizes, "smollm2")
+    found = timed(sampler, sizes, answers=8, repeat=3)
+    assert found.tokens == 8 * sizes.tokens
+    # 15 of 16 tokens take a step, and the call does more than that.
+    assert 0 < step_seconds(sampler, sizes, 8) * (sizes.tokens - 1) < 2 * max(found.seconds)
+
+
 def test_refilled_slots_and_waiting_batches_write_the_same_answers() -> None:
     from speed_report import Report
     from speed_sampler import ragged
