@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from covey.errors import DataError, RewardError
 from covey.policy.model import LanguageModel
 from covey.sampler.protocol import Question, Sampler, Sampling
 from covey.sampler.random import prompt_indices, refill_order
-from covey.scoring import Job, Scorer, Verdict
+from covey.scoring import Job, Pending, Scorer, Verdict
 from covey.types import Group, Prompt, Rollout
 
 
@@ -111,7 +110,7 @@ class _Judging:
     scorer: Scorer
     share: float
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
-    futures: dict[tuple[int, int], Future[list[Verdict]]] = field(default_factory=dict)
+    futures: dict[tuple[int, int], Pending] = field(default_factory=dict)
     """By question and sample; -1 in place of a sample stands for the whole group."""
 
     def add(self, question: int, rollout: Rollout) -> None:

@@ -162,12 +162,19 @@ class Batch:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """P and T."""
+        return self.prompt_tokens.shape[1], self.tokens.shape[1]
+
     def rows(self, index: torch.Tensor) -> Batch:
         """Return the given rows, with the padding that they no longer need cut away."""
         known = self if self.host is None else self.host
         here = index if self.host is None else index.cpu()
         width = max(1, int(known.lengths[here].max()))
         prompt_width = int(known.prompt_lengths[here].max())
+        if _is_all(here, known) and (prompt_width, width) == self.widths:
+            return self
         changes: dict[str, Any] = {}
         if self.host is not None:
             changes["host"] = self.host.rows(here, width, prompt_width)
@@ -188,12 +195,25 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device, with a copy of what layouts depend on if that is no CPU."""
         moved = {
-            name: getattr(self, name).to(device)
+            name: _moved(getattr(self, name), device)
             for name in self.__slots__
             if name != "host" and getattr(self, name) is not None
         }
         host = None if moved["tokens"].device.type == "cpu" else HostRows.of(self)
         return replace(self, **moved, host=host)
+
+
+def _is_all(index: torch.Tensor, rows: Batch | HostRows) -> bool:
+    """Tell whether an index on the CPU is of all rows in their order: often there is one part."""
+    count = len(rows.lengths)
+    return len(index) == count and index.device.type == "cpu" and index.tolist() == [*range(count)]
+
+
+def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return values on a device; sent there from pinned memory nobody waits for them."""
+    if values.device.type == "cpu" and str(device).startswith("cuda"):
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,12 +229,16 @@ class Totals:
     @staticmethod
     def of(batch: Batch) -> Totals:
         """Count a batch. Rows without trained tokens count as sequences: they shrink the step."""
-        ids, place = batch.group.unique(return_inverse=True)
-        lengths = batch.mask.sum(dim=1)
-        tokens = lengths.new_zeros(len(ids)).index_add(0, place, lengths)
+        return Totals.counted(batch.group, batch.mask.sum(dim=1))
+
+    @staticmethod
+    def counted(group: torch.Tensor, tokens: torch.Tensor) -> Totals:
+        """Count answers of so many trained tokens [B] each, in the given groups [B]."""
+        ids, place = group.unique(return_inverse=True)
+        each = tokens.new_zeros(len(ids)).index_add(0, place, tokens)
         return Totals(
-            sequences=len(batch),
-            tokens=int(lengths.sum()),
+            sequences=len(group),
+            tokens=int(tokens.sum()),
             groups=len(ids),
-            group_tokens=dict(zip(ids.tolist(), tokens.tolist(), strict=True)),
+            group_tokens=dict(zip(ids.tolist(), each.tolist(), strict=True)),
         )

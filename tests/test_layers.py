@@ -19,6 +19,7 @@ LAYERS: dict[str, set[str]] = {
     "errors": PLAIN,
     "types": PLAIN,
     "dotted": {"errors"},
+    "garbage": set(),
     "objective": {"dotted", *PLAIN},
     "functional": {"objective", *PLAIN},
     "config": {"errors"},

@@ -28,19 +28,18 @@ EQUAL_REWARDS = 1e-8
 
 def group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """Sum values [B] within each group and hand every row its group's sum, [B]."""
-    _, index = group.unique(return_inverse=True)
-    sums = values.new_zeros(int(index.max()) + 1 if index.numel() else 0)
+    ids, index = group.unique(return_inverse=True)
+    sums = values.new_zeros(len(ids))
     return sums.index_add(0, index, values)[index]
 
 
 def zero_variance(rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """Mark the rows [B] whose group has no reward that differs from another: nothing to learn."""
     rewards = rewards.double()
-    _, index = group.unique(return_inverse=True)
-    groups = int(index.max()) + 1 if index.numel() else 0
+    ids, index = group.unique(return_inverse=True)
 
     def extreme(values: torch.Tensor, reduce: str, start: float) -> torch.Tensor:
-        seed = values.new_full((groups,), start)
+        seed = values.new_full((len(ids),), start)
         return seed.scatter_reduce(0, index, values, reduce)[index]
 
     scored = ~rewards.isnan()

@@ -6,7 +6,8 @@ tokens of an answer share one ratio, ratio and clip are counted once an answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -19,17 +20,17 @@ class Meter:
     """Collects (sum, count), largest and smallest by name.
 
     Values that are observed together are summed together: single small sums would cost more than
-    the objective itself. Numbers stay on the device until they are asked for.
+    the objective itself. Numbers stay on the device until they are asked for, then come together.
     """
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._ranges: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._added: dict[str, list[tuple[float, float]]] = {}
 
     def add(self, name: str, value: float, count: float = 1.0) -> None:
         """Add `value`, the sum of `count` observations."""
-        both = (torch.tensor([value], dtype=torch.float64), torch.tensor(count))
-        self._sums.setdefault((name,), []).append(both)
+        self._added.setdefault(name, []).append((value, count))
 
     def means(self, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
         """Add one observation of each value for each element in the mask."""
@@ -45,18 +46,32 @@ class Meter:
 
     def read(self) -> dict[str, float]:
         """Return means, and extremes as `name_min` and `name_max`, of all that was seen."""
+        numbers = self._fetched()
         result: dict[str, float] = {}
-        for names, sums in self._sums.items():
-            total = torch.stack([s for s, _ in sums]).sum(dim=0)
-            count = torch.stack([c for _, c in sums]).sum().double()
+        for names in self._sums:
+            totals, count = [next(numbers) for _ in names], next(numbers)
             if count:
-                result.update(zip(names, (total / count).tolist(), strict=True))
-        for name, ranges in self._ranges.items():
-            low = float(torch.stack([smallest for smallest, _ in ranges]).amin())
-            high = float(torch.stack([largest for _, largest in ranges]).amax())
+                result.update(zip(names, (total / count for total in totals), strict=True))
+        for name, values in self._added.items():
+            if count := math.fsum(count for _, count in values):
+                result[name] = math.fsum(value for value, _ in values) / count
+        for name in self._ranges:
+            low, high = next(numbers), next(numbers)
             if low <= high:  # else nothing was in any mask
                 result |= {f"{name}_min": low, f"{name}_max": high}
         return result
+
+    def _fetched(self) -> Iterator[float]:
+        """Return sums and count of what was summed together, then the range of each name."""
+        parts: list[torch.Tensor] = []
+        for sums in self._sums.values():
+            parts.append(torch.stack([s for s, _ in sums]).sum(dim=0))
+            parts.append(torch.stack([c for _, c in sums]).sum()[None])
+        for ranges in self._ranges.values():
+            parts.append(torch.stack([smallest for smallest, _ in ranges]).amin()[None])
+            parts.append(torch.stack([largest for _, largest in ranges]).amax()[None])
+        numbers: list[float] = torch.cat([p.double() for p in parts]).tolist() if parts else []
+        return iter(numbers)
 
 
 def observe(

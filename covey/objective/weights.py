@@ -52,7 +52,9 @@ def token_mean(mask: torch.Tensor, group: torch.Tensor, totals: Totals) -> torch
 def group_mean_token_mean(mask: torch.Tensor, group: torch.Tensor, totals: Totals) -> torch.Tensor:
     """1 / (P T_g): the mean over groups of the mean over their tokens. DAPO's equation 8."""
     ids, place = group.unique(return_inverse=True)
-    tokens = mask.new_tensor([max(1, totals.group_tokens[int(i)]) for i in ids], dtype=torch.double)
+    tokens = mask.new_tensor(
+        [max(1, totals.group_tokens[i]) for i in ids.tolist()], dtype=torch.double
+    )
     return mask.double() / (tokens[place, None] * max(1, totals.groups))
 
 

@@ -21,6 +21,7 @@ from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
 from covey.kernels.product import product as wide_product
 from covey.policy.attention import NAME
+from covey.policy.decoding import byte_pieces, joined_text
 from covey.policy.flash import HALF
 from covey.policy.gguf import find_gguf, import_gguf
 from covey.policy.joint import join_weights
@@ -117,7 +118,10 @@ class LanguageModel:
         return text
 
     def decode_many(self, answers: Sequence[Sequence[int]]) -> list[str]:
-        """Decode several answers; a fast tokenizer does it on all cores."""
+        """Decode several answers, from a table of bytes where the tokenizer allows it."""
+        pieces = byte_pieces(self.tokenizer, len(self.head.linear.weight))
+        if pieces is not None:
+            return [joined_text(pieces, tokens) for tokens in answers]
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None or getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
             return [self.decode(tokens) for tokens in answers]

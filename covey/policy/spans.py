@@ -9,8 +9,10 @@ Shapes: B rows, P prompt tokens, T completion tokens, N packed tokens, R places 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from covey.policy.attention import Packing
@@ -99,7 +101,7 @@ def pack_spans(host: HostRows, device: torch.device) -> PackedRows:
     """Lay a batch out without padding, and send it to a device."""
     tables, longest = lay_spans(host)
     shared = len(tables.tokens) > len(tables.input_ids)
-    return packed_rows(Tables._make(_sent(list(tables), device)), longest, shared=shared)
+    return packed_rows(Tables._make(sent(list(tables), device)), longest, shared=shared)
 
 
 def packed_rows(tables: Tables, longest: Longest, *, shared: bool) -> PackedRows:
@@ -128,20 +130,20 @@ def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> Packed
     """Lay prompts out one after another, each on its own; the last token of each is predicting."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     ends = lengths.cumsum(0)
-    ids = torch.tensor([token for prompt in prompts for token in prompt])
+    ids = torch.from_numpy(np.array(list(chain.from_iterable(prompts)), dtype=np.int64))
     position = torch.arange(len(ids)) - (ends - lengths).repeat_interleave(lengths)
     starts = torch.nn.functional.pad(ends, (1, 0)).int()
-    sent = _sent([ids, position, ends - 1, starts], device)
+    over = sent([ids, position, ends - 1, starts], device)
     longest = int(lengths.max())
     return PackedRows(
-        input_ids=sent[0],
-        position_ids=sent[1],
-        predictor=sent[2],
-        chosen=sent[2][:0],
-        cells=sent[2][:0],
+        input_ids=over[0],
+        position_ids=over[1],
+        predictor=over[2],
+        chosen=over[2][:0],
+        cells=over[2][:0],
         packing=Spans(
-            query_starts=sent[3],
-            key_starts=sent[3],
+            query_starts=over[3],
+            key_starts=over[3],
             longest_query=longest,
             longest_key=longest,
         ),
@@ -217,10 +219,10 @@ class _Rows:
         return [part.int() for part in table]
 
 
-def _sent(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def sent(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Send tensors of 4 or 8 bytes an element to a device in one piece, without waiting for it."""
-    if device.type == "cpu":
-        return parts
+    if device.type != "cuda":
+        return [part.to(device) for part in parts]
     wide = [p.numel() * p.element_size() + (-p.numel() * p.element_size()) % 8 for p in parts]
     whole = torch.empty(sum(wide), dtype=torch.uint8, pin_memory=True)
     for part, room in zip(parts, whole.split(wide), strict=True):
@@ -241,9 +243,13 @@ def balanced(batch: Batch, token_budget: int) -> list[torch.Tensor]:
     host = host_rows(batch)
     number, prompt = prompt_numbers(host), host.prompt_lengths.tolist()
     lengths = (host.lengths - 1).clamp(min=0).tolist()
+    sharing: dict[int, list[int]] = {}
+    for row, which in enumerate(number.tolist()):
+        sharing.setdefault(which, []).append(row)
+    if sum(lengths) + sum(prompt[rows[0]] for rows in sharing.values()) <= token_budget:
+        return [torch.arange(len(lengths))]
     pieces: list[tuple[int, list[int]]] = []
-    for which in range(int(number.max()) + 1):
-        rows = (number == which).nonzero().squeeze(1).tolist()
+    for rows in sharing.values():
         pieces += _pieces(rows, prompt[rows[0]], lengths, token_budget)
     pieces.sort(key=lambda piece: -piece[0])
     count = max(1, -(-sum(size for size, _ in pieces) // token_budget))

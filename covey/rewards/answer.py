@@ -221,8 +221,9 @@ class MathAnswer:
     def _equal(self, given: str, expected: str) -> bool:
         number, gold = read_number(given), read_number(expected)
         if number is not None and gold is not None:
-            allowed = 0 if gold.denominator == 1 else Fraction(self.tolerance) * abs(gold)
-            return abs(number - gold) <= allowed
+            if gold.denominator == 1 or not self.tolerance:
+                return number == gold  # a difference of fractions takes as long as all the rest
+            return abs(number - gold) <= Fraction(self.tolerance) * abs(gold)
         if max(len(given), len(expected)) > MAX_FORMULA:
             return given == expected
         given, expected = (without_dress(normalise(text)) for text in (given, expected))

@@ -92,6 +92,8 @@ _SPACING = re.compile(r"\\[,;: ]|\\quad|[~ \t\r]+")
 _WRAPPED = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|hbox|boxed|fbox) ?\{([^{}]*)\}"
 )
+_ANY_LATEX = re.compile(r"[\\{^°~\t\r]|  ")
+"""Whatever these look for has one of this in it, which plain answers have not."""
 _NUMERIC = r"\{ ?(-?[0-9][0-9,. ]*)\}"
 _FRACTION = re.compile(rf"(?:([0-9]) ?)?\\[dtc]?frac ?(?:{_NUMERIC} ?{_NUMERIC}|([0-9]) ?([0-9]))")
 
@@ -102,6 +104,8 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def _without_latex(text: str) -> str:
+    if not _ANY_LATEX.search(text):
+        return text
     text = text.replace("{,}", ",").replace(r"\$", "$").replace(r"\%", "%")
     text = _SPACING.sub(" ", _WORDLESS.sub("", text))
     for _ in range(3):
@@ -162,8 +166,11 @@ def read_number(text: str) -> Fraction | None:
     >>> [str(read_number(t)) for t in ("$1,000.50", r"x = \frac{3}{4}", "18 dollars.", "17, 18")]
     ['2001/2', '3/4', '18', 'None']
     """
-    if len(text) > MAX_NUMBER:
-        return None
+    return None if len(text) > MAX_NUMBER else _read_number(text)
+
+
+@lru_cache(maxsize=4096)  # the answers of a group are much alike, and what is expected is the same
+def _read_number(text: str) -> Fraction | None:
     text = normalise(text.strip())
     if _SIMPLE.fullmatch(text):
         negative, body = text[0] == "-", text.lstrip("+-")

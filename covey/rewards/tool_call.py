@@ -41,7 +41,7 @@ def parse_call(text: str) -> Call | None:
     {'city': 'Paris', 'days': 3}
     """
     text = text.strip()
-    if len(text) > MAX_CHARACTERS:
+    if len(text) > MAX_CHARACTERS or not text.endswith((")", "}", "</tool_call>")):
         return None
     if text.startswith("<tool_call>") and text.endswith("</tool_call>"):
         text = text.removeprefix("<tool_call>").removesuffix("</tool_call>").strip()

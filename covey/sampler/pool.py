@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from transformers import DynamicCache
 
+from covey.policy.spans import sent
 from covey.sampler.slots import KeyShape
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class PooledCache:
         rows = self._rows_for(questions, lengths)
         row = torch.tensor(rows).repeat_interleave(torch.tensor(lengths))
         at = torch.cat([torch.arange(length) for length in lengths])
-        row, at = torch.stack([row, at]).to(self.place.device)
+        row, at = sent([row, at], self.place.device)
         for number, (keys, values) in enumerate(read):
             self.prompt_keys[number][row, :, at] = keys
             self.prompt_values[number][row, :, at] = values
@@ -126,7 +127,7 @@ class PooledCache:
 
     def enter(self, slots: torch.Tensor, questions: Sequence[int]) -> None:
         """Point each slot to its question's row."""
-        mine = torch.tensor([self.rows[question] for question in questions], device=slots.device)
+        mine = sent([torch.tensor([self.rows[q] for q in questions])], slots.device)[0]
         self.prompt_row[slots], self.prompt_length[slots] = mine.unbind(1)
         # Writing a token moves the place on by one, to where that token goes.
         self.place[slots] = -1

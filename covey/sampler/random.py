@@ -48,12 +48,14 @@ def answer_uniforms(
     generator = _philox(seed, step, _TOKENS)
     state = generator.state
     counter = state["state"]["counter"]
-    uniforms = np.empty((len(answers), count), dtype=np.float32)
-    for row, (prompt, sample) in zip(uniforms, answers, strict=True):
+    bits = np.empty((len(answers), count), dtype=np.uint64)
+    for row, (prompt, sample) in enumerate(answers):
         counter[1], counter[2] = sample, _address(prompt)
         generator.state = state
-        # 24 bits: as many as float32 holds, so that no uniform is ever rounded up to 1.
-        row[:] = generator.random_raw(count) >> np.uint64(40)
+        bits[row] = generator.random_raw(count)
+    # 24 bits: as many as float32 holds, so that no uniform is ever rounded up to 1.
+    bits >>= np.uint64(40)
+    uniforms: np.ndarray = bits.astype(np.float32)
     uniforms *= np.float32(2.0**-24)
     return uniforms
 

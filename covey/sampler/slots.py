@@ -17,6 +17,7 @@ import torch
 from transformers import Cache, DynamicCache
 
 from covey.policy.attention import NAME
+from covey.policy.spans import sent
 
 
 class Memory(Protocol):
@@ -199,9 +200,9 @@ class Slots:
         """The longest answer."""
         return self.tokens.shape[1]
 
-    def open(self, index: torch.Tensor, uniforms: np.ndarray) -> None:
+    def open(self, index: torch.Tensor, uniforms: torch.Tensor) -> None:
         """Make slots ready for new answers, whose tokens these uniforms [n, R] decide."""
-        self.uniforms[index] = torch.from_numpy(uniforms).to(self.uniforms.device)
+        self.uniforms[index] = uniforms
         self.count[index] = 0
 
     def close(self, slots: list[int]) -> None:
@@ -233,8 +234,11 @@ class Slots:
 
     def written(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens and log-probabilities [n, R] of some slots, in main memory."""
-        index = torch.tensor(slots, device=self.count.device)
-        return self.tokens[index].cpu().numpy(), self.logps[index].cpu().numpy()
+        (index,) = sent([torch.tensor(slots)], self.count.device)
+        # In one piece: each thing that is asked of a device is another time to wait for it.
+        both = torch.stack([self.tokens[index].int(), self.logps[index].view(torch.int32)])
+        tokens, logps = both.cpu().numpy()
+        return tokens, logps.view(np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

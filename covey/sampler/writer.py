@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from covey.policy.model import LanguageModel
+from covey.policy.spans import sent
 from covey.sampler.pick import pick_tokens
 from covey.sampler.prompts import PREFILL_TOKENS, read_prompts
 from covey.sampler.protocol import Question, Sampling
@@ -115,9 +116,11 @@ class Writer:
         self.first_logits |= read_prompts(
             self.model, cache, {q: self.questions[q].tokens for q in self._to_read(answers)}
         )
-        index = torch.tensor(free, device=self.model.device)
+        # The device reads prompts meanwhile, and nothing that is sent waits for it.
+        ready = [torch.tensor(free), torch.from_numpy(self._uniforms(answers))]
+        index, uniforms = sent(ready, self.model.device)
         cache.enter(index, [a.question for a in answers])
-        self.slots.open(index, self._uniforms(answers))
+        self.slots.open(index, uniforms)
         tokens, logps = pick_tokens(
             self._logits(answers), self.slots.uniforms[index, 0], self.sampling.distribution
         )
@@ -160,7 +163,8 @@ class Writer:
         asked = dict.fromkeys(answer.question for answer in answers)
         rows = {question: row for row, question in enumerate(asked)}
         logits = torch.stack([self.first_logits[question] for question in asked])
-        return logits[torch.tensor([rows[a.question] for a in answers], device=logits.device)]
+        (index,) = sent([torch.tensor([rows[a.question] for a in answers])], logits.device)
+        return logits[index]
 
     def _shrink(self) -> None:
         """Once nobody waits, free slots only cost: move the rest together."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future
 from typing import Protocol
 
 from covey.rewards.identity import identity
 from covey.rewards.score import Reward
 from covey.scoring.here import Here
 from covey.scoring.pool import Pool
-from covey.scoring.verdict import Job, Verdict
+from covey.scoring.verdict import Job, Pending
 
 
 class Scorer(Protocol):
-    """Takes jobs as answers are finished and gives futures, so that nobody has to wait."""
+    """Takes jobs as answers are finished, and tells later, so that nobody has to wait."""
 
     @property
     def identity(self) -> str:
@@ -24,7 +23,7 @@ class Scorer(Protocol):
     def whole_groups(self) -> bool:
         """Whether a job must hold all answers of a group."""
 
-    def submit(self, job: Job) -> Future[list[Verdict]]:
+    def submit(self, job: Job) -> Pending:
         """Judge a job, some time."""
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from covey.rewards.score import Reward, Score
 from covey.types import Prompt
@@ -30,6 +30,13 @@ class Verdict:
 
     score: Score | None = None
     error: str = ""
+
+
+class Pending(Protocol):
+    """Verdicts that are known some time; a Future of them is one."""
+
+    def result(self) -> list[Verdict]:
+        """Wait for them."""
 
 
 def judge(reward: Reward, job: Job) -> list[Verdict]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 
 from covey.types import Batch, Group
@@ -15,23 +16,24 @@ def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batc
     """Stack the rollouts of all groups, row by row in order."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
 
-    def padded(rows: Sequence[Sequence[int | float | bool]], dtype: torch.dtype) -> torch.Tensor:
-        lengths = torch.tensor([len(row) for row in rows])
-        place = torch.arange(int(lengths.max())) < lengths[:, None]
-        # One tensor of all values: making one for every row takes longer than all the rest.
-        values = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
-        return torch.zeros(place.shape, dtype=dtype).masked_scatter_(place, values)
+    def padded(rows: Sequence[Sequence[int | float | bool]], dtype: type) -> torch.Tensor:
+        lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+        place = np.arange(lengths.max()) < lengths[:, None]
+        whole: np.ndarray = np.zeros(place.shape, dtype=dtype)
+        # All values at once and by numpy: torch takes several times as long over Python's numbers.
+        whole[place] = np.fromiter(chain.from_iterable(rows), dtype=dtype, count=lengths.sum())
+        return torch.from_numpy(whole)
 
     def column(values: Sequence[int | float | bool], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)
 
     batch = Batch(
-        prompt_tokens=padded([r.prompt_tokens for r in rollouts], torch.long),
+        prompt_tokens=padded([r.prompt_tokens for r in rollouts], np.int64),
         prompt_lengths=column([len(r.prompt_tokens) for r in rollouts], torch.long),
-        tokens=padded([r.tokens for r in rollouts], torch.long),
+        tokens=padded([r.tokens for r in rollouts], np.int64),
         lengths=column([len(r.tokens) for r in rollouts], torch.long),
-        mask=padded([r.trained for r in rollouts], torch.bool),
-        sampler_logp=padded([r.sampler_logp for r in rollouts], torch.float32),
+        mask=padded([r.trained for r in rollouts], np.bool_),
+        sampler_logp=padded([r.sampler_logp for r in rollouts], np.float32),
         rewards=column(
             [math.nan if r.reward is None else r.reward for r in rollouts], torch.float64
         ),

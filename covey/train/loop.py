@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from covey.garbage import old_objects_left_alone
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
 from covey.run.review import review
@@ -60,6 +61,7 @@ def stop_signal() -> Iterator[StopSignal]:
             signal.signal(number, handler)
 
 
+@old_objects_left_alone()
 def train(parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal) -> int:
     """Train until the budget is spent, or a signal. Return the last step done."""
     config = parts.config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +17,10 @@ from covey.objective.diagnostics import (
 )
 from covey.policy.layout import micro_batches
 from covey.policy.policy import LogProbs, Policy
+from covey.policy.spans import sent
 from covey.reference import Reference
-from covey.sampler.random import mini_batch_order
-from covey.types import Batch
+from covey.train.facts import RowFacts, mini_batches
+from covey.types import Batch, Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,12 @@ class UpdateSettings:
     def off_policy(self) -> bool:
         """Whether some optimizer step comes after another on the same batch."""
         return self.mini_batches * self.epochs > 1
+
+    def optimizer_steps(self, group: torch.Tensor, step: int) -> Iterator[torch.Tensor]:
+        """Yield the rows of each optimizer step on a batch whose rows are of these groups [B]."""
+        return mini_batches(
+            group, count=self.mini_batches, epochs=self.epochs, seed=self.seed, step=step
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +95,9 @@ def whole_batch(batch: Batch, token_budget: int, logp: Callable[[Batch], LogProb
     whole = LogProbs(logp=blank, entropy=blank.clone())
     for index in micro_batches(batch, token_budget):
         part = logp(batch.rows(index))
+        (rows,) = sent([index], blank.device)
         for target, values in zip(whole, part, strict=True):
-            target[index.to(target.device), : values.shape[1]] = values.float()
+            target[rows, : values.shape[1]] = values.float()
     return whole
 
 
@@ -107,22 +115,24 @@ def update(
 
     The reference is told of each step: some follow the policy.
     """
-    meter = Meter()
+    meter, facts = Meter(), RowFacts.of(batch)
     policy.model.model.train()
-    first, skipped = True, 0
-    for number, index in enumerate(_mini_batches(batch, settings, step)):
-        mini = ready(batch.rows(index), policy, objective, settings)
+    losses: list[list[torch.Tensor]] = []
+    skipped = 0
+    for number, index in enumerate(settings.optimizer_steps(facts.group, step)):
+        totals = facts.totals(index)
+        mini = ready(batch.rows(index), policy, objective, settings, totals)
         observe_correction(meter, mini)
         if settings.skip_zero_gradient and objective.only_surrogate:
-            useful = _with_gradient(mini)
+            useful = facts.with_gradient(index)
             mini, index = mini.rows(useful), index[useful]
-        losses: list[torch.Tensor] = []
+        losses.append([])
         for rows in micro_batches(mini, settings.token_budget):
             micro = mini.rows(rows)
             output, now = _backward(policy, objective, micro)
-            losses.append(output.loss)
+            losses[-1].append(output.loss)
             observe(meter, objective, micro, output, now.entropy)
-            if first:
+            if number == 0:
                 observe_sampler(meter, micro, now.logp)
             if watch is not None:
                 watch(Seen(number=number, rows=index[rows], micro=micro, now=now))
@@ -130,15 +140,22 @@ def update(
         stepped = policy.step(rate)
         if reference is not None:
             reference.after_step(policy)
-        loss = 0.0
-        for part in torch.stack(losses).tolist():  # when the device has done its work anyway
-            loss += part
-        meter.add("loss/policy_avg", loss)
         skipped += stepped.skipped
         if not stepped.skipped:
             meter.add("optim/grad_norm", stepped.grad_norm)
-        first = False
+    for loss in _sums(losses):
+        meter.add("loss/policy_avg", loss)
     return {**summary(meter), "lr": rate, "optim/skipped": skipped}
+
+
+def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
+    """Add up the losses of each optimizer step, when the device has done its work anyway."""
+    values = iter(torch.stack([part for parts in losses for part in parts]).tolist())
+    sums = [0.0] * len(losses)
+    for number, parts in enumerate(losses):
+        for _ in parts:
+            sums[number] += next(values)
+    return sums
 
 
 def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[PolicyLoss, LogProbs]:
@@ -154,33 +171,17 @@ def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[Polic
     return output._replace(loss=output.loss.detach()), values
 
 
-def ready(mini: Batch, policy: Policy, objective: Objective, settings: UpdateSettings) -> Batch:
-    """Fill in what is taken over one optimizer step."""
-    mini = with_weight(objective, mini)
+def ready(
+    mini: Batch,
+    policy: Policy,
+    objective: Objective,
+    settings: UpdateSettings,
+    totals: Totals | None = None,
+) -> Batch:
+    """Fill in what is taken over one optimizer step; `totals` are counted if nobody did."""
+    mini = with_weight(objective, mini, totals)
     if objective.marks is None:
         return mini
     with torch.no_grad():
         now = whole_batch(mini, settings.token_budget, policy.logp)
     return with_marks(objective, mini, now.logp)
-
-
-def _with_gradient(mini: Batch) -> torch.Tensor:
-    """Return the rows with some advantage. The weights are fixed, so nothing else changes."""
-    assert mini.advantage is not None
-    useful = ((mini.advantage != 0) & mini.mask).any(dim=1)
-    # One row stays in any case, so that there is a gradient, if only of zeros.
-    useful[0] |= ~useful.any()
-    return useful.nonzero().squeeze(1)
-
-
-def _mini_batches(batch: Batch, settings: UpdateSettings, step: int) -> Iterator[torch.Tensor]:
-    """Yield the rows of each optimizer step. Groups stay together as far as the sizes allow."""
-    groups = batch.group.unique()
-    for epoch in range(settings.epochs):
-        order = mini_batch_order(seed=settings.seed, step=step, epoch=epoch, groups=len(groups))
-        rank = torch.empty_like(groups)
-        rank[torch.tensor(order, device=groups.device)] = torch.arange(
-            len(groups), device=groups.device
-        )
-        rows = rank[torch.searchsorted(groups, batch.group)].argsort(stable=True)
-        yield from (part for part in rows.tensor_split(settings.mini_batches) if len(part))

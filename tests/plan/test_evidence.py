@@ -14,7 +14,7 @@ from covey.plan.idle import NOTICEABLE_BETA
 from covey.plan.risk import FEWEST_PROMPTS, POINTS
 from covey.policy.optimizer import learning_rate
 from covey.rewards.length import Soft
-from covey.train.update import UpdateSettings, _mini_batches
+from covey.train.update import UpdateSettings
 from covey.types import Batch
 from tests.conftest import make_batch
 from tests.objective.laws import make_step, of_answer
@@ -173,7 +173,7 @@ def test_more_mini_batches_than_prompts_cut_every_group() -> None:
         mini_batches=4, epochs=1, token_budget=999, old_logp_from_sampler=True,
         learning_rate=lambda _: 0.0, seed=0,
     )  # fmt: skip
-    steps = [batch.group[index] for index in _mini_batches(batch, settings, step=1)]
+    steps = [batch.group[index] for index in settings.optimizer_steps(batch.group, step=1)]
     assert [len(rows) for rows in steps] == [4, 4, 4, 4]
     assert all(len(rows.unique()) == 1 for rows in steps)  # half a group each
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import time
 from fractions import Fraction
 
@@ -8,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
+from covey.rewards import reading
 from covey.rewards.reading import (
     STYLES,
+    _without_latex,
     check_styles,
     final_text,
     find_answer,
@@ -272,3 +275,11 @@ def test_hostile_text_takes_no_time(text: str) -> None:
     read_number(text)
     final_text(text)
     assert time.perf_counter() - start < 0.3
+
+
+@given(text=st.text(alphabet="\\{}^°~\t\r ,;:!$%2a.", max_size=12))
+def test_plain_texts_are_known_as_such_without_looking_for_any_latex(text: str) -> None:
+    quick = _without_latex(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "_ANY_LATEX", re.compile(""))  # as if there were some everywhere
+        assert _without_latex(text) == quick

@@ -11,11 +11,12 @@ from transformers import DynamicCache
 
 from covey.policy.adapter import add_adapter
 from covey.policy.model import LanguageModel
+from covey.policy.spans import sent
 from covey.sampler.native import NativeSampler
 from covey.sampler.pick import Distribution
 from covey.sampler.prompts import read_prompts
 from covey.sampler.protocol import Question, Sampling
-from covey.sampler.slots import KeyShape, Memory
+from covey.sampler.slots import KeyShape, Memory, Slots
 from covey.sampler.stepper import EagerStepper
 from covey.sampler.trial import decoder_for
 from covey.types import Prompt
@@ -116,3 +117,36 @@ def test_prompts_that_come_next_are_read_at_the_same_time(
     plain.stepper = EagerStepper(model, decoder_for(model), shape_of(model))
     plain.generate(questions(model), step=2, sampling=sampling)
     assert read == [1, 1, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_slots_are_refilled_without_waiting_for_the_device() -> None:
+    from covey.sampler.graph import _host_may_not_wait
+    from covey.sampler.pool import PooledCache
+
+    device, slots = torch.device("cuda"), 6
+    shape = KeyShape(layers=2, heads=2, size=4, dtype=torch.float32, device=device)
+    cache = PooledCache(slots=slots, capacity=5, prompts=3, prompt_capacity=8, shape=shape)
+    room = Slots.make(cache, 5, [1])
+    read = [(torch.randn(7, 2, 4, device=device), torch.randn(7, 2, 4, device=device))] * 2
+    tokens, logps = torch.arange(4, device=device), torch.arange(-4.0, 0.0, device=device)
+
+    def refill() -> None:
+        cache.emptied()
+        cache.remember_packed([8, 9], [3, 4], read)
+        index, uniforms = sent([torch.arange(4), torch.rand(4, 5)], device)
+        cache.enter(index, [8, 8, 9, 9])
+        room.open(index, uniforms)
+        room.write(index, tokens, logps)
+
+    refill()
+    with _host_may_not_wait():
+        refill()
+    written, said = room.written([0, 1, 2, 3])
+    assert written[:, 0].tolist() == [0, 1, 2, 3]
+    assert said[:, 0].tolist() == [-4.0, -3.0, -2.0, -1.0]
+    assert cache.active.tolist() == [True, False, True, True, False, False]
+    row, length = cache.rows[9]
+    assert cache.prompt_length[:4].tolist() == [3, 3, 4, length]
+    assert cache.prompt_keys[0][row, :, :length].equal(read[0][0][3:].transpose(0, 1))

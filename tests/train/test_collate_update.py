@@ -12,7 +12,7 @@ from covey.policy.policy import Policy, batch_logp
 from covey.reference import FrozenReference
 from covey.train.collate import collate
 from covey.train.select import Selected, select
-from covey.train.update import UpdateSettings, _mini_batches, prepare, update
+from covey.train.update import UpdateSettings, prepare, update
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import build, make_batch
 
@@ -70,7 +70,8 @@ def test_every_epoch_visits_every_row_once_and_keeps_groups_together(
     mini_batches: int, epochs: int
 ) -> None:
     batch = make_batch(rows=12, groups=4)
-    parts = list(_mini_batches(batch, settings(mini_batches=mini_batches, epochs=epochs), step=5))
+    wanted = settings(mini_batches=mini_batches, epochs=epochs)
+    parts = list(wanted.optimizer_steps(batch.group, step=5))
     assert len(parts) == mini_batches * epochs
     for epoch in range(epochs):
         rows = torch.cat(parts[epoch * mini_batches : (epoch + 1) * mini_batches])
