@@ -13,6 +13,7 @@ from speed_report import Report, reason
 from speed_shapes import questions, random_model, step_bytes, word_tokenizer
 from speed_sizes import Sizes
 
+from covey.garbage import old_objects_left_alone
 from covey.policy.model import LanguageModel, wrap
 from covey.sampler.native import NativeSampler
 from covey.sampler.protocol import Question, Sampling
@@ -64,7 +65,8 @@ def timed(sampler: NativeSampler, sizes: Sizes, answers: int, repeat: int) -> Ti
         written.append(tokens_in(sampler.generate(prompts, step=step, sampling=sampling)))
 
     once(0)
-    seconds = tuple(seconds_of(lambda n=n: once(n + 1), sizes.device) for n in range(repeat))
+    with old_objects_left_alone():  # as in a run
+        seconds = tuple(seconds_of(lambda n=n: once(n + 1), sizes.device) for n in range(repeat))
     assert set(written) == {answers * sizes.tokens}, "no answer ends before its time"
     return Timed(tokens=written[0], seconds=seconds)
 
