@@ -186,7 +186,7 @@ def lab_command(
     asked = list(task_of(config).held_out()[:prompts])
     rows = read_labelled(labelled) if labelled else []
     who = identity(config.reward.name, reward)
-    # Two processes, even for a quick reward: what differs between processes is found out.
+    # Two processes, even for a quick reward: it may hang, or end the process that it is in.
     workers = max(2, limits.workers)
     pool = Pool(reward, who, workers=workers, timeout=limits.timeout, gigabytes=limits.gigabytes)
     with closing(pool), Console(stderr=True).status("starting") as status:

@@ -11,12 +11,13 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from covey.errors import RewardError
 from covey.lab.hacks import FORMS, HACKS, Form, Hack
 from covey.rewards.score import Reward, Score
-from covey.scoring import Job, Scorer, Verdict
+from covey.scoring import Job, Pool, Verdict
 from covey.types import Prompt
 
 THINKING = (
@@ -60,7 +61,7 @@ class Lab:
     """A reward under examination. Scores are kept, so that they can be compared later."""
 
     reward: Reward
-    scorer: Scorer
+    scorer: Pool
     progress: Callable[[str], None] = lambda text: None
     seen: dict[tuple[str, str], Verdict] = field(default_factory=dict)
     prompts: dict[str, Prompt] = field(default_factory=dict)
@@ -181,11 +182,13 @@ def check_bounds(lab: Lab) -> Check:
 def check_determinism(lab: Lab) -> Check:
     """The same answer has the same score, asked again in another order and another process."""
     lab.progress("everything once more")
-    futures = []
-    for key in reversed(lab.seen):
-        job = Job(prompt=lab.prompts[key[0]], texts=(key[1],), share=1.0)
-        futures.append((key, lab.scorer.submit(job)))
-    changed = [key[0] for key, future in futures if future.result()[0].score != lab.seen[key].score]
+    with closing(lab.scorer.another()) as others:
+        futures = []
+        for key in reversed(lab.seen):
+            job = Job(prompt=lab.prompts[key[0]], texts=(key[1],), share=1.0)
+            futures.append((key, others.submit(job)))
+        again = {key: future.result()[0].score for key, future in futures}
+    changed = [key[0] for key, score in again.items() if score != lab.seen[key].score]
     return Check(
         name="determinism", passed=not changed,
         figure=f"{len(changed)} of {len(futures)} scores changed",

@@ -91,6 +91,7 @@ class Pool:
         self.identity = identity
         self.whole_groups = bool(getattr(reward, "whole_groups", False))
         self._side_by_side = bool(getattr(reward, "is_async", False))
+        self._reward = reward
         self._payload = _payload(reward, identity)
         self._workers = workers
         self._timeout = timeout
@@ -100,6 +101,16 @@ class Pool:
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._running: set[Worker] = set()
+
+    def another(self) -> Pool:
+        """Return the same with processes of its own."""
+        return Pool(
+            self._reward,
+            self.identity,
+            workers=self._workers,
+            timeout=self._timeout,
+            gigabytes=self._gigabytes,
+        )
 
     def start(self) -> None:
         """Start the processes, and wait for the first; raise if it cannot load the reward."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,8 @@ PROMPTS = Arithmetic().held_out()[:6]
 
 @contextmanager
 def lab_of(reward: Any, timeout: float = 5.0) -> Iterator[Lab]:
-    pool = Pool(reward, "r", workers=2, timeout=timeout)
-    yield Lab(reward=reward, scorer=pool)
-    pool.close()
+    with closing(Pool(reward, "r", workers=2, timeout=timeout)) as pool:
+        yield Lab(reward=reward, scorer=pool)
 
 
 def failed(checks: list[Check]) -> list[str]:
