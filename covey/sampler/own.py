@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from covey.policy.attention import NAME
 from covey.policy.model import LanguageModel
@@ -177,10 +177,6 @@ class TokenMemory:
         self.prompts.clear()
         self.active.zero_()
         return self
-
-    def remember(self, questions: Sequence[int], prompts: DynamicCache, lengths: list[int]) -> None:
-        """Keys are of no use here."""
-        raise NotImplementedError
 
     def remember_tokens(self, questions: Sequence[int], prompts: Sequence[tuple[int, ...]]) -> None:
         """Keep prompts under the numbers of questions."""

@@ -12,7 +12,7 @@ from covey.policy.policy import device_hidden
 from covey.policy.spans import pack_prompts
 from covey.sampler.own import TokenMemory
 from covey.sampler.pool import PooledCache
-from covey.sampler.slots import Memory
+from covey.sampler.slots import Memory, SlotCache
 
 PREFILL_TOKENS = 16_384
 """Prompt tokens, padded, that are read in one forward pass."""
@@ -33,6 +33,7 @@ def read_prompts(
             logits = _read(model, asked, None)
             memory.remember_tokens(together, asked)
         else:
+            assert isinstance(memory, SlotCache | PooledCache)
             cache = DynamicCache()
             logits = _read(model, asked, cache)
             memory.remember(together, cache, lengths)

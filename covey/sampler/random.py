@@ -32,18 +32,13 @@ def _address(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def token_uniforms(*, seed: int, step: int, prompt: str, sample: int, count: int) -> np.ndarray:
-    """Return the uniforms in [0, 1), float32, for positions 0 to count - 1 of one rollout."""
-    one: np.ndarray = answer_uniforms(
-        seed=seed, step=step, answers=[(prompt, sample)], count=count
-    )[0]
-    return one
-
-
 def answer_uniforms(
     *, seed: int, step: int, answers: Sequence[tuple[str, int]], count: int
 ) -> np.ndarray:
-    """Return the same [n, count] for n rollouts, each given by its prompt and sample."""
+    """Return the uniforms in [0, 1), float32, for positions 0 to count - 1 of each of n rollouts.
+
+    [n, count]; a rollout is given by its prompt and sample.
+    """
     # One generator is pointed to address after address: making one takes far longer than drawing.
     generator = _philox(seed, step, _TOKENS)
     state = generator.state

@@ -39,9 +39,6 @@ class Memory(Protocol):
     def emptied(self) -> Self:
         """Free all slots and forget all prompts."""
 
-    def remember(self, questions: Sequence[int], prompts: DynamicCache, lengths: list[int]) -> None:
-        """Keep prompts that were read, row by row of `prompts`, under the numbers of questions."""
-
     def enter(self, slots: torch.Tensor, questions: Sequence[int]) -> None:
         """Put each slot behind its question's prompt."""
 
@@ -53,6 +50,13 @@ class Memory(Protocol):
 
     def keep(self, slots: torch.Tensor) -> None:
         """Move the given slots to the front."""
+
+
+class KeyMemory(Memory, Protocol):
+    """One that keeps keys and values of prompts as transformers reads them."""
+
+    def remember(self, questions: Sequence[int], prompts: DynamicCache, lengths: list[int]) -> None:
+        """Keep prompts that were read, row by row of `prompts`, under the numbers of questions."""
 
 
 class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped

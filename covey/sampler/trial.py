@@ -15,7 +15,7 @@ from covey.policy.model import LanguageModel
 from covey.policy.trial import first_layers, near
 from covey.sampler.decoder import Decoder, LlamaDecoder, NotUnderstood
 from covey.sampler.own import RereadingDecoder, TokenMemory, TransformersDecoder
-from covey.sampler.slots import KeyShape, Memory, SlotCache
+from covey.sampler.slots import KeyMemory, KeyShape, SlotCache
 
 FAILURES: tuple[type[Exception], ...] = (
     AttributeError,
@@ -36,7 +36,7 @@ else:
 LENGTHS = [5, 2, 4]
 """Of the prompts of a trial."""
 
-MakeMemory = Callable[[int, KeyShape], Memory]
+MakeMemory = Callable[[int, KeyShape], KeyMemory]
 
 
 def decoder_for(model: LanguageModel) -> Decoder:

@@ -17,7 +17,6 @@ from covey.sampler.random import (
     answer_uniforms,
     mini_batch_order,
     prompt_indices,
-    token_uniforms,
 )
 
 BASE: dict[str, Any] = {"seed": 7, "step": 3, "prompt": "arithmetic/train/2-4/5", "sample": 2}
@@ -30,6 +29,11 @@ addresses = st.fixed_dictionaries(
         "sample": st.integers(0, 10**4),
     }
 )
+
+
+def token_uniforms(*, seed: int, step: int, prompt: str, sample: int, count: int) -> np.ndarray:
+    """Those of one rollout."""
+    return answer_uniforms(seed=seed, step=step, answers=[(prompt, sample)], count=count)[0]
 
 
 def test_the_generator_draws_these_numbers() -> None:
