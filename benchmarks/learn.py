@@ -1,13 +1,13 @@
 """What reinforcement teaches a real model in minutes on a GPU: commands, curves and seeds.
 
-    python benchmarks/learn.py chain_sum --algorithms grpo,gspo     # each to 400 steps
+    python benchmarks/learn.py chain_sum --algorithms grpo,gspo     # 330 steps of each
     python benchmarks/learn.py gsm8k                                # warm start, then more
     python benchmarks/learn.py chain_sum --export prompts           # where reasoning-gym is
     python benchmarks/learn.py chain_sum --prompts prompts          # where it is not
 
 Every number comes out of run folders that `covey warmup` and `covey train` have written. Seconds
 are of training: sampling, judging and learning, without loading and evaluations, which `wall`
-counts too.
+counts too. Algorithms that a file already has and that are not asked for stay in it.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ def main() -> None:
     file = arguments.out or HERE / "results" / f"{arguments.what}.json"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     environment = describe_environment(0, device, torch.get_num_threads())
-    file.write_text(json.dumps({"environment": environment, **results}, indent=1) + "\n")
+    before = json.loads(file.read_text()) if file.exists() else {}
+    content = {**before, "environment": environment, **results}
+    file.write_text(json.dumps(content, indent=1) + "\n")
     for name, result in results.items():
         if "curve" in result:
             line = ", ".join(

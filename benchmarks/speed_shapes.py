@@ -102,21 +102,24 @@ def random_model(
 
 
 def word_tokenizer(vocabulary: int, *, stops: bool = False) -> Any:
-    """Return a tokenizer of words w0, w1, ..., one token each; the last ends an answer.
+    """Return a tokenizer of words w1, w2, ..., one token each; the last ends an answer.
 
     Both sides then have text to encode, decode and judge, and every prompt is as long as it should
-    be. The word that ends an answer lies behind all that a model can draw, unless it `stops`.
+    be. Tokens are written as bytes, as by the tokenizers of the models whose shapes these are. The
+    one that ends an answer lies behind all that a model can draw, unless it `stops`.
     """
-    words = {f"w{number}": number for number in range(vocabulary + 1)}
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    # Alone, or w1 would be found at the beginning of w17.
-    special = {
-        name: tokenizers.AddedToken(word, special=True, single_word=True)
-        for name, word in (("eos_token", f"w{1 if stops else vocabulary}"), ("pad_token", "w0"))
-    }
+    special = {0: "<pad>", 1 if stops else vocabulary: "<end>"}
+    words = {special.get(n, f"\u0120w{n}"): n for n in range(vocabulary + 1)}  # a space's byte
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(" ", "merged_with_next"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False),
+        ]
+    )
+    plain.decoder = tokenizers.decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=plain, padding_side="left", **special
+        tokenizer_object=plain, padding_side="left", eos_token="<end>", pad_token="<pad>"
     )
 
 

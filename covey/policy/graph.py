@@ -7,7 +7,8 @@ that micro-batches are padded to. All that it touches stays where it is in memor
 
 A bucket's first micro-batch takes the plain way, so that a single odd one costs nothing. The second
 runs on the bucket's own buffers, which compiles kernels; the third is recorded, and from then on
-it is replayed. Where there is no CUDA device passes run on those buffers and are not recorded.
+it is replayed, for slightly smaller micro-batches too. Where there is no CUDA device passes run on
+those buffers and are not recorded.
 
 Graphs share their memory, activations above all. So one pass is under way at a time: between going
 forward and going backward there must be no other, and each goes backward once.
@@ -32,8 +33,10 @@ from covey.policy.spans import Tables, lay_spans
 from covey.policy.static import Size, StaticRows
 from covey.types import HostRows
 
-BUCKETS = 16
+BUCKETS = 64
 """Of so many sizes graphs are kept; then those that were not used for longest go."""
+SPARE = 4 / 3
+"""A micro-batch may be padded to so many times its tokens where that saves recording."""
 FAILURES = 3
 """So often recording may go wrong."""
 
@@ -226,6 +229,8 @@ class Passes:
         """Whether recording went wrong for good, and all goes the plain way."""
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
         self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        self._keeper: torch.cuda.CUDAGraph | None = None
+        """Of the pool, into which nothing can be recorded once all its graphs have gone."""
 
     def take(self, host: HostRows) -> Taken | None:
         """Run a micro-batch, with gradient if that is enabled. None: it has to go the plain way."""
@@ -259,7 +264,8 @@ class Passes:
         return [one for one in passes if one is not None and one.forward_graph is not None]
 
     def _pass_for(self, need: Size, backward: bool) -> _Pass | None:
-        key = need.tokens, backward
+        key = self._key_for(need, backward)
+        need = need.padded_to(key[0])
         bucket = self.buckets.pop(key, None) or _Bucket(need)
         self.buckets[key] = bucket  # the last one is that used last
         if not bucket.size.holds(need):
@@ -276,9 +282,22 @@ class Passes:
             return self._record(bucket.ready)
         return bucket.ready
 
+    def _key_for(self, need: Size, backward: bool) -> tuple[int, bool]:
+        """Return the least bucket that was recorded and has room, or that of this very size."""
+        sizes = [one.rows.size for one in self.recorded() if one.backward is backward]
+        fitting = [
+            size.tokens
+            for size in sizes
+            if need.tokens <= size.tokens <= SPARE * need.tokens
+            and size.holds(need.padded_to(size.tokens))
+        ]
+        return min(fitting, default=need.tokens), backward
+
     def _record(self, one: _Pass) -> _Pass | None:
         one.values = None
         try:
+            if self._keeper is None:
+                self._keeper = _trivial_graph(self._anchor, self._pool)
             one.record(self._pool)
         except RuntimeError as error:
             one.values = None
@@ -294,6 +313,13 @@ class Passes:
         if self._pool is not None:
             torch.cuda.synchronize()  # its graph may be running
         bucket.ready = None
+
+
+def _trivial_graph(anchor: torch.Tensor, pool: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool), torch.no_grad():
+        anchor.clone()
+    return graph
 
 
 def passes_for(model: LanguageModel, *, temperature: float, megabytes: float) -> Passes | None:

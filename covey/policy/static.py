@@ -52,6 +52,13 @@ class Size(NamedTuple):
         """Tell whether there is room for all of another."""
         return all(mine >= needed for mine, needed in zip(self, other, strict=True))
 
+    def padded_to(self, tokens: int) -> Size:
+        """Return what the same takes with more padding, which needs rows and places as well."""
+        more = tokens - self.tokens
+        return self._replace(
+            tokens=tokens, places=self.places + more, rows=self.rows + -(-more // DUMMY)
+        )
+
     def with_room_for(self, other: Size) -> Size:
         """Return a size that holds both."""
         return Size(*(max(pair) for pair in zip(self, other, strict=True)))

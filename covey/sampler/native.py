@@ -55,7 +55,8 @@ class NativeSampler:
             return []
         self._check_lengths(questions, sampling.max_tokens)
         training = self.model.model.training
-        self.model.model.eval()
+        if training:
+            self.model.model.eval()
         rollouts: dict[Answer, Rollout] = {}
         try:
             for ended in Writer(self.model, self.stepper, questions, step, sampling).run():
@@ -78,7 +79,8 @@ class NativeSampler:
                     if finished is not None:
                         finished(one.answer.question, rollout)
         finally:
-            self.model.model.train(training)
+            if training:
+                self.model.model.train()
         return [
             [rollouts[Answer(question, sample)] for sample in range(sampling.samples)]
             for question in range(len(questions))

@@ -130,7 +130,7 @@ class PooledCache:
         mine = sent([torch.tensor([self.rows[q] for q in questions])], slots.device)[0]
         self.prompt_row[slots], self.prompt_length[slots] = mine.unbind(1)
         # Writing a token moves the place on by one, to where that token goes.
-        self.place[slots] = -1
+        self.place.index_fill_(0, slots, -1)
 
     def all_entered(self, question: int) -> None:
         """The slots still read it."""

@@ -207,7 +207,7 @@ class Slots:
     def open(self, index: torch.Tensor, uniforms: torch.Tensor) -> None:
         """Make slots ready for new answers, whose tokens these uniforms [n, R] decide."""
         self.uniforms[index] = uniforms
-        self.count[index] = 0
+        self.count.index_fill_(0, index, 0)  # an assignment would wait for the device
 
     def close(self, slots: list[int]) -> None:
         """End answers from outside."""

@@ -68,12 +68,15 @@ def test_flops_are_six_a_weight_and_token_and_attention() -> None:
 def test_a_word_is_a_token(stops: bool) -> None:
     from speed_shapes import prompt_text, questions, word_tokenizer
 
+    from covey.policy.decoding import byte_pieces
+
     tokenizer = word_tokenizer(200, stops=stops)
-    assert tokenizer.encode("w17 w1 w133 w2") == [17, 1, 133, 2]
+    assert tokenizer.encode("w17 w3 w133 w2") == [17, 3, 133, 2]
     assert tokenizer.eos_token_id == (1 if stops else 200)
     text = prompt_text(3, words=40, vocabulary=200)
     assert tuple(tokenizer.encode(text)) == questions(4, words=40, vocabulary=200)[3].tokens
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode(text)) == f" {text}"
+    assert byte_pieces(tokenizer, 200) is not None  # decoded as the models' own are
 
 
 def test_a_decode_step_is_a_part_of_the_call_that_takes_it() -> None:

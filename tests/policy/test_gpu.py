@@ -282,6 +282,18 @@ def test_recorded_passes_follow_the_weights() -> None:
     assert float(ends[0]) == pytest.approx(float(ends[1]), rel=0.02)
 
 
+def test_passes_are_recorded_again_after_all_have_gone() -> None:
+    batch = shared_batch()
+    policy = policy_of(build("llama"), graphs=True)
+    for _ in range(3):
+        for _ in range(4):
+            (-policy.logp(batch).logp).sum().backward()
+        assert len(policy.passes.recorded()) == 1
+        torch.cuda.synchronize()
+        policy.passes.buckets.clear()
+    assert policy.passes.failures == 0
+
+
 def compact_policy(model: LanguageModel) -> Policy:
     optimizer = CompactAdamW(model.model.named_parameters(), **SETTINGS, seed=0)
     return Policy(model=model, optimizer=optimizer, temperature=0.8, logits_megabytes=1.0)

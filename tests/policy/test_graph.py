@@ -231,10 +231,34 @@ def test_a_bucket_grows_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(passes.buckets) == [(32, True), (64, True)]
 
 
-def test_every_padding_token_has_a_row_and_every_place_its_token() -> None:
+def test_what_was_recorded_serves_smaller_micro_batches() -> None:
+    passes = passes_of(fast(build("llama")))
+    size = Size(tokens=48, places=96, chosen=48, rows=32, longest_query=8, longest_key=8)
+    large = size._replace(tokens=64)
+    for one in (size, large):
+        assert passes._pass_for(one, True) is None
+        passes._pass_for(one, True).forward_graph = Graph()
+    need = size._replace(tokens=40, places=80, rows=30)
+    assert passes._pass_for(need, True).rows.size == size
+    assert passes._pass_for(size, True).rows.size == size
+    assert passes._pass_for(need._replace(tokens=49, rows=28), True).rows.size == large
+    assert not passes.recorded()[0].rows.size.holds(need.padded_to(49))
+    # Too small, no room for padding or the longest row, and only to be looked at.
+    for other in (
+        need._replace(tokens=32), need._replace(places=90), need._replace(rows=31),
+        need._replace(longest_key=16),
+    ):  # fmt: skip
+        passes.buckets.pop((40, True), None)
+        assert passes._pass_for(other, True) is None
+    assert passes._pass_for(need, False) is None
+
+
+@pytest.mark.parametrize("more", [0, 5, 48])
+def test_every_padding_token_has_a_row_and_every_place_its_token(more: int) -> None:
     for batch in parts():
         tables, longest = lay_spans(HostRows.of(batch))
         size = Size.of(tables, longest)
+        size = size.padded_to(size.tokens + more)
         rows = StaticRows(size, CPU)
         rows.fill(tables)
         full = rows.tables
