@@ -53,10 +53,10 @@ class FirstStep:
         assert isinstance(slots, Slots)
         return slots
 
-    def advance(self, slots: Slots, width: int) -> None:
+    def advance(self, slots: Slots, width: int, most: int) -> None:
         synchronize(self.device)
         self.begun = time.perf_counter()
-        self.stepper.advance(slots, width)
+        self.stepper.advance(slots, width, most)
         synchronize(self.device)
         self.ended = time.perf_counter()
         raise Enough

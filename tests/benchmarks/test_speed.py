@@ -91,6 +91,14 @@ def test_a_decode_step_is_a_part_of_the_call_that_takes_it() -> None:
     assert 0 < step_seconds(sampler, sizes, 8) * (sizes.tokens - 1) < 2 * max(found.seconds)
 
 
+def test_the_first_tokens_come_after_all_that_they_need() -> None:
+    from speed_checks import first_rollout
+    from speed_sizes import sizes_for
+
+    found = first_rollout(sizes_for("cpu"), "smollm2")
+    assert 0 < found["ready_s"] < found["first_token_s"] < found["first_graph_s"]
+
+
 def test_refilled_slots_and_waiting_batches_write_the_same_answers() -> None:
     from speed_report import Report
     from speed_sampler import ragged
