@@ -85,6 +85,11 @@ class Objective:
         return self.corrects or (self.needs_reference and self.kl_in == "reward")
 
     @property
+    def reads_old_policy(self) -> bool:
+        """Whether advantages or weights, and not ratios alone, depend on what it said."""
+        return self.needs_old_logp or self.needs_old_entropy
+
+    @property
     def corrects(self) -> bool:
         """Whether the sampler's numerics are corrected for."""
         return self.correction is not None or self.veto > 0.0

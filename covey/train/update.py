@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from covey.objective import Objective, PolicyLoss, policy_loss, with_marks, with_weight
+from covey.objective import (
+    Objective,
+    PolicyLoss,
+    policy_loss,
+    with_advantage,
+    with_marks,
+    with_weight,
+)
 from covey.objective.diagnostics import (
     Meter,
     observe,
@@ -40,6 +47,10 @@ class UpdateSettings:
     def off_policy(self) -> bool:
         """Whether some optimizer step comes after another on the same batch."""
         return self.mini_batches * self.epochs > 1
+
+    def skips_rows(self, objective: Objective) -> bool:
+        """Whether answers without advantage are left out of forward passes."""
+        return self.skip_zero_gradient and objective.only_surrogate
 
     def optimizer_steps(self, group: torch.Tensor, step: int) -> Iterator[torch.Tensor]:
         """Yield the rows of each optimizer step on a batch whose rows are of these groups [B]."""
@@ -78,6 +89,8 @@ def prepare(
     wanted = settings.off_policy or objective.needs_old_logp
     if wanted and settings.old_logp_from_sampler and not objective.needs_old_entropy:
         batch = replace(batch, old_logp=batch.sampler_logp)
+    elif wanted and settings.skips_rows(objective) and not objective.reads_old_policy:
+        batch = _with_useful_old_logp(batch, policy, objective, settings)
     elif wanted or objective.needs_old_entropy:
         old = whole_batch(batch, settings.token_budget, policy.logp)
         batch = replace(batch, old_logp=old.logp, entropy=old.entropy)
@@ -87,6 +100,19 @@ def prepare(
             ref = whole_batch(batch, settings.token_budget, reference.logp)
         batch = replace(batch, ref_logp=ref.logp)
     return batch
+
+
+def _with_useful_old_logp(
+    batch: Batch, policy: Policy, objective: Objective, settings: UpdateSettings
+) -> Batch:
+    """Fill in old_logp of the rows that have a gradient; nobody reads that of the others."""
+    facts = RowFacts.of(with_advantage(objective, batch))
+    useful = facts.with_gradient(torch.arange(len(batch)))
+    old = whole_batch(batch.rows(useful), settings.token_budget, policy.logp).logp
+    (rows,) = sent([useful], old.device)
+    whole = batch.sampler_logp.float().clone()
+    whole[rows, : old.shape[1]] = old
+    return replace(batch, old_logp=whole)
 
 
 def whole_batch(batch: Batch, token_budget: int, logp: Callable[[Batch], LogProbs]) -> LogProbs:
@@ -123,7 +149,7 @@ def update(
         totals = facts.totals(index)
         mini = ready(batch.rows(index), policy, objective, settings, totals)
         observe_correction(meter, mini)
-        if settings.skip_zero_gradient and objective.only_surrogate:
+        if settings.skips_rows(objective):
             useful = facts.with_gradient(index)
             mini, index = mini.rows(useful), index[useful]
         losses.append([])

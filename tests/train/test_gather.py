@@ -21,7 +21,7 @@ from covey.train.assemble import Parts, assemble, resolve
 from covey.train.gather import gather, punished
 from covey.train.loop import StopSignal, train
 from covey.train.select import Selected, is_mixed, select, without_truncated
-from covey.train.update import update
+from covey.train.update import prepare, update
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import make_batch
 from tests.train.test_collate_update import make_policy, settings
@@ -202,6 +202,41 @@ def test_skipping_rows_without_gradient_changes_only_rounding(name: str) -> None
         weights.append([p.detach().clone() for p in policy.model.model.parameters()])
         passes.append(len(taken))
     assert passes == [8, 4]
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("grpo", 4), ("gspo", 4), ("gtpo", 8), ("tis", 8)])
+def test_old_logp_is_taken_of_rows_with_gradient_alone(name: str, rows: int) -> None:
+    # gtpo's advantages need the entropies of all, a correction counts all.
+    correction = {"correction": "token_truncate"} if name == "tis" else {}
+    objective = build_objective("grpo" if name == "tis" else name, beta=0.0, **correction)
+    batch = make_batch(rows=8, groups=2, seed=5)
+    batch = replace(
+        batch,
+        rewards=batch.rewards.where(batch.group == 0, 1.0),
+        success=batch.success.where(batch.group == 0, True),
+    )
+    weights = []
+    for skip in (False, True):
+        policy = make_policy()
+        chosen = settings(
+            skip_zero_gradient=skip, mini_batches=2, epochs=2, old_logp_from_sampler=False
+        )
+        taken, forward = [], policy.model.backbone.forward
+        policy.model.backbone.forward = lambda *a, _f=forward, _t=taken, **k: (
+            _t.append(1) or _f(*a, **k)
+        )
+        asked = replace(chosen, token_budget=1)  # a pass for every row
+        prepared = prepare(
+            batch, policy=policy, objective=objective, reference=None, settings=asked
+        )
+        assert len(taken) == (rows if skip else 8)
+        update(
+            with_advantage(objective, prepared), policy=policy, objective=objective, step=1,
+            settings=chosen,
+        )  # fmt: skip
+        weights.append([p.detach().clone() for p in policy.model.model.parameters()])
     for a, b in zip(*weights, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
 
