@@ -59,6 +59,11 @@ class Model(Section):
         description="How questions are put: chat, plain, a text with {question} and perhaps "
         "{system}; auto is the tokenizer's chat template, or plain if it has none.",
     )
+    chat_options: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="What the chat template is told beside the messages, as in "
+        "{enable_thinking = false}.",
+    )
     prefill: str = Field(
         "", description="How every answer begins. Part of the prompt: it is not trained."
     )

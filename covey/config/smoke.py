@@ -68,7 +68,10 @@ FOR_EMBEDDED: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """The embedded model reads its own sums and nothing else."""
 
-ABOUT_WORDS = (("model", ("template", "prefill", "prefill_in_text")), ("warmup", ("template",)))
+ABOUT_WORDS = (
+    ("model", ("template", "chat_options", "prefill", "prefill_in_text")),
+    ("warmup", ("template",)),
+)
 """Settings that go with the question and its reward, and leave with them."""
 
 

@@ -11,9 +11,10 @@ The prefill is put where the model's answer begins: it is part of the prompt and
 from __future__ import annotations
 
 import datetime
+import re
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
@@ -27,6 +28,12 @@ FIELDS = ("question", "system")
 TODAY = datetime.date(2024, 7, 26)
 """What templates that print the date are told, so that a run resumed tomorrow asks the same."""
 
+OURS = frozenset(
+    ("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt",
+     "continue_final_message", "return_dict", "strftime_now")
+)  # fmt: skip
+"""What a chat template is always told, or transformers is."""
+
 MARK, SYSTEM_MARK = "COVEYQUESTION", "COVEYSYSTEM"
 
 
@@ -35,6 +42,8 @@ class Template:
     """How questions are put. Checked when it is made."""
 
     form: str = "auto"
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the tokenizer's chat template is told beside the messages."""
     prefill: str = ""
     prefill_in_text: bool = True
     """Whether answers are judged, and written down, with the prefill in front of them."""
@@ -49,10 +58,10 @@ class Template:
                 f"config: model.template = {self.form!r} is neither auto, chat nor plain, nor a "
                 f"text with {{question}}{hint}"
             )
-        for field in fields:
-            if field not in FIELDS:
+        for name in fields:
+            if name not in FIELDS:
                 raise ConfigError(
-                    f"config: model.template has the field {{{field}}}; it may have {{question}} "
+                    f"config: model.template has the field {{{name}}}; it may have {{question}} "
                     "and {system}, and other braces are doubled"
                 )
         if "question" not in fields:
@@ -110,7 +119,7 @@ class Renderer:
 
     def _chat_text(self, messages: Sequence[Message]) -> str:
         try:
-            return chat_text(self.tokenizer, messages)
+            return chat_text(self.tokenizer, messages, self.template.chat_options)
         except jinja2.TemplateError as error:
             roles = ", ".join(m["role"] for m in messages)
             raise DataError(
@@ -128,10 +137,13 @@ def renderer(tokenizer: Any, template: Template, name: str = "model") -> Rendere
             "{question}"
         )
     if template.form not in ("auto", "chat") or not has_chat:
+        _check_options(template, "", name)
         return Renderer(template=template, tokenizer=tokenizer, chat=False)
+    _check_options(template, tokenizer.get_chat_template(), name)
+    options = template.chat_options
     question: Message = {"role": "user", "content": MARK}
     try:
-        alone = chat_text(tokenizer, [question])
+        alone = chat_text(tokenizer, [question], options)
     except jinja2.TemplateError as error:
         raise _unusable(name, f"fails: {error}") from None
     if MARK not in alone:
@@ -140,18 +152,42 @@ def renderer(tokenizer: Any, template: Template, name: str = "model") -> Rendere
         template=template,
         tokenizer=tokenizer,
         chat=True,
-        folds_system=not _takes_system(tokenizer, question),
-        turn_end=_turn_end(tokenizer, question),
+        folds_system=not _takes_system(tokenizer, question, options),
+        turn_end=_turn_end(tokenizer, question, options),
     )
 
 
-def chat_text(tokenizer: Any, messages: Sequence[Message], *, asking: bool = True) -> str:
+def _check_options(template: Template, source: str, name: str) -> None:
+    """An option that nobody looks up would be dropped without a word."""
+    for option in template.chat_options:
+        if option in OURS:
+            raise ConfigError(f"config: model.chat_options.{option} is not for you to say")
+        if not source:
+            raise ConfigError(
+                f"config: model.chat_options.{option} is for a chat template, and {name} is asked "
+                "without one"
+            )
+        if not re.search(rf"\b{re.escape(option)}\b", source):
+            raise ConfigError(
+                f"config: model.chat_options.{option}: the chat template of {name} does not "
+                "mention it"
+            )
+
+
+def chat_text(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    *,
+    asking: bool = True,
+) -> str:
     """Apply the tokenizer's chat template, up to where the answer begins if `asking`."""
     text: str = tokenizer.apply_chat_template(
         [dict(m) for m in messages],
         tokenize=False,
         add_generation_prompt=asking,
         strftime_now=TODAY.strftime,
+        **options,
     )
     return text
 
@@ -163,20 +199,21 @@ def _unusable(name: str, why: str) -> ModelError:
     )
 
 
-def _takes_system(tokenizer: Any, question: Message) -> bool:
+def _takes_system(tokenizer: Any, question: Message, options: Mapping[str, Any]) -> bool:
     """Some templates refuse a system message, and some leave it out without a word."""
     try:
-        text = chat_text(tokenizer, [{"role": "system", "content": SYSTEM_MARK}, question])
+        system: Message = {"role": "system", "content": SYSTEM_MARK}
+        text = chat_text(tokenizer, [system, question], options)
     except jinja2.TemplateError:
         return False
     return SYSTEM_MARK in text and MARK in text
 
 
-def _turn_end(tokenizer: Any, question: Message) -> int | None:
+def _turn_end(tokenizer: Any, question: Message, options: Mapping[str, Any]) -> int | None:
     """Models made for a chat template end their turn with its token, whatever their files say."""
     answer: Message = {"role": "assistant", "content": SYSTEM_MARK}
     try:
-        text = chat_text(tokenizer, [question, answer], asking=False)
+        text = chat_text(tokenizer, [question, answer], options, asking=False)
     except jinja2.TemplateError:
         return None
     after = text.rpartition(SYSTEM_MARK)[2].strip()

@@ -175,7 +175,10 @@ def template_of(config: Config) -> Template:
     """Build the template, which says how questions are put."""
     model = config.model
     return Template(
-        form=model.template, prefill=model.prefill, prefill_in_text=model.prefill_in_text
+        form=model.template,
+        chat_options=model.chat_options,
+        prefill=model.prefill,
+        prefill_in_text=model.prefill_in_text,
     )
 
 

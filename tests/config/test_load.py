@@ -43,6 +43,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "gradient_checkpointing": st.booleans(),
         "deterministic": st.booleans(),
         "template": text,
+        "chat_options": st.dictionaries(text, st.booleans() | st.integers(0, 9) | text, max_size=3),
         "prefill": text,
         "prefill_in_text": st.booleans(),
     },

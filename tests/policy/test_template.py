@@ -112,6 +112,30 @@ def test_a_chat_template_that_is_asked_for_must_be_there_and_work() -> None:
         made(None, "Q: {question}").text([ASKED, TOLD, ASKED])
 
 
+def test_a_chat_template_is_told_what_it_can_be_told() -> None:
+    thinking = CHATML + "{% if quiet is defined and quiet %}<think></think>{% endif %}"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokenizer.chat_template = thinking
+    for options, end in (({}, ""), ({"quiet": True}, "<think></think>"), ({"quiet": False}, "")):
+        text = renderer(tokenizer, Template(chat_options=options)).text([ASKED])
+        assert text == "<|user|>1+1?<eos><|assistant|>" + end
+    with pytest.raises(
+        ConfigError, match=r"chat_options\.loud: the chat template of tiny does not"
+    ):
+        renderer(tokenizer, Template(chat_options={"loud": 1}), "tiny")
+    with pytest.raises(ConfigError, match=r"chat_options\.quie: the chat"):
+        renderer(tokenizer, Template(chat_options={"quie": 1}))
+    with pytest.raises(ConfigError, match=r"chat_options\.messages is not for you"):
+        renderer(tokenizer, Template(chat_options={"messages": "none"}))
+    with pytest.raises(ConfigError, match=r"chat_options\.quiet is for a chat template, and tiny"):
+        renderer(tokenizer, Template(form="plain", chat_options={"quiet": True}), "tiny")
+
+
+def test_chat_options_come_from_the_configuration() -> None:
+    config = load_config("arithmetic", ["model.chat_options.enable_thinking=false"])
+    assert template_of(config).chat_options == {"enable_thinking": False}
+
+
 def test_the_date_of_a_template_stands_still() -> None:
     assert made(DATED).text([ASKED]).startswith("26 Jul 2024<|user|>")
 
