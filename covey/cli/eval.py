@@ -133,11 +133,14 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
         for path in models:
             named = config.model.model_copy(update={"path": path})
             model = load_model(config.model_copy(update={"model": named}))
+            sampler = NativeSampler(model)
             with Progress(console=Console(stderr=True), disable=not show) as progress:
+                if show:
+                    progress.console.print(f"sampling: {sampler.way}")
                 answers = len(prompts) * (1 + config.evaluate.samples)
                 evaluation = evaluate(
                     ask(model, prompts),
-                    sampler=NativeSampler(model),
+                    sampler=sampler,
                     scorer=scorer,
                     sampling=sampling_of(config),
                     samples=config.evaluate.samples,

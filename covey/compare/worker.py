@@ -108,8 +108,10 @@ def work(job: Job) -> int:
             start=job.start,
             note=folder.path / FIRST_ANSWERS,
         )
+        reporter = LogReporter()
+        reporter.note(f"sampling: {sampler.way}")
         with folder.locked(), stop_signal() as stop:
-            train(replace(parts, sampler=sampler), folder, LogReporter(), stop)
+            train(replace(parts, sampler=sampler), folder, reporter, stop)
     if stop.received is not None:
         return STOPPED
     write_outcome(

@@ -90,6 +90,8 @@ def test_eval_measures_a_run_as_its_own_training_did(
     assert row["model"].endswith("checkpoints/000002")
     assert run(["eval", str(finished / "checkpoints/000002"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["greedy"] == last["greedy"]
+    assert run(["eval", str(finished)]) == 0
+    assert "sampling: one token at a time" in capsys.readouterr().err
 
 
 def test_runs_lists_and_shows(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
