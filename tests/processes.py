@@ -21,7 +21,7 @@ def forked(work: Callable[[], int], output: Path) -> int:
     if child == 0:
         code = 99
         try:
-            with output.open("w") as file:
+            with output.open("w", buffering=1) as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
                 sys.stdout = sys.stderr = file

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from covey.cli.main import run as covey
+from tests.processes import forked
 
 TOKEN = "a-secret-of-these-tests"
 SMALL = ("--token-env", "TEST_TOKEN", "--max-tokens", "600", "--max-megabytes", "0.1")
@@ -42,10 +42,10 @@ def command(model: str, *flags: str, port: int = 0) -> list[str]:
 
 
 @contextmanager
-def new_process(model: str, *flags: str) -> Iterator[Server]:
+def new_process(model: str, *flags: str, port: int = 0) -> Iterator[Server]:
     """Serve as a user does: with `python -m covey`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "covey", *command(model, *flags)],
+        [sys.executable, "-m", "covey", *command(model, *flags, port=port)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TEST_TOKEN": TOKEN},
@@ -57,24 +57,6 @@ def new_process(model: str, *flags: str) -> Iterator[Server]:
             yield Server(process.pid, re.search(r"http://\S+", line).group())
         finally:
             process.kill()
-
-
-def forked(work: Callable[[], int], output: Path) -> int:
-    """Run in a process of its own, which may be killed, without importing everything again."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads: none of them computes
-        child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            with output.open("w", buffering=1) as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-                sys.stdout = sys.stderr = file
-                code = work()
-        finally:
-            os._exit(code)
-    return child
 
 
 def fork_server(output: Path, model: str, *flags: str, port: int = 0) -> Server:
