@@ -255,6 +255,7 @@ class Passes:
         """Record nothing any more, and let go of what was."""
         self.failed = True
         self.buckets.clear()
+        self._keeper = None
         line = str(error).strip().splitlines()[0][:200]
         warnings.warn(f"training passes are not recorded as graphs: {line}", stacklevel=2)
 
