@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from described import described
 from scipy import stats
 
 from covey.compare.outcome import Arm, Comparison, Outcome, Point
 from covey.compare.statistics import LEVEL, power
 from covey.compare.verdict import PairVerdict, verdict
-from covey.run.environment import describe_environment
 from covey.run.files import append_line, read_lines
 
 RESULT = Path(__file__).parent / "results" / "aa_study.json"
@@ -213,7 +213,7 @@ def main() -> None:
         "same_algorithm": same,
         "learning_rate_0": known,
         "cpu_seconds": round(sum(runs[run]["cpu_seconds"] for run in wanted)),
-        "environment": describe_environment(0, "cpu", 1),
+        "environment": described(0, "cpu", 1),
     }
     arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(

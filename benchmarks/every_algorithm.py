@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from described import described
+
 from covey.objective import ALGORITHMS
-from covey.run.environment import describe_environment
 from covey.run.folder import RunFolder
 
 RESULT = Path(__file__).parent / "results" / "every_algorithm.json"
@@ -70,7 +71,7 @@ def main() -> None:
         results = list(pool.map(one, ALGORITHMS))
     report = {
         "steps": arguments.steps,
-        "environment": describe_environment(arguments.seed, "cpu", threads),
+        "environment": described(arguments.seed, "cpu", threads),
         "results": results,
     }
     arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

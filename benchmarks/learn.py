@@ -7,7 +7,7 @@
 
 Every number comes out of run folders that `covey warmup` and `covey train` have written. Seconds
 are of training: sampling, judging and learning, without loading and evaluations, which `wall`
-counts too. Algorithms that a file already has and that are not asked for stay in it.
+counts too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from described import anywhere, described
 
 from covey.evaluate.statistics import paired_difference
-from covey.run.environment import describe_environment
 from covey.run.folder import RunFolder
 
 HERE = Path(__file__).parent
@@ -57,17 +57,12 @@ def covey(*words: str) -> float:
     return time.perf_counter() - began
 
 
-def shown(words: Sequence[str]) -> str:
-    """Return a command as anybody could give it, wherever the project lies."""
-    return " ".join(["covey", *words]).replace(f"{HERE.parent}/", "")
-
-
 def report(run: RunFolder, words: Sequence[str], wall: float) -> dict[str, Any]:
     """Return what one run of `covey train` came to."""
     points = curve(run)
     best = max(points, key=lambda point: point["value"])
     return {
-        "command": shown(words),
+        "command": " ".join(["covey", *anywhere(words)]),
         "wall_seconds": round(wall, 1),
         "curve": points,
         "best": best,
@@ -124,7 +119,7 @@ def gsm8k(arguments: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
     words = ["train", str(HERE / "gsm8k.toml"), *flags(settings)]
     words += ["--model", str(checkpoint), "--run", str(run)]
     wall = covey(*words)
-    warmup = {"command": shown(first), "wall_seconds": round(seconds, 1)}
+    warmup = {"command": " ".join(["covey", *anywhere(first)]), "wall_seconds": round(seconds, 1)}
     return {"warmup": warmup, "grpo": report(RunFolder.open(run), words, wall)}
 
 
@@ -146,10 +141,8 @@ def main() -> None:
     )
     file = arguments.out or HERE / "results" / f"{arguments.what}.json"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    environment = describe_environment(0, device, torch.get_num_threads())
-    before = json.loads(file.read_text()) if file.exists() else {}
-    content = {**before, "environment": environment, **results}
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    environment = described(0, device, torch.get_num_threads())
+    file.write_text(json.dumps({"environment": environment, **results}, indent=1) + "\n")
     for name, result in results.items():
         if "curve" in result:
             line = ", ".join(

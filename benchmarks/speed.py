@@ -48,14 +48,13 @@ WORKER_SECONDS = 150.0
 def environment_of(device: str, megabytes: int) -> dict[str, Any]:
     """Return versions, the machine, and how fast it copies."""
     import torch
+    from described import described
     from speed_device import copy_bandwidth
-
-    from covey.run.environment import describe_environment
 
     cuda = device.startswith("cuda")
     name = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} CPU cores"
     return {
-        **describe_environment(0, device, torch.get_num_threads()),
+        **described(0, device, torch.get_num_threads()),
         "machine": name,
         "copy_bytes_per_s": copy_bandwidth(device, megabytes),
     }

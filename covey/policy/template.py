@@ -161,7 +161,7 @@ def _check_options(template: Template, source: str, name: str) -> None:
     """An option that nobody looks up would be dropped without a word."""
     for option in template.chat_options:
         if option in OURS:
-            raise ConfigError(f"config: model.chat_options.{option} is not for you to say")
+            raise ConfigError(f"config: model.chat_options.{option}: covey says that itself")
         if not source:
             raise ConfigError(
                 f"config: model.chat_options.{option} is for a chat template, and {name} is asked "

@@ -45,16 +45,20 @@ def objective_now(learner: Learner, state: State) -> Objective:
 def batch_of(
     learner: Learner, groups: Sequence[Group], state: State, settings: UpdateSettings
 ) -> Batch:
-    """Collate groups, and fill in all that is taken over the whole batch: advantages last."""
+    """Collate groups, and fill in all that is taken over the whole batch."""
     objective = objective_now(learner, state)
+    batch = collate(groups, learner.policy.model.device)
+    if not objective.reads_old_policy:
+        batch = with_advantage(objective, batch)
     batch = prepare(
-        collate(groups, learner.policy.model.device),
+        batch,
         policy=learner.policy,
         objective=objective,
         reference=learner.reference,
         settings=settings,
     )
-    batch = with_advantage(objective, batch)
+    if objective.reads_old_policy:
+        batch = with_advantage(objective, batch)
     return without_truncated(batch) if learner.config.select.mask_truncated else batch
 
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from covey.objective import (
-    Objective,
-    PolicyLoss,
-    policy_loss,
-    with_advantage,
-    with_marks,
-    with_weight,
-)
+from covey.objective import Objective, PolicyLoss, policy_loss, with_marks, with_weight
 from covey.objective.diagnostics import (
     Meter,
     observe,
@@ -85,12 +79,15 @@ def prepare(
     reference: Reference | None,
     settings: UpdateSettings,
 ) -> Batch:
-    """Fill in old_logp, entropy and ref_logp, each only if something will read it."""
+    """Fill in old_logp, entropy and ref_logp, each only if something will read it.
+
+    Where advantages are known by now, rows without any need not be asked about.
+    """
     wanted = settings.off_policy or objective.needs_old_logp
     if wanted and settings.old_logp_from_sampler and not objective.needs_old_entropy:
         batch = replace(batch, old_logp=batch.sampler_logp)
-    elif wanted and settings.skips_rows(objective) and not objective.reads_old_policy:
-        batch = _with_useful_old_logp(batch, policy, objective, settings)
+    elif wanted and settings.skips_rows(objective) and batch.advantage is not None:
+        batch = _with_useful_old_logp(batch, policy, settings)
     elif wanted or objective.needs_old_entropy:
         old = whole_batch(batch, settings.token_budget, policy.logp)
         batch = replace(batch, old_logp=old.logp, entropy=old.entropy)
@@ -102,12 +99,9 @@ def prepare(
     return batch
 
 
-def _with_useful_old_logp(
-    batch: Batch, policy: Policy, objective: Objective, settings: UpdateSettings
-) -> Batch:
+def _with_useful_old_logp(batch: Batch, policy: Policy, settings: UpdateSettings) -> Batch:
     """Fill in old_logp of the rows that have a gradient; nobody reads that of the others."""
-    facts = RowFacts.of(with_advantage(objective, batch))
-    useful = facts.with_gradient(torch.arange(len(batch)))
+    useful = RowFacts.of(batch).with_gradient(torch.arange(len(batch)))
     old = whole_batch(batch.rows(useful), settings.token_budget, policy.logp).logp
     (rows,) = sent([useful], old.device)
     whole = batch.sampler_logp.float().clone()
@@ -177,11 +171,7 @@ def update(
 def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
     """Add up the losses of each optimizer step, when the device has done its work anyway."""
     values = iter(torch.stack([part for parts in losses for part in parts]).tolist())
-    sums = [0.0] * len(losses)
-    for number, parts in enumerate(losses):
-        for _ in parts:
-            sums[number] += next(values)
-    return sums
+    return [math.fsum(next(values) for _ in parts) for parts in losses]
 
 
 def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[PolicyLoss, LogProbs]:

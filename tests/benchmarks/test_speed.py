@@ -64,6 +64,14 @@ def test_flops_are_six_a_weight_and_token_and_attention() -> None:
     assert flops(shape, seen, shared=8) == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_result_names_no_folder_of_the_machine_that_it_is_from() -> None:
+    from described import anywhere
+
+    words = [str(BENCHMARKS / "x.py"), "--out", "/a/b/c.json", "--set", "model.path=/d/e", "f/g=h"]
+    expected = ["benchmarks/x.py", "--out", "c.json", "--set", "model.path=e", "f/g=h"]
+    assert anywhere(words) == expected
+
+
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_word_is_a_token(stops: bool) -> None:
     from speed_shapes import prompt_text, questions, word_tokenizer

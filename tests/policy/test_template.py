@@ -125,7 +125,7 @@ def test_a_chat_template_is_told_what_it_can_be_told() -> None:
         renderer(tokenizer, Template(chat_options={"loud": 1}), "tiny")
     with pytest.raises(ConfigError, match=r"chat_options\.quie: the chat"):
         renderer(tokenizer, Template(chat_options={"quie": 1}))
-    with pytest.raises(ConfigError, match=r"chat_options\.messages is not for you"):
+    with pytest.raises(ConfigError, match=r"chat_options\.messages: covey says that itself"):
         renderer(tokenizer, Template(chat_options={"messages": "none"}))
     with pytest.raises(ConfigError, match=r"chat_options\.quiet is for a chat template, and tiny"):
         renderer(tokenizer, Template(form="plain", chat_options={"quiet": True}), "tiny")

@@ -19,9 +19,11 @@ from covey.run.folder import RunFolder
 from covey.scoring import Here
 from covey.train.assemble import Parts, assemble, resolve
 from covey.train.gather import gather, punished
+from covey.train.learn import learn
 from covey.train.loop import StopSignal, train
 from covey.train.select import Selected, is_mixed, select, without_truncated
-from covey.train.update import prepare, update
+from covey.train.state import State
+from covey.train.update import update
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import make_batch
 from tests.train.test_collate_update import make_policy, settings
@@ -206,37 +208,32 @@ def test_skipping_rows_without_gradient_changes_only_rounding(name: str) -> None
         torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
 
 
+def told(name: str, *right: bool) -> Group:
+    """A group whose answers differ."""
+    alike = group(name, *right)
+    differ = tuple(replace(r, tokens=(9 + n, 20, 40 + n)) for n, r in enumerate(alike.rollouts))
+    return replace(alike, rollouts=differ)
+
+
 @pytest.mark.parametrize(("name", "rows"), [("grpo", 4), ("gspo", 4), ("gtpo", 8), ("tis", 8)])
 def test_old_logp_is_taken_of_rows_with_gradient_alone(name: str, rows: int) -> None:
     # gtpo's advantages need the entropies of all, a correction counts all.
-    correction = {"correction": "token_truncate"} if name == "tis" else {}
-    objective = build_objective("grpo" if name == "tis" else name, beta=0.0, **correction)
-    batch = make_batch(rows=8, groups=2, seed=5)
-    batch = replace(
-        batch,
-        rewards=batch.rewards.where(batch.group == 0, 1.0),
-        success=batch.success.where(batch.group == 0, True),
-    )
+    correction = ["objective.correction=token_truncate"] if name == "tis" else []
+    algorithm = "grpo" if name == "tis" else name
+    groups = [told("even", True, True, True, True), told("odd", True, False, False, True)]
     weights = []
     for skip in (False, True):
-        policy = make_policy()
-        chosen = settings(
-            skip_zero_gradient=skip, mini_batches=2, epochs=2, old_logp_from_sampler=False
-        )
-        taken, forward = [], policy.model.backbone.forward
-        policy.model.backbone.forward = lambda *a, _f=forward, _t=taken, **k: (
-            _t.append(1) or _f(*a, **k)
-        )
-        asked = replace(chosen, token_budget=1)  # a pass for every row
-        prepared = prepare(
-            batch, policy=policy, objective=objective, reference=None, settings=asked
-        )
-        assert len(taken) == (rows if skip else 8)
-        update(
-            with_advantage(objective, prepared), policy=policy, objective=objective, step=1,
-            settings=chosen,
+        parts = parts_with(
+            f"objective.name={algorithm}", "objective.beta=0.0", *correction,
+            "optimizer.learning_rate=1e-3", "train.mini_batches=2", "train.epochs=2",
+            "train.old_logp=recompute", "train.token_budget=1",
+            f"select.skip_zero_gradient={str(skip).lower()}",
         )  # fmt: skip
-        weights.append([p.detach().clone() for p in policy.model.model.parameters()])
+        taken, backbone = [], parts.policy.model.backbone
+        backbone.register_forward_hook(lambda *_, _t=taken: _t.append(torch.is_grad_enabled()))
+        learn(parts, groups, State(beta=0.0), parts.update_settings)
+        assert taken.count(False) == (rows if skip else 8)  # a pass for every row
+        weights.append([p.detach().clone() for p in parts.policy.model.model.parameters()])
     for a, b in zip(*weights, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
 
