@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from covey.rewards.build import REWARDS
 from covey.run.folder import RunFolder
 from covey.sandbox.run import _why_not
 from covey.train.assemble import resolve
-from tests.processes import forked
+from tests.processes import alive, forked, wait_until
 
 QUICK = (
     "model.device=cpu", "train.steps=2", "rollout.prompts=4", "rollout.samples=4",
@@ -71,13 +71,6 @@ def one_line(capfd: pytest.CaptureFixture[str]) -> str:
     return error
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-
-
 def scorers_of(parent: int) -> list[int]:
     """Return the scoring processes of a process."""
     found = []
@@ -91,13 +84,6 @@ def scorers_of(parent: int) -> list[int]:
             if int(stat[1]) == parent and b"covey.scoring.worker" in words:
                 found.append(int(folder.name))
     return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # A reward that changes between two parts of a run.
@@ -191,7 +177,7 @@ def test_ctrl_c_twice_ends_at_once_and_says_so(here: Path) -> None:
     time.sleep(0.3)
     os.kill(trainer, signal.SIGINT)
     assert wait(trainer) == 130
-    assert time.monotonic() - began < 12  # judging 256 answers takes 25 seconds
+    assert time.monotonic() - began < 20  # judging 256 answers takes 25 seconds
     output = (here / "output").read_text()
     assert output.splitlines()[-1] == "covey: interrupted"
     assert "Traceback" not in output

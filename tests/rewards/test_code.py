@@ -227,7 +227,7 @@ HOSTILE = {
 def test_no_text_raises_and_none_takes_long(text: str) -> None:
     began = time.monotonic()
     given = judge(text, seconds=0.5, total_seconds=1.0)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15
     assert (given.reward, given.success, given.parts["passed"]) == (0.0, False, 0.0)
 
 

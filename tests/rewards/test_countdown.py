@@ -106,6 +106,6 @@ def test_the_solutions_of_the_task_are_right() -> None:
 
 def test_hostile_text_takes_no_time() -> None:
     for text in ("<answer>" * 125_000, "<answer>" + "1+" * 499_000 + "</answer>", "<" * 1_000_000):
-        start = time.perf_counter()
+        start = time.thread_time()
         assert Countdown()(ASKED, text).reward == 0.0
-        assert time.perf_counter() - start < 0.3
+        assert time.thread_time() - start < 0.3

@@ -125,10 +125,10 @@ def test_what_is_no_arithmetic_is_an_error(text: str) -> None:
 
 @pytest.mark.parametrize("text", HUGE.values(), ids=HUGE)
 def test_what_would_take_long_is_an_error_at_once(text: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(ExpressionError):
         evaluate(text, ALL)
-    assert time.perf_counter() - start < 0.05
+    assert time.thread_time() - start < 0.05
 
 
 @pytest.mark.parametrize(

@@ -407,7 +407,7 @@ def test_a_server_that_does_not_come_to_an_end_is_left(server: Server, mode: str
     started = time.monotonic()
     with pytest.raises(RewardError, match=r"cannot be reached: .*timed out.*\(tries: 2\)$"):
         judge(prompt(), "18")
-    assert 0.4 <= time.monotonic() - started < 2
+    assert 0.4 <= time.monotonic() - started < 5
     assert len(server.requests(judge)) == 2
 
 

@@ -269,12 +269,12 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=[ascii(t[:12]) for t in HOSTILE])
 def test_hostile_text_takes_no_time(text: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     find_answer(text)
     last_number(text)
     read_number(text)
     final_text(text)
-    assert time.perf_counter() - start < 0.3
+    assert time.thread_time() - start < 0.3
 
 
 @given(text=st.text(alphabet="\\{}^°~\t\r ,;:!$%2a.", max_size=12))

@@ -81,9 +81,9 @@ def test_a_call_is_the_same_in_every_form(text: str) -> None:
 
 @pytest.mark.parametrize("text", NO_CALLS.values(), ids=NO_CALLS)
 def test_what_is_no_call_is_none_at_once(text: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     assert parse_call(text) is None
-    assert time.perf_counter() - start < 0.2
+    assert time.thread_time() - start < 0.2
     assert reward_of(text) == 0.0
 
 
@@ -205,9 +205,9 @@ def test_any_text_is_judged(text: str) -> None:
     ],
 )
 def test_hostile_text_takes_no_time(text: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     assert reward_of(text) == 0.0
-    assert time.perf_counter() - start < 0.3
+    assert time.thread_time() - start < 0.3
 
 
 def test_the_weight_of_the_name_must_be_a_share() -> None:

@@ -85,13 +85,13 @@ def attack(program: str) -> Outcome:
     """Run a hostile program; check that it is over, that nothing is left and nothing is harmed."""
     began = time.monotonic()
     bad, good = run(PRELUDE + program, [Case(stdin="bad\n"), Case(stdin="good")], limits=LIMITS)
-    assert time.monotonic() - began < WALL + 2
-    assert bad.seconds < WALL + 1
+    assert time.monotonic() - began < WALL + 10
+    assert bad.seconds < WALL + 5
     assert left_over() == []
     assert good.stdout == b"good\n", (bad, good)
     began = time.monotonic()
     after = run("def add(a, b): return a + b", [Case(call="add(1, 2)")], limits=LIMITS)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     assert after[0].value == b"3"
     return bad
 

@@ -16,6 +16,7 @@ from covey.errors import ConfigError, RewardError
 from covey.sandbox import Case, Limits, isolation, require_isolation, run
 from covey.sandbox import run as run_function
 from covey.sandbox.seccomp import filter_program
+from tests.processes import wait_until
 
 module = sys.modules[run_function.__module__]
 ISOLATED = not module._why_not()
@@ -156,7 +157,7 @@ def test_time_is_limited_for_each_case_and_for_all(unsafe: bool) -> None:
     began = time.monotonic()
     limits = Limits(wall_seconds=0.3, total_seconds=0.5)
     outcomes = run("while True: pass", [Case()] * 4, limits=limits, unsafe=unsafe)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     assert [o.ended for o in outcomes] == ["timed out"] * 4
     assert [o.seconds > 0.1 for o in outcomes] == [True, True, False, False]
 
@@ -203,10 +204,7 @@ print(os.getcwd(), os.environ.get("COVEY_CANARY"))
         processes = Path("/proc").glob("[0-9]*/cmdline")
         return [p for p in processes if read(p).find(module.mark()) >= 0]
 
-    deadline = time.monotonic() + 5  # who is killed is gone a moment later, and no earlier
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert left() == []
+    wait_until(lambda: left() == [])  # who is killed is gone a moment later, and no earlier
 
 
 def read(path: Path) -> str:
@@ -225,27 +223,19 @@ def test_many_threads_can_run_programs() -> None:
 
 @pytest.mark.skipif(not ISOLATED, reason="no isolation here")
 def test_a_sandbox_dies_with_the_process_that_started_it() -> None:
-    script = "from covey.sandbox import *; run('import time; time.sleep(100)', [Case()], limits=Limits(wall_seconds=50., total_seconds=50.))"
+    script = "from covey.sandbox import *; run('import time; time.sleep(1000)', [Case()], limits=Limits(wall_seconds=900., total_seconds=900.))"
     process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(covey.__file__).parents[1])
     mark = f"covey-sandbox-of-{process.pid}"
 
-    def alive() -> int:
+    def running() -> int:
         return sum(mark in read(path) for path in Path("/proc").glob("[0-9]*/cmdline"))
 
-    def within(seconds: float, wanted: bool) -> bool:
-        end = time.monotonic() + seconds
-        while (alive() >= 3) != wanted if wanted else alive() > 0:
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.02)
-        return True
-
     try:
-        assert within(10, True)
+        wait_until(lambda: running() >= 3)
     finally:
         process.kill()
         process.wait()
-    assert within(1, False)
+    wait_until(lambda: running() == 0)
 
 
 @pytest.mark.skipif(not ISOLATED or os.geteuid() != 0, reason="only root can become another user")

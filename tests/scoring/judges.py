@@ -28,6 +28,12 @@ def sleep(seconds: str) -> Score:
     return Score(reward=float(seconds), success=True)
 
 
+def wait_for(file: str) -> Score:
+    while not os.path.exists(file):
+        time.sleep(0.01)
+    return Score(reward=1.0, success=True)
+
+
 def fail(why: str) -> Score:
     raise KeyError(why)
 
@@ -51,6 +57,7 @@ def child(then: str) -> Score:
 ACTIONS: dict[str, Callable[[str], Any]] = {
     "loop": loop,
     "sleep": sleep,
+    "wait": wait_for,
     "raise": fail,
     "exit": lambda _: os._exit(3),
     "quit": lambda _: sys.exit(4),

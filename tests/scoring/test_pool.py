@@ -14,6 +14,7 @@ from covey.errors import ConfigError, RewardError
 from covey.rewards import ThinkAnswer, as_reward
 from covey.scoring import Here, Job, Pool, Verdict, make_scorer
 from covey.types import Prompt
+from tests.processes import alive, wait_until
 from tests.scoring import judges
 
 PROMPT = Prompt(
@@ -37,14 +38,6 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs. One that has ended and that nobody has asked about is not alive."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def rewards(verdicts: list[Verdict]) -> list[float | None]:
     return [None if v.score is None else v.score.reward for v in verdicts]
 
@@ -55,16 +48,18 @@ def test_answers_come_back_in_order_whatever_is_done_first(pool: Pool) -> None:
     assert [rewards(f.result())[0] for f in futures] == times
 
 
-def test_work_is_shared_between_processes_and_nobody_waits_for_the_one_before(pool: Pool) -> None:
-    warm = [pool.submit(job("sleep 0.1")) for _ in range(8)]  # both processes have started
-    assert len([f.result() for f in warm]) == 8
-    started = time.monotonic()
-    slow = pool.submit(job("sleep 0.9"))
+def test_work_is_shared_between_processes_and_nobody_waits_for_the_one_before(
+    tmp_path: Path,
+) -> None:
+    pool = Pool(judges.Obeys(), "obeys", workers=2, timeout=60)
+    long = pool.submit(job(f"wait {tmp_path / 'done'}"))
     quick = [pool.submit(job("1")) for _ in range(20)]
     pids = {f.result()[0].score.parts["pid"] for f in quick}
-    assert time.monotonic() - started < 0.8
     assert len(pids) == 1
-    assert rewards(slow.result()) == [0.9]
+    assert not long.done()
+    (tmp_path / "done").touch()
+    assert rewards(long.result()) == [1.0]
+    pool.close()
 
 
 @pytest.mark.parametrize(
@@ -87,15 +82,11 @@ def test_what_a_reward_does_wrong_costs_one_answer_its_reward(
     pool: Pool, bad: str, why: str
 ) -> None:
     texts = ["1", "2", bad, "3", "4", "5"]
-    started = time.monotonic()
     verdicts = [pool.submit(job(text)) for text in texts]
     results = [v.result()[0] for v in verdicts]
-    assert time.monotonic() - started < LIMIT + 2
     assert rewards(results) == [1.0, 2.0, None, 3.0, 4.0, 5.0]
     assert results[2].error.startswith(why)
-    started = time.monotonic()
     assert rewards(pool.submit(job("6")).result()) == [6.0]
-    assert time.monotonic() - started < LIMIT
 
 
 def test_a_time_limit_kills_what_the_reward_had_started_as_well(pool: Pool) -> None:
@@ -105,8 +96,7 @@ def test_a_time_limit_kills_what_the_reward_had_started_as_well(pool: Pool) -> N
     # Both processes are busy, so each reaches its time limit; one of them has the child.
     for future in [pool.submit(job("loop")) for _ in range(4)]:
         assert rewards(future.result()) == [None]
-    time.sleep(0.2)
-    assert not alive(pid)
+    wait_until(lambda: not alive(pid))
 
 
 def test_what_a_reward_prints_stays_out_of_the_conversation(pool: Pool) -> None:
@@ -126,7 +116,7 @@ def test_an_async_function_waits_for_many_answers_at_once() -> None:
     started = time.monotonic()
     futures = [pool.submit(job("0.4")) for _ in range(32)]
     assert [rewards(f.result()) for f in futures] == [[0.4]] * 32
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 32 * 0.4 / 2
     # The one that never comes back is the only one without a reward.
     futures = [pool.submit(job(t)) for t in ("0", "600", "0.1", "words")]
     assert [rewards(f.result())[0] for f in futures] == [0.0, None, 0.1, None]
@@ -170,10 +160,7 @@ def test_processes_die_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
-    deadline = time.monotonic() + 5
-    while alive(pid):
-        assert time.monotonic() < deadline, "the scoring process outlives the trainer"
-        time.sleep(0.05)
+    wait_until(lambda: not alive(pid))
 
 
 def test_quick_rewards_stay_here_and_others_get_processes() -> None:

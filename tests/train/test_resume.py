@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 from covey.cli.main import run as covey
 from covey.policy import checkpoint
 from covey.run import files, folder
-from tests.processes import forked
+from tests.processes import forked, wait_until
 
 SETTINGS = (
     "model.device=cpu",  # a GPU adds up in any order
@@ -77,7 +76,7 @@ def test_a_signal_saves_and_resuming_goes_on_bit_for_bit(
 ) -> None:
     path, output = tmp_path / "run", tmp_path / "output"
     child = forked(lambda: covey(arguments(path)), output)
-    wait_for(path / "rollouts/000003.jsonl")
+    wait_until((path / "rollouts/000003.jsonl").exists)
     os.kill(child, number)
     assert wait(child) == 0
     saved = max(int(p.name) for p in (path / "checkpoints").iterdir())
@@ -136,7 +135,7 @@ def test_a_compact_state_resumes_bit_for_bit(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "covey", *arguments(path, *compact)]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as here
     with subprocess.Popen(command, env=one_thread, stdout=subprocess.DEVNULL) as child:
-        wait_for(path / "rollouts/000003.jsonl")
+        wait_until((path / "rollouts/000003.jsonl").exists)
         child.kill()
     assert child.returncode == -signal.SIGKILL
     assert covey(["train", "--resume", str(path)]) == 0
@@ -155,10 +154,3 @@ def test_a_finished_run_resumes_to_nothing(uninterrupted: Path) -> None:
     before = (uninterrupted / "steps.jsonl").read_text()
     assert covey(["train", "--resume", str(uninterrupted)]) == 0
     assert (uninterrupted / "steps.jsonl").read_text() == before
-
-
-def wait_for(path: Path) -> None:
-    limit = time.monotonic() + 120
-    while not path.exists():
-        assert time.monotonic() < limit
-        time.sleep(0.005)

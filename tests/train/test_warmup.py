@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +37,7 @@ from covey.train.supervised import Example, encode_example, learn, stack
 from covey.train.warmup import WarmupParts, assemble_warmup, step_examples
 from covey.types import Prompt
 from tests.conftest import build
-from tests.processes import forked
+from tests.processes import forked, wait_until
 
 TEXTS = [("1+1?", "two"), ("2+2?", "<answer>four</answer>"), ("2+2?", "4"), ("3?", "")]
 
@@ -321,10 +320,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 ) -> None:
     path, output = tmp_path / "run", tmp_path / "output"
     child = forked(lambda: covey(arguments(path)), output)
-    limit = time.monotonic() + 120
-    while not (path / "checkpoints/000002").exists():
-        assert time.monotonic() < limit
-        time.sleep(0.005)
+    wait_until((path / "checkpoints/000002").exists)
     os.kill(child, number)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code == (0 if number == signal.SIGINT else -number)
