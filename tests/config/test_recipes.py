@@ -80,6 +80,21 @@ WHAT: dict[str, tuple[str, str, str, str, float]] = {
     "open-instruct-tulu3-8b": ("allenai/Llama-3.1-Tulu-3-8B-DPO", "hub", "math_answer", "composed", 1.0),
     "open-instruct-qwen-zero": ("Qwen/Qwen2.5-7B", "hub", "mix", "composed", 1.0),
 }  # fmt: skip
+# Degrees of freedom and floor of the deviation that advantages are divided by, seed, weight decay.
+DIVISOR: dict[str, tuple[int, float, int, float]] = {
+    "zhangfaen-grpo": (0, 1e-4, 42, 0.01),
+    "zhangfaen-gspo": (0, 1e-4, 42, 0.01),
+    "nano-aha": (0, 1e-4, 42, 0.0),
+    "grpo-zero": (0, 1e-4, 1337, 0.0),
+    "simple-grpo": (1, 1e-4, 0, 0.0),
+    "lm-book": (1, 1e-4, 42, 0.0),
+    "awesome-grpo": (1, 1e-4, 0, 0.0),
+    "awesome-dapo": (1, 1e-4, 0, 0.0),
+    "agent-book": (1, 1e-4, 0, 0.0),
+    "open-instruct-debug": (0, 1e-8, 3, 0.0),
+    "open-instruct-tulu3-8b": (0, 1e-8, 1, 0.0),
+    "open-instruct-qwen-zero": (0, 1e-8, 1, 0.0),
+}
 # Recipes of our own, which no system has published.
 OWN = {"arithmetic", "demo"}
 NONE = "\N{EN DASH}"
@@ -129,6 +144,23 @@ def test_a_recipe_has_the_model_task_reward_and_algorithm_of_its_system(name: st
     config = load_config(name)
     found = (config.model.path, config.task.name, config.reward.name, config.objective.name)
     assert (*found, config.optimizer.max_grad_norm) == WHAT[name]
+
+
+@pytest.mark.parametrize("name", DIVISOR)
+def test_a_recipe_divides_advantages_as_its_system_does(name: str) -> None:
+    config = resolve(load_config(name))
+    options = config.objective.options
+    found = (options["ddof"], options["eps"], config.seed, config.optimizer.weight_decay)
+    assert found == DIVISOR[name]
+
+
+def test_a_system_message_that_is_said_to_be_the_published_one_is() -> None:
+    lm_book = load_config("lm-book").task.options["system"]
+    zhangfaen = load_config("zhangfaen-grpo").task.options["system"]
+    assert lm_book != zhangfaen  # by an empty line
+    assert lm_book.replace("\n\n", "\n") == zhangfaen
+    assert "reasoning process in your mind" in load_config("grpo-zero").task.options["system"]
+    assert "reasoning process in the mind" in load_config("nano-aha").task.options["system"]
 
 
 @pytest.mark.parametrize(("name", "micro_batch"), [("simple-grpo", 8), ("awesome-grpo", 1), ("awesome-dapo", 1), ("awesome-dr_grpo", 1)])  # fmt: skip
