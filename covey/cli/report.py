@@ -28,6 +28,8 @@ def summary(metrics: Mapping[str, Any]) -> str:
             f"grad {metrics['optim/grad_norm']:.2f}  "
             f"{metrics['time/tokens_per_second']:,.0f} tok/s"
         )
+    if "warmup/left_out" in metrics:
+        return f"nothing to learn from: {metrics['warmup/left_out']} solutions are too long"
     # A step that had nothing to learn from has neither.
     names = {"objective/kl_avg": "kl", "policy/approxkl_avg": "kl old"}
     kl = next((f"{label} {metrics[m]:.4f}" for m, label in names.items() if m in metrics), "no kl")

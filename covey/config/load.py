@@ -82,14 +82,19 @@ def _apply(data: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"--set {key}: {section!r} is a value, not a table")
     value = _value(raw.strip())
-    if last == "name" and value != table.get("name", _default_name(sections)):
+    if last == "name" and value != _present_name(sections, table):
         table.clear()
     table[last] = value
 
 
-def _default_name(sections: list[str]) -> str | None:
+def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
+    """Return what a section is called as it stands: perhaps by default, or by what is in it."""
+    if "name" in table:
+        return table["name"]
     field = Config.model_fields.get(".".join(sections))
-    return field.default.name if field and isinstance(field.default, Named) else None
+    if not field or not isinstance(field.default, Named):
+        return None
+    return type(field.default).model_validate(table).name
 
 
 def _value(raw: str) -> Any:

@@ -42,8 +42,10 @@ AT_MOST: Mapping[str, float] = MappingProxyType(
 ZERO_IS_MANY = frozenset({"warmup.steps", "evaluate.prompts", "scoring.workers"})
 """Settings of which 0 means as many as there are: the cap is then the smaller one."""
 
-ALWAYS: Mapping[str, bool | int] = MappingProxyType(
+ALWAYS: Mapping[str, bool | int | str] = MappingProxyType(
     {
+        "train.budget": "steps",
+        "train.amount": 0,
         "evaluate.every": 2,  # at the start and at the end
         "save.every": 0,  # at the end
         "warmup.evaluate_every": 2,

@@ -29,7 +29,8 @@ class Objective:
     """An algorithm as a value: seven pieces, what goes with them, and what they need."""
 
     advantage: Callable[[Batch], torch.Tensor]
-    """[B, T] from a whole rollout batch, which it may take statistics of."""
+    """[B, T] from a whole rollout batch, which it may take statistics of; before old_logp is there,
+    if answers without advantage are to be left out."""
     ratio: Ratio
     """Log-ratio [B, T] from logp - old_logp and mask."""
     surrogate: Callable[[Tokens], Gain]

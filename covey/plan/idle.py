@@ -168,7 +168,7 @@ def adaptive_beta(setup: Setup) -> Iterator[Finding]:
         remedy = "set objective.kl_target, or leave it out"
     else:
         answers = config.rollout.prompts * config.rollout.samples
-        growth = MAX_ADAPTATION * answers / objective.kl_horizon
+        growth = MAX_ADAPTATION * min(answers / objective.kl_horizon, 1.0)
         most = (1 + growth) ** config.train.steps
         idle = [f"objective.kl_target = {objective.kl_target}"] if most < NOTICEABLE_BETA else []
         why = f"A step of {answers} answers changes beta by {growth:.2%} at most, and the whole "

@@ -25,9 +25,9 @@ Schedule = Literal["constant", "linear", "cosine"]
 def learning_rate(
     step: float, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int
 ) -> float:
-    """Return the rate of optimizer step number `step`, counted from 0."""
+    """Return the rate of optimizer step number `step`, counted from 0; whole where steps count."""
     if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
+        return peak * min(1.0, (step + 1) / warmup_steps)
     if schedule == "constant":
         return peak
     done = (step - warmup_steps) / max(1, total_steps - warmup_steps)

@@ -9,6 +9,9 @@ from types import MappingProxyType
 from covey.errors import ConfigError
 from covey.types import Rollout
 
+ROUNDING = 1e-9
+"""A share of a group, such as 0.8 * 5 answers, is exact to this."""
+
 LengthPenalty = Callable[[Sequence[Rollout]], list[float]]
 """From the answers of a group to what is added to each one's reward: 0 or less."""
 
@@ -75,9 +78,10 @@ class GroupRelative:
         """Return the punishment of each; answers that could not be scored count for nothing."""
         scored = [r for r in rollouts if r.success is not None]
         right = [r for r in scored if r.success]
-        if not right or len(right) <= (1 - self.easy) * len(scored):
+        wrong, bound = len(scored) - len(right), self.easy * len(scored) - ROUNDING
+        if not right or wrong >= bound:
             return [0.0] * len(rollouts)
-        easy = len(right) >= self.easy * len(scored)
+        easy = len(right) >= bound
         lengths = [len(r.tokens) for r in (right if easy else scored)]
         measure = max((min(lengths) + max(lengths)) / 2, sum(lengths) / len(lengths))
         punished = easy or 2 * len(right) > len(scored)

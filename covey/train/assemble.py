@@ -69,13 +69,19 @@ def resolve(config: Config) -> Config:
     options["task"] = _task_options(config.task)
     named = {where: {"name": getattr(config, where).name, **o} for where, o in options.items()}
     resolved = parse_config({**config.model_dump(), **named})
-    objective_of(resolved)
     check_reference(resolved.reference)
     template_of(resolved)
     if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' does not go with rollout.top_k, top_p or min_p: "
             "the sampler's probabilities are then of a truncated distribution"
+        )
+    objective = objective_of(resolved)
+    taken = resolved.train.old_logp == "sampler" and not objective.needs_old_entropy
+    if taken and objective.corrects:
+        raise ConfigError(
+            "config: train.old_logp = 'sampler' leaves objective.correction and objective.veto "
+            "nothing to compare the sampler with; set it to 'recompute'"
         )
     return resolved
 

@@ -47,6 +47,7 @@ def gather(parts: Parts, reporter: Reporter, step: int, *, share: float | None =
     collected = _collect(parts, reporter, moment, prompts)
     rounds = 1
     while True:
+        check_failures(collected, config.scoring.max_unscored)
         selected = select(
             collected.groups,
             version=parts.policy.version,
@@ -103,7 +104,6 @@ def _collect(parts: Parts, reporter: Reporter, moment: Moment, prompts: list[Pro
         reporter.note(
             f"step {moment.step}: {len(collected.failures)} unscored, {collected.failures[0]}"
         )
-    check_failures(collected, parts.config.scoring.max_unscored)
     if parts.config.length_penalty.name == "none":
         return collected
     groups = tuple(punished(group, parts.length_penalty) for group in collected.groups)

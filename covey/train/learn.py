@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -48,7 +49,8 @@ def batch_of(
     """Collate groups, and fill in all that is taken over the whole batch."""
     objective = objective_now(learner, state)
     batch = collate(groups, learner.policy.model.device)
-    if not objective.reads_old_policy:
+    known_first = settings.skips_rows(objective) and not objective.reads_old_policy
+    if known_first:
         batch = with_advantage(objective, batch)
     batch = prepare(
         batch,
@@ -57,7 +59,7 @@ def batch_of(
         reference=learner.reference,
         settings=settings,
     )
-    if objective.reads_old_policy:
+    if not known_first:
         batch = with_advantage(objective, batch)
     return without_truncated(batch) if learner.config.select.mask_truncated else batch
 
@@ -85,6 +87,8 @@ def learn(
     )
     if objective.needs_reference:
         metrics["objective/beta"] = state.beta
-        if "objective/kl_avg" in metrics:  # not if every answer was masked
-            state.beta = next_beta(objective, metrics["objective/kl_avg"], answers=len(batch))
+        # There is none if every answer was masked, and a pass may have gone wrong.
+        kl = metrics.get("objective/kl_avg", math.nan)
+        if math.isfinite(kl):
+            state.beta = next_beta(objective, kl, answers=len(batch))
     return batch, metrics

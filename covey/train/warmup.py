@@ -63,6 +63,11 @@ class WarmupParts:
         return settings.epochs * len(self.solutions)
 
     @property
+    def max_tokens(self) -> int:
+        """Of the longest solution that is learned from."""
+        return self.config.warmup.max_tokens or self.config.rollout.max_tokens
+
+    @property
     def steps(self) -> int:
         """How many optimizer steps that takes. The last may be a smaller one."""
         return math.ceil(self.total / self.config.warmup.solutions)
@@ -87,15 +92,27 @@ def assemble_warmup(config: Config) -> WarmupParts:
         sampling=sampling_of(config),
     )
     try:
-        step_examples(parts, 1)  # what is wrong with the solutions is found before a run is made
+        _check_lengths(parts)  # what is wrong with the solutions is found before a run is made
     except BaseException:
         parts.scorer.close()
         raise
     return parts
 
 
-def step_examples(parts: WarmupParts, step: int) -> tuple[list[Example], int]:
-    """Return the solutions of a step, counted from 1, and how many were left out as too long."""
+def _check_lengths(parts: WarmupParts) -> None:
+    examples, left_out = step_examples(parts, 1)
+    if not examples:
+        raise DataError(
+            f"warmup: all {len(left_out)} solutions of step 1 are too long, the shortest of "
+            f"{min(left_out)} tokens; raise warmup.max_tokens = {parts.max_tokens}"
+        )
+
+
+def step_examples(parts: WarmupParts, step: int) -> tuple[list[Example], list[int]]:
+    """Return the solutions of a step, counted from 1, and the lengths of those left out for theirs.
+
+    There may be nothing left of a small step.
+    """
     settings, model = parts.config.warmup, parts.policy.model
     start = (step - 1) * settings.solutions
     picks = solution_indices(
@@ -104,20 +121,15 @@ def step_examples(parts: WarmupParts, step: int) -> tuple[list[Example], int]:
         stop=min(start + settings.solutions, parts.total),
         size=len(parts.solutions),
     )
-    limit = settings.max_tokens or parts.config.rollout.max_tokens
-    examples, shortest = [], math.inf
+    examples, left_out = [], []
     for solution in (parts.solutions[index] for index in picks):
         example = encode_example(model, solution.prompt.messages, solution.text)
-        shortest = min(shortest, len(example.tokens))
         whole = len(example.prompt_tokens) + len(example.tokens)
-        if len(example.tokens) <= limit and whole <= model.context:
+        if len(example.tokens) <= parts.max_tokens and whole <= model.context:
             examples.append(example)
-    if not examples:
-        raise DataError(
-            f"warmup: all {len(picks)} solutions of step {step} are too long, the shortest of "
-            f"{shortest} tokens; raise warmup.max_tokens = {limit}"
-        )
-    return examples, len(picks) - len(examples)
+        else:
+            left_out.append(len(example.tokens))
+    return examples, left_out
 
 
 def warm_up(parts: WarmupParts, run: RunFolder, reporter: Reporter, stop: StopSignal) -> int:
@@ -143,8 +155,26 @@ def warm_up(parts: WarmupParts, run: RunFolder, reporter: Reporter, stop: StopSi
 
 def _step(parts: WarmupParts, run: RunFolder, reporter: Reporter, step: int) -> None:
     started = time.perf_counter()
-    config, policy = parts.config, parts.policy
+    config = parts.config
     examples, left_out = step_examples(parts, step)
+    metrics: dict[str, float] = {"step": step}
+    if examples:
+        metrics |= _learn(parts, examples, started)
+    seen = min(step * config.warmup.solutions, parts.total)
+    metrics |= {
+        "warmup/epoch": seen / len(parts.solutions),
+        "warmup/solutions": len(examples),
+        "warmup/left_out": len(left_out),
+        "time/total": time.perf_counter() - started,
+    }
+    assert all(meaning(name) for name in metrics), "every metric has a meaning"
+    run.log_step(metrics)
+    reporter.step(metrics)
+
+
+def _learn(parts: WarmupParts, examples: Sequence[Example], started: float) -> dict[str, float]:
+    """Take an optimizer step, and return its metrics."""
+    config, policy = parts.config, parts.policy
     rate = learning_rate(
         policy.version,
         peak=config.warmup.learning_rate,
@@ -158,25 +188,15 @@ def _step(parts: WarmupParts, run: RunFolder, reporter: Reporter, step: int) -> 
         rate=rate,
         token_budget=config.train.token_budget,
     )
-    seconds = time.perf_counter() - started
-    seen = min(step * config.warmup.solutions, parts.total)
-    metrics = {
-        "step": step,
+    return {
         "loss/cross_entropy": learned.loss,
         "policy/entropy_avg": learned.entropy,
         "lr": rate,
         "optim/grad_norm": learned.grad_norm,
         "optim/skipped": int(learned.skipped),
-        "warmup/epoch": seen / len(parts.solutions),
-        "warmup/solutions": len(examples),
-        "warmup/left_out": left_out,
         "warmup/tokens": learned.tokens,
-        "time/total": seconds,
-        "time/tokens_per_second": learned.tokens / seconds,
+        "time/tokens_per_second": learned.tokens / (time.perf_counter() - started),
     }
-    assert all(meaning(name) for name in metrics), "every metric has a meaning"
-    run.log_step(metrics)
-    reporter.step(metrics)
 
 
 def _restore(parts: WarmupParts, run: RunFolder) -> int:

@@ -1,0 +1,191 @@
+"""Why a sampler and a trainer differ in bfloat16: what each place of rounding contributes.
+
+    python benchmarks/rounding.py                      # the embedded model: a minute
+    python benchmarks/rounding.py --model smollm2      # half an hour on two cores
+
+Two ways through one model add products up in different orders. In float32 they differ by the last
+bits. In bfloat16 a sum near the middle between two numbers goes one way here and the other there,
+2^-9 apart, in every layer again. Here a model of Llama's shape is computed in float32 and rounded
+by hand where kernels that keep the residual stream in float32 round: twice, with noise of the size
+of float32's last bits in place of another order. Its answers to word problems are sampled first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from described import described
+from torch.nn.functional import rms_norm, silu
+
+from covey.collect import ask, draw_prompts
+from covey.config.smoke import WORD_PROBLEMS
+from covey.policy.model import LanguageModel, load_language_model
+from covey.sampler.native import NativeSampler
+from covey.sampler.protocol import Sampling
+from covey.tasks import Arithmetic, Task
+from covey.tasks.gsm8k import Gsm8k
+
+PLACES = {
+    "products": "results of matrix products",
+    "norms": "inputs of products in a layer: the norms' results",
+    "turned": "queries and keys after the rotary embedding, values",
+    "probabilities": "attention weights before they multiply values",
+    "attended": "results of attention",
+    "gated": "gate times up",
+    "final": "the last norm's result, which the head reads",
+}
+NOISE = 3e-7
+"""What another order of addition changes, relative to a number."""
+OUTPUT = Path(__file__).parent / "results" / "rounding.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Rounds to bfloat16 in some places, after a little noise everywhere."""
+
+    places: Set[str]
+    noise: torch.Generator | None
+
+    def __call__(self, values: torch.Tensor, place: str) -> torch.Tensor:
+        """Return values as a kernel would hand them on."""
+        if self.noise is not None:
+            values = values * (1 + NOISE * torch.randn(values.shape, generator=self.noise))
+        return values.bfloat16().float() if place in self.places else values
+
+
+def hidden_states(model: Any, tokens: torch.Tensor, rounded: Rounding) -> torch.Tensor:
+    """Return what the head reads [positions, width], of a model with the shape of Llama."""
+    count = len(tokens)
+    hidden = model.embed_tokens(tokens)
+    rope = [t[0, :, None] for t in model.rotary_emb(hidden, torch.arange(count)[None])]
+    future = torch.full((count, count), -math.inf).triu(1)
+    for layer in model.layers:
+        normed = rounded(_norm(layer.input_layernorm, hidden), "norms")
+        attended = _attention(layer.self_attn, normed, rope, future, rounded)
+        hidden = hidden + rounded(layer.self_attn.o_proj(attended), "products")
+        normed = rounded(_norm(layer.post_attention_layernorm, hidden), "norms")
+        gate, up = (
+            rounded(m(normed), "products") for m in (layer.mlp.gate_proj, layer.mlp.up_proj)
+        )
+        gated = rounded(silu(gate) * up, "gated")
+        hidden = hidden + rounded(layer.mlp.down_proj(gated), "products")
+    return rounded(_norm(model.norm, hidden), "final")
+
+
+def _norm(module: Any, values: torch.Tensor) -> torch.Tensor:
+    return rms_norm(values, values.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def _attention(
+    module: Any,
+    normed: torch.Tensor,
+    rope: list[torch.Tensor],
+    future: torch.Tensor,
+    rounded: Rounding,
+) -> torch.Tensor:
+    size = module.head_dim
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    heads = [rounded(m(normed), "products").view(len(normed), -1, size) for m in projections]
+    query, key, value = (
+        rounded(h, "turned") for h in (_turned(heads[0], rope), _turned(heads[1], rope), heads[2])
+    )
+    key, value = (t.repeat_interleave(module.num_key_value_groups, 1) for t in (key, value))
+    scores = torch.einsum("thd,shd->hts", query, key) * module.scaling + future
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    total = weights.sum(-1, keepdim=True)  # kernels add up what they have not rounded
+    mixed = torch.einsum("hts,shd->thd", rounded(weights, "probabilities") / total, value)
+    return rounded(mixed.flatten(1), "attended")
+
+
+def _turned(heads: torch.Tensor, rope: list[torch.Tensor]) -> torch.Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return heads * rope[0] + torch.cat((-second, first), dim=-1) * rope[1]
+
+
+Answer = tuple[list[int], list[int]]
+"""Tokens of the prompt, and tokens of the answer."""
+
+
+def written(model: LanguageModel, task: Task, prompts: int, tokens: int) -> list[Answer]:
+    """Return answers of the model."""
+    questions = ask(model, draw_prompts(task.train(), seed=0, step=0, count=prompts))
+    sampling = Sampling(samples=2, max_tokens=tokens)
+    groups = NativeSampler(model).generate(questions, step=0, sampling=sampling)
+    pairs = zip(questions, groups, strict=True)
+    return [(list(q.tokens), list(r.tokens)) for q, group in pairs for r in group]
+
+
+def logp_of(model: LanguageModel, answers: list[Answer], rounded: Rounding) -> torch.Tensor:
+    """Return the log-probability of every token of the answers."""
+    parts = []
+    for prompt, answer in answers:
+        states = hidden_states(model.backbone, torch.tensor(prompt + answer), rounded)
+        logits = model.model.get_output_embeddings()(states[len(prompt) - 1 : -1])
+        parts.append(logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def cases() -> Iterator[tuple[str, Set[str]]]:
+    """Yield which places round: all, none, all but one, and one alone."""
+    yield "everywhere", set(PLACES)
+    yield "nowhere", set()
+    yield "everywhere but in products", set(PLACES) - {"products"}
+    for place in PLACES:
+        if place != "products":
+            yield f"... nor in {place}", set(PLACES) - {"products", place}
+    for place in PLACES:
+        yield f"only in {place}", {place}
+
+
+def measure(
+    logp: Callable[[Rounding], torch.Tensor], show: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Return the mean difference of two passes, and of one from float32, for every case."""
+    exact = logp(Rounding(set(), None))
+    rows = []
+    for name, places in cases():
+        one, other = (logp(Rounding(places, torch.Generator().manual_seed(s))) for s in (1, 2))
+        row = {
+            "rounded": name,
+            "between_two": float((one - other).abs().mean()),
+            "from_float32": float((one - exact).abs().mean()),
+        }
+        rows.append(row)
+        show(f"| {name} | {row['between_two']:.2g} | {row['from_float32']:.2g} |")
+    return rows
+
+
+def main() -> None:
+    """Sample answers, compute their log-probabilities in every way, print and write a table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", default="embedded", help="a folder, a hub name, or smollm2")
+    parser.add_argument("--prompts", type=int, default=12, help="word problems, two answers each")
+    parser.add_argument("--tokens", type=int, default=96, help="the most that an answer has")
+    parser.add_argument("--out", type=Path, default=OUTPUT)
+    arguments = parser.parse_args()
+    model = load_language_model(arguments.model, dtype="float32", device="cpu")
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+        task = Arithmetic() if arguments.model == "embedded" else Gsm8k(**WORD_PROBLEMS)
+        answers = written(model, task, arguments.prompts, arguments.tokens)
+        count = sum(len(answer) for _, answer in answers)
+        print(f"{count:,} tokens of {arguments.model}; mean difference in nats")
+        print("| rounded | between two passes | from float32 |\n|---|---|---|", flush=True)
+        rows = measure(
+            lambda rounded: logp_of(model, answers, rounded), lambda line: print(line, flush=True)
+        )
+    about = described(0, "cpu", torch.get_num_threads())
+    result = {**about, "model": arguments.model, "tokens": count, "rows": rows}
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
