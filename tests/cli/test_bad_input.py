@@ -46,6 +46,7 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (["trian.steps=5"], 2, ["trian", "did you mean 'train'"]),
         (["learning_rate=1"], 2, ["did you mean 'optimizer.learning_rate'"]),
         (["train.old_logp=sampler", "rollout.top_p=0.5"], 2, ["old_logp", "top_p"]),
+        (["train.old_logp=sampler", "objective.veto=0.5"], 2, ["old_logp", "veto", "'recompute'"]),
         (["rollout.max_tokens=600"], 1, ["600", "context is 512"]),
         (["task.train_size=1"], 1, ["1 training prompts", "rollout.prompts"]),
     ],

@@ -287,6 +287,17 @@ def test_naming_another_task_drops_the_options_of_the_old_one_and_no_others(
     assert load_config(str(file), overrides).task.options == options
 
 
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_naming_an_algorithm_drops_the_pieces_of_one_that_had_no_name(
+    tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[objective]\nadvantage = 'centered'\nbeta = 0.1\n")
+    assert load_config(str(file), [f"objective.name={name}"]).objective.options == {}
+    kept = load_config(str(file), ["objective.name=composed"]).objective
+    assert kept.options == {"advantage": "centered", "beta": 0.1}
+
+
 @pytest.mark.parametrize("override", ["train.steps", "=1", " =1", "", "train.steps:1"])
 def test_an_override_that_is_not_key_and_value_says_what_one_is(override: str) -> None:
     message = error_of(override)

@@ -36,6 +36,13 @@ def test_overrides_come_after(tmp_path: Path) -> None:
     assert config.rollout.prompts == AT_MOST["rollout.prompts"]
 
 
+def test_a_budget_of_tokens_does_not_outlast_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[train]\nsteps = 200\nbudget = "tokens"\namount = 50_000_000\n')
+    train = load_smoke(str(file))[0].train
+    assert (train.steps, train.budget, train.amount) == (2, "steps", 0)
+
+
 def test_smaller_sizes_stay_as_they_are(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("[rollout]\nsamples = 2\nmax_tokens = 9\n[train]\nsteps = 1\n")

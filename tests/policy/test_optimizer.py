@@ -70,6 +70,17 @@ def test_schedules(schedule: str, step: int, expected: float) -> None:
     assert rate == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize("warmup_steps", [1, 2, 5])
+def test_no_rate_exceeds_its_peak_where_steps_are_no_whole_numbers(warmup_steps: int) -> None:
+    rates = [
+        learning_rate(
+            n * 0.97, peak=1.0, schedule="linear", warmup_steps=warmup_steps, total_steps=20
+        )
+        for n in range(20)
+    ]
+    assert max(rates) == 1.0
+
+
 def test_moments_survive_saving_and_loading() -> None:
     parameter, optimizer = make(torch.float32)
     other, restored = make(torch.float32)

@@ -72,6 +72,13 @@ def test_group_relative_punishment(group: list, penalties: list[float]) -> None:
     assert GroupRelative()(answers(*group)) == pytest.approx(penalties)
 
 
+@pytest.mark.parametrize(("easy", "many"), [(0.8, 5), (0.9, 10)])
+def test_a_share_of_exactly_one_less_easy_is_hard(easy: float, many: int) -> None:
+    # (1 - 0.8) * 5 is a little less than 1.
+    group = [(10, True), *((10 * n, False) for n in range(1, many))]
+    assert GroupRelative(easy=easy)(answers(*group)) == [0.0] * many
+
+
 def test_no_punishment_is_none() -> None:
     assert NoPenalty()(answers((5, True), (6, None))) == [0.0, 0.0]
     assert list(LENGTH_PENALTIES) == ["none", "soft", "group_relative", "unfinished"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from rich.console import Console
 
 from covey.cli.report import PlainReporter
 from covey.config import load_config
+from covey.errors import RewardError
 from covey.objective import build as build_objective
 from covey.objective import with_advantage, with_weight
+from covey.objective.advantage import group_centered
 from covey.objective.penalty import adapted_beta
-from covey.rewards import Score, as_reward
+from covey.policy.policy import Policy
+from covey.rewards import Score, ThinkAnswer, as_reward
 from covey.run.folder import RunFolder
 from covey.scoring import Here
 from covey.train.assemble import Parts, assemble, resolve
@@ -24,7 +28,7 @@ from covey.train.loop import StopSignal, train
 from covey.train.select import Selected, is_mixed, select, without_truncated
 from covey.train.state import State
 from covey.train.update import update
-from covey.types import Group, Prompt, Rollout
+from covey.types import Batch, Group, Prompt, Rollout
 from tests.conftest import make_batch
 from tests.train.test_collate_update import make_policy, settings
 from tests.train.test_rewards_that_fail import Notes
@@ -98,6 +102,33 @@ def test_dynamic_sampling_fills_the_step_with_prompts_it_has_not_asked() -> None
     assert again.selected == gathered.selected
     other = gather(parts, Notes(), step=2)
     assert {g.prompt.id for g in other.selected.groups} != set(ids)
+
+
+class FailsAt:
+    """Right answers are worth 1; the answers with these numbers, as they come, cannot be judged."""
+
+    quick, version, bounds = True, 1, (0.0, 1.0)
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers, self.asked = numbers, 0
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        self.asked += 1
+        if self.asked in self.numbers:
+            raise KeyError("no such thing")
+        return ThinkAnswer()(prompt, text)
+
+
+def test_unscored_answers_are_a_share_of_the_step_and_not_of_a_refill() -> None:
+    config = resolve(load_config("arithmetic", [*QUICK, "select.dynamic=true"]))
+    whole = gather(assemble(config, FailsAt()), Notes(), step=1)
+    assert whole.rounds > 1
+    answers = len(whole.collected.rollouts)
+    # The last answer of the last refill, of which it is more than a tenth in a small one.
+    gathered = gather(assemble(config, FailsAt(answers - 1, answers)), Notes(), step=1)
+    assert len(gathered.collected.failures) == 2 < 0.1 * len(gathered.collected.rollouts)
+    with pytest.raises(RewardError, match="3 of 24 answers could not be scored"):
+        gather(assemble(config, FailsAt(1, 2, 3)), Notes(), step=1)
 
 
 def test_refills_stop_at_the_cap_and_leave_the_first_round_as_it_was() -> None:
@@ -206,6 +237,39 @@ def test_skipping_rows_without_gradient_changes_only_rounding(name: str) -> None
     assert passes == [8, 4]
     for a, b in zip(*weights, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_an_advantage_of_ones_own_may_read_all_that_there_is(beta: float) -> None:
+    seen = []
+
+    def advantage(batch: Batch) -> torch.Tensor:
+        seen.append((batch.old_logp is not None, batch.ref_logp is not None))
+        return group_centered(batch)
+
+    parts = parts_with(f"objective.beta={beta}", "train.mini_batches=2")
+    parts = replace(parts, objective=replace(parts.objective, advantage=advantage))
+    learn(parts, [told("odd", True, False, False, True)], State(beta=beta), parts.update_settings)
+    assert seen == [(True, beta > 0)]
+
+
+def test_one_pass_that_is_not_finite_leaves_an_adaptive_beta_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = parts_with("objective.beta=0.1", "objective.kl_target=1e-6", "train.mini_batches=1")
+    groups, state = [told("odd", True, False, False, True)], State(beta=0.1)
+    right = Policy.logp
+    broken = lambda self, batch: right(self, batch)._replace(  # noqa: E731
+        logp=right(self, batch).logp * math.nan
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Policy, "logp", broken)
+        _, metrics = learn(parts, groups, state, parts.update_settings)
+    assert metrics["optim/skipped"] == 1
+    assert math.isnan(metrics["objective/kl_avg"])
+    assert state.beta == 0.1
+    _, metrics = learn(parts, groups, state, parts.update_settings)
+    assert metrics["optim/skipped"] == 0
 
 
 def told(name: str, *right: bool) -> Group:

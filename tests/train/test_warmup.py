@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from covey.cli.main import run as covey
+from covey.cli.report import summary
 from covey.collect import ask
 from covey.config import load_config, parse_config
 from covey.errors import ConfigError, DataError
@@ -25,6 +26,7 @@ from covey.policy.policy import Policy
 from covey.rewards import ThinkAnswer
 from covey.rewards.build import make_reward
 from covey.rewards.score import Reward
+from covey.run.folder import RunFolder
 from covey.sampler.native import NativeSampler
 from covey.sampler.pick import Distribution
 from covey.sampler.protocol import Sampling
@@ -32,12 +34,14 @@ from covey.sampler.random import solution_indices
 from covey.scoring import Here, Job
 from covey.tasks import Arithmetic, Countdown
 from covey.train.assemble import resolve
+from covey.train.loop import StopSignal
 from covey.train.solutions import Solutions, solutions_of, write_solution
 from covey.train.supervised import Example, encode_example, learn, stack
-from covey.train.warmup import WarmupParts, assemble_warmup, step_examples
+from covey.train.warmup import WarmupParts, assemble_warmup, step_examples, warm_up
 from covey.types import Prompt
 from tests.conftest import build
 from tests.processes import forked, wait_until
+from tests.reporters import Notes
 
 TEXTS = [("1+1?", "two"), ("2+2?", "<answer>four</answer>"), ("2+2?", "4"), ("3?", "")]
 
@@ -263,12 +267,36 @@ QUICK: dict[str, Any] = {"model": {"device": "cpu"}, "rollout": {"temperature": 
 def test_too_long_solutions_are_left_out_and_a_step_of_nothing_else_is_an_error() -> None:
     parts = assemble_warmup(settings_of(**QUICK, warmup={"max_tokens": 30, "solutions": 40}))
     examples, left_out = step_examples(parts, 1)
-    assert len(examples) + left_out == 40
-    assert left_out > 0
+    assert len(examples) + len(left_out) == 40
+    assert min(left_out) > 30
     assert max(len(e.tokens) for e in examples) <= 30
     assert parts.policy.temperature == 1.0  # of the model itself, not of its samples
     with pytest.raises(DataError, match="all 40 solutions of step 1 are too long, the shortest of"):
         assemble_warmup(settings_of(**QUICK, warmup={"max_tokens": 5, "solutions": 40}))
+
+
+def test_a_small_step_of_too_long_solutions_learns_nothing_and_the_next_goes_on(
+    tmp_path: Path,
+) -> None:
+    rows = [{"question": "1+1?", "completion": "2"} for _ in range(5)]
+    last = solution_indices(seed=0, start=0, stop=5, size=5)[-1]
+    rows[last]["completion"] = "2 " * 200
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    warmup = {
+        "file": str(tmp_path / "rows.jsonl"),
+        "solutions": 1,
+        "evaluate_every": 0,
+        "epochs": 2,
+    }
+    parts = assemble_warmup(settings_of(**QUICK, warmup=warmup))
+    run, reporter = RunFolder.create(tmp_path / "run", "", {}), Notes()
+    assert warm_up(parts, run, reporter, StopSignal()) == 10
+    steps = run.steps()
+    assert [s["warmup/solutions"] for s in steps].count(0) == 2
+    assert (steps[4]["warmup/solutions"], steps[4]["warmup/left_out"]) == (0, 1)
+    assert "loss/cross_entropy" not in steps[4]
+    assert summary(steps[4]) == "nothing to learn from: 1 solutions are too long"
+    assert parts.policy.version == 8
 
 
 SETTINGS = (
