@@ -174,7 +174,9 @@ class Rollout(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="Keep tokens at least this likely relative to the likeliest."
     )
-    stop: list[str] = Field([], description="Texts that end an answer.")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="Texts that end an answer, or special tokens such as <|im_end|>."
+    )
     slots: Positive = Field(256, description="Answers written at the same time.")
 
 

@@ -51,6 +51,12 @@ def _stretches(logits, largest, total, factor, vocabulary, stretch: tl.constexpr
 
 
 @triton.jit
+def _largest(values):
+    # Comparing with NaN leads anywhere, and the next step needs a token that there is.
+    return tl.argmax(tl.where(values == values, values, float("-inf")), axis=0)
+
+
+@triton.jit
 def _draw(
     logits,
     largest,
@@ -83,7 +89,7 @@ def _draw(
     mass = tl.sum(sums)
     written = tl.load(count + row)
     if greedy:
-        chosen = tl.argmax(tops, axis=0)
+        chosen = _largest(tops)
         before = 0.0
         wanted = 0.0
     else:
@@ -100,9 +106,9 @@ def _draw(
     line = logits + row * vocabulary
     values = tl.load(line + column, mask=inside, other=float("-inf")).to(tl.float32) * factor
     if greedy:
-        index = tl.argmax(values, axis=0)
+        index = _largest(values)
         token = chosen * stretch + index
-        logp = 0.0
+        logp = mass - mass  # 0, or NaN
     else:
         weights = tl.exp(values - top)
         inner = before + tl.cumsum(weights, axis=0)
@@ -129,7 +135,8 @@ def draw(
 ) -> None:
     """Draw the next token of the first W slots from `logits` [W, V]; temperature 0 is greedy.
 
-    An answer ends with a stop token, or when its room is full.
+    An answer ends with a stop token, or when its room is full. Where logits are not numbers, some
+    token has the log-probability NaN.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, STRETCH)

@@ -185,10 +185,23 @@ def wrap(
         packs=packs,
         flash=flash,
         fused=fused,
-        context=int(getattr(model.config, "max_position_embeddings", None) or 2**31),
+        context=_context(model.config),
         stop_ids=_stop_ids(model, tokenizer, asking.turn_end),
         renderer=asking,
     )
+
+
+def _context(config: Any) -> int:
+    """Return how many tokens a model can hold without a row's numbers depending on other rows.
+
+    `longrope` takes other angles for a whole call as soon as one of its rows is longer than the
+    model was first trained on, and keys that are kept would still have those of before.
+    """
+    most = int(getattr(config, "max_position_embeddings", None) or 2**31)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return most
+    return min(most, int(rope.get("original_max_position_embeddings") or most))
 
 
 def _switch_dropout_off(model: Any) -> None:

@@ -17,6 +17,8 @@ PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
 LAYERS = 2
 TOKENS = 32
 """Trials use token ids below this."""
+NUMBERS = ("layer_idx", "layer_id", "layer_num", "layer_number")
+"""What layers call their own number, which makes none a kind of its own."""
 
 
 def plain_positions(config: Any) -> bool:
@@ -25,7 +27,9 @@ def plain_positions(config: Any) -> bool:
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
     window = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
     plain = rope.get("rope_type", "default") in PLAIN_ROPE
-    return plain and kinds == {"full_attention"} and not window
+    turned = all(getattr(config, "no_rope_layers", None) or ())  # 0: a layer without angles
+    scaled = rope.get("llama_4_scaling_beta")  # queries that grow with the position
+    return plain and turned and not scaled and kinds == {"full_attention"} and not window
 
 
 def is_silu(activation: Any) -> bool:
@@ -49,14 +53,25 @@ def first_layers(backbone: nn.Module) -> nn.Module:
 def _first(part: nn.Module, config: Any) -> nn.Module:
     """Return the first layers of layers, the first tokens of an embedding, and others whole."""
     if isinstance(part, nn.ModuleList):
-        kinds = getattr(config, "layer_types", None) or ()
+        named = getattr(config, "layer_types", None) or ()
+        kinds = [(named[i : i + 1], _settings(layer)) for i, layer in enumerate(part)]
         # A kind of layer that comes late has to be seen, too.
-        enough = max([LAYERS, *(1 + kinds.index(kind) for kind in set(kinds))])
+        enough = max([LAYERS, *(1 + kinds.index(kind) for kind in kinds)])
         return nn.ModuleList(copy.deepcopy(layer) for layer in part[:enough]).float()
     embedding = getattr(part, "original_module", part)  # the one beside which an adapter has a copy
     if isinstance(embedding, nn.Embedding) and embedding.num_embeddings == config.vocab_size:
         part = nn.Embedding.from_pretrained(embedding.weight[:TOKENS].detach())
     return copy.deepcopy(part).float()
+
+
+def _settings(layer: nn.Module) -> frozenset[tuple[str, type, str, float | str]]:
+    """Return what tells kinds of layers apart: their parts, and the plain attributes of these."""
+    return frozenset(
+        (name, type(part), field, value)
+        for name, part in layer.named_modules()
+        for field, value in vars(part).items()
+        if isinstance(value, int | float | str) and field not in NUMBERS
+    )
 
 
 def near(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from covey.errors import DataError
+from covey.errors import DataError, ModelError
 from covey.policy.deterministic import in_order_anyway
 from covey.policy.model import LanguageModel
 from covey.sampler.protocol import Question, Sampling
 from covey.sampler.stepper import Stepper, stepper_for
-from covey.sampler.writer import Answer, Writer
+from covey.sampler.writer import Answer, Ended, Writer
 from covey.types import Rollout
 
 
@@ -64,6 +64,7 @@ class NativeSampler:
                 texts = self.model.decode_many(tokens)
                 for one, row, text in zip(ended, tokens, texts, strict=True):
                     question = questions[one.answer.question]
+                    _check_numbers(one, question)
                     rollout = Rollout(
                         prompt_id=question.prompt.id,
                         sample=one.answer.sample,
@@ -97,6 +98,16 @@ class NativeSampler:
                     f"max_tokens = {max_tokens} that is {needed}: the model's context is "
                     f"{self.model.context}"
                 )
+
+
+def _check_numbers(ended: Ended, question: Question) -> None:
+    """Refuse an answer whose tokens mean nothing; asked here, no device has to wait."""
+    wrong = np.isnan(ended.logps)
+    if wrong.any():
+        raise ModelError(
+            f"model: its logits are not numbers, from token {1 + int(wrong.argmax())} of an answer "
+            f"to prompt {question.prompt.id} on; its weights may be none either"
+        )
 
 
 def _tuple(row: np.ndarray) -> tuple[Any, ...]:

@@ -66,14 +66,16 @@ def pick_tokens(
     """Draw one token per row by inverting the cumulative distribution at `uniforms` [S].
 
     Returns token ids [S] and their log-probabilities [S]; greedy choices have log-probability 0.
+    Where logits are not numbers, some token has the log-probability NaN.
     """
     if distribution.temperature == 0.0:
-        tokens = logits.argmax(dim=-1)
-        return tokens, torch.zeros_like(tokens, dtype=torch.float32)
+        largest, tokens = logits.max(dim=-1)
+        return tokens, (largest - largest).float()
     logp = log_distribution(logits, distribution)
     cumulative = _running_sum(logp.exp())
     total = cumulative[:, -1:].contiguous()
     tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
     # Rounding may carry u * total up to total itself: then the last token with any mass is meant.
-    tokens = torch.minimum(tokens, torch.searchsorted(cumulative, total)).squeeze(-1)
+    last = torch.searchsorted(cumulative, total).clamp(max=logp.shape[-1] - 1)
+    tokens = torch.minimum(tokens, last).squeeze(-1)
     return tokens, logp.gather(-1, tokens[:, None]).squeeze(-1)

@@ -74,6 +74,8 @@ class Writer:
         self.looked_at = [0] * self.width
         """Tokens of each slot that were searched for stop strings."""
         self.stop_ids = frozenset(model.stop_ids)
+        self.stop_tokens = _special_tokens(model, sampling.stop_strings)
+        """Stop strings that are in no text, because decoding leaves special tokens out."""
         self.stop_reach = 1 + max((len(s.encode()) for s in sampling.stop_strings), default=0)
 
     @property
@@ -220,7 +222,7 @@ class Writer:
         ]
         texts = self.model.decode_many(tails)
         for slot, start, tail, text in zip(slots, starts, tails, texts, strict=True):
-            if any(stop in text for stop in self.sampling.stop_strings):
+            if self._stops(tail, text):
                 found[slot] = start + self._first_stop(tail, self.looked_at[slot] - start)
             self.looked_at[slot] = counts[slot]
         return found
@@ -228,7 +230,20 @@ class Writer:
     def _first_stop(self, tail: list[int], seen: int) -> int:
         """Return after how many tokens of `tail` a stop string is complete; more than `seen`."""
         for length in range(seen + 1, len(tail)):
-            text = self.model.decode(tail[max(0, length - self.stop_reach) : length])
-            if any(stop in text for stop in self.sampling.stop_strings):
+            tokens = tail[max(0, length - self.stop_reach) : length]
+            if self._stops(tokens, self.model.decode(tokens)):
                 return length
         return len(tail)
+
+    def _stops(self, tokens: list[int], text: str) -> bool:
+        """Tell whether there is a stop string in some tokens, whose text is `text`."""
+        found = any(stop in text for stop in self.sampling.stop_strings)
+        return found or not self.stop_tokens.isdisjoint(tokens)
+
+
+def _special_tokens(model: LanguageModel, texts: Sequence[str]) -> frozenset[int]:
+    """Return the special tokens that are written as one of some texts."""
+    if not texts:
+        return frozenset()
+    added = model.tokenizer.added_tokens_decoder
+    return frozenset(i for i, token in added.items() if token.special and token.content in texts)

@@ -73,7 +73,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "top_k": count,
         "top_p": st.floats(0, 1, exclude_min=True),
         "min_p": share,
-        "stop": st.lists(text, max_size=3),
+        "stop": st.lists(text.filter(bool), max_size=3),
         "slots": positive,
     },
     "scoring": {
@@ -360,6 +360,10 @@ def test_a_key_without_its_section_is_told_where_it_belongs(key: str) -> None:
         ("save.rollouts=yes", "config: save.rollouts = 'yes': input should be a valid boolean"),
         ("rollout.stop=a", "config: rollout.stop = 'a': input should be a valid list"),
         ('rollout.stop=["a", 3]', "config: rollout.stop.1 = 3: input should be a valid string"),
+        (
+            'rollout.stop=["a", ""]',
+            "config: rollout.stop.1 = '': string should have at least 1 char",
+        ),
         ("optimizer.schedule=cosin", "config: optimizer.schedule = 'cosin': input should be "),
         ("model.dtype=float16", "config: model.dtype = 'float16': input should be 'auto', "),
         ("task.name=3", "config: task.name = 3: input should be a valid string"),

@@ -77,3 +77,19 @@ def test_the_ends_of_the_uniforms_draw_tokens_that_have_mass(device: torch.devic
     assert state.tokens[:12, 2].tolist() == [2100] * 12
     assert state.tokens[12:, 2].tolist() == [2109] * 12
     assert torch.isfinite(state.logps).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("wrong", [slice(None), slice(2100, 2101)], ids=["all", "one"])
+def test_logits_that_are_not_numbers_give_a_token_and_a_logp_that_is_none(
+    device: torch.device, temperature: float, wrong: slice
+) -> None:
+    from covey.kernels.sample import draw
+
+    state = written(device, torch.rand(SLOTS, ROOM, device=device))
+    logits = torch.randn(SLOTS, VOCABULARY, device=device)
+    logits[7, wrong] = torch.nan
+    draw(logits, state, temperature=temperature, stop_ids=torch.tensor([-1], device=device))
+    assert ((state.tokens >= 0) & (state.tokens < VOCABULARY)).all()
+    assert state.logps[:, 2].isnan().nonzero().flatten().tolist() == [7]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from covey.collect import ask
-from covey.errors import DataError
+from covey.errors import DataError, ModelError
 from covey.policy.model import LanguageModel
 from covey.policy.policy import batch_logp
 from covey.sampler.native import NativeSampler
@@ -143,6 +143,36 @@ def test_an_answer_ends_at_the_limit_at_its_end_token_or_at_a_stop_string(
         assert after.text == expected
         if cuts:
             assert after.finish == "stop"
+
+
+def test_the_text_of_a_special_token_ends_an_answer_at_that_token() -> None:
+    model = build("llama")
+    assert model.tokenizer.convert_ids_to_tokens(0) == "<pad>"
+    assert model.decode([0]) == ""
+    questions, sampler = ragged_questions(8), NativeSampler(model)
+    plain = Sampling(samples=16, max_tokens=60, seed=1)
+    before = [r for g in sampler.generate(questions, step=1, sampling=plain) for r in g]
+    early = replace(plain, stop_strings=("never", "<pad>"))
+    after = [r for g in sampler.generate(questions, step=1, sampling=early) for r in g]
+    cut = 0
+    for whole, rollout in zip(before, after, strict=True):
+        if 0 in whole.tokens:
+            cut += 1
+            assert rollout.tokens == whole.tokens[: whole.tokens.index(0) + 1]
+            assert rollout.finish == "stop"
+        else:
+            assert rollout == whole
+    assert 10 < cut < len(before) - 10
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_logits_that_are_not_numbers_are_an_error(temperature: float) -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.head.linear.weight[17] = torch.nan
+    sampling = Sampling(max_tokens=4, distribution=Distribution(temperature=temperature))
+    with pytest.raises(ModelError, match=r"logits are not numbers, from token 1 .* prompt q0"):
+        NativeSampler(model).generate(ragged_questions(1), step=0, sampling=sampling)
 
 
 def test_trainer_and_sampler_share_their_weights() -> None:

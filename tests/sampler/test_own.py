@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 
+from covey.errors import DataError
 from covey.policy.adapter import add_adapter
 from covey.policy.model import LanguageModel
 from covey.policy.policy import batch_logp
@@ -47,6 +49,21 @@ RECORDED = {
     "phi3": lambda: transformers.Phi3ForCausalLM(
         transformers.Phi3Config(**SIZES, pad_token_id=0, sliding_window=6)
     ),
+    # Every fourth layer without rotary embedding.
+    "smollm3": lambda: transformers.SmolLM3ForCausalLM(
+        transformers.SmolLM3Config(**SIZES | {"num_hidden_layers": 4}, pad_token_id=0)
+    ),
+    # Queries that grow with the position, from the eighth on.
+    "ministral3": lambda: transformers.Ministral3ForCausalLM(
+        transformers.Ministral3Config(
+            **SIZES, head_dim=8, sliding_window=None,
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.1,
+            },
+        )
+    ),
     "olmo2": lambda: transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)),
     "cohere": lambda: transformers.CohereForCausalLM(
         transformers.CohereConfig(**SIZES, use_qk_norm=True, logit_scale=0.5)
@@ -60,6 +77,11 @@ RECORDED = {
         )
     ),
 }  # fmt: skip
+REREAD = {
+    "gpt_neo": "its local layers take all slots to be of the same length",
+    "mamba": "it keeps no keys and values",
+}
+"""Models of which no keys can be kept, and why."""
 WAITING = ("mixtral", "qwen3_moe")
 """Models whose experts, on a GPU, wait for the host unless they are bfloat16."""
 OTHERS = {
@@ -68,6 +90,23 @@ OTHERS = {
         transformers.GptOssConfig(
             **SIZES, **EXPERTS, head_dim=8, sliding_window=128,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )
+    ),
+    # Windows that end where the longest slot does.
+    "gpt_neo": lambda: transformers.GPTNeoForCausalLM(
+        transformers.GPTNeoConfig(
+            vocab_size=262, hidden_size=32, num_layers=2, num_heads=4, window_size=4,
+            attention_types=[[["global", "local"], 1]], max_position_embeddings=256,
+        )
+    ),
+    # Other angles for all rows once one is longer than 32.
+    "longrope": lambda: transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(
+            **SIZES, pad_token_id=0, sliding_window=None, original_max_position_embeddings=32,
+            rope_parameters={
+                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4, "original_max_position_embeddings": 32,
+            },
         )
     ),
     # No keys at all.
@@ -135,14 +174,38 @@ def test_a_step_that_can_be_recorded_writes_what_the_model_says(name: str) -> No
 def test_one_token_at_a_time_writes_what_the_model_says(name: str) -> None:
     model = made(name)
     sampler = NativeSampler(model)
-    if name == "mamba":
+    if name in REREAD:
         assert isinstance(sampler.stepper.decoder, RereadingDecoder)
-        assert sampler.way.startswith("all is read again for every token, which is slow, because")
+        why = f"all is read again for every token, which is slow, because {REREAD[name]}"
+        assert sampler.way.startswith(why)
     else:
         sampler.stepper = EagerStepper(model, decoder_for(model), shape_of(model))
         assert isinstance(sampler.stepper.decoder, TransformersDecoder)
     check_greedy(model, sampler, 12)
     check_logps(model, sampler, 12)
+
+
+@pytest.mark.parametrize("name", ["smollm3", "ministral3"])
+def test_a_model_that_is_llama_in_its_first_layers_alone_is_not_written_out(name: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = made(name, dtype)
+        assert isinstance(decoder_for(model), TransformersDecoder)
+        assert not model.fused
+
+
+def test_angles_that_depend_on_the_longest_row_bound_the_context() -> None:
+    """An answer is the same beside any other, in sampling and in training."""
+    model = made("longrope")
+    assert (model.context, model.packs) == (32, True)
+    sampler, sampling = NativeSampler(model), Sampling(samples=2, max_tokens=23, slots=4, seed=1)
+    short, long = questions()
+    (alone,) = sampler.generate([short], step=0, sampling=sampling)
+    both = sampler.generate([short, long], step=0, sampling=sampling)
+    assert [r.tokens for r in both[0]] == [r.tokens for r in alone]
+    assert max(len(r.tokens) for r in both[1]) == 23  # up to the end of the context
+    check_logps(model, sampler, 23)
+    with pytest.raises(DataError, match=r"prompt 1 has 9 tokens.*33: the model's context is 32"):
+        sampler.generate([short, long], step=0, sampling=replace(sampling, max_tokens=24))
 
 
 def test_what_is_not_standard_attention_is_not_recorded() -> None:

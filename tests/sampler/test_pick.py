@@ -59,6 +59,21 @@ def test_rounding_at_the_end_of_a_large_vocabulary_never_leaves_it() -> None:
     assert logp.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "distribution",
+    [Distribution(), Distribution(temperature=0.0), Distribution(top_k=2, top_p=0.8, min_p=0.1)],
+)
+@pytest.mark.parametrize("wrong", [[0, 1, 2, 3], [1]])
+def test_logits_that_are_not_numbers_give_a_token_and_a_logp_that_is_none(
+    distribution: Distribution, wrong: list[int]
+) -> None:
+    logits = LOGITS.repeat(2, 1)
+    logits[1, wrong] = math.nan
+    tokens, logp = pick_tokens(logits, torch.tensor([0.5, 0.5]), distribution)
+    assert ((tokens >= 0) & (tokens < 4)).all()
+    assert logp.isnan().tolist() == [False, True]
+
+
 def test_greedy_takes_the_largest_and_is_certain_of_it() -> None:
     tokens, logp = pick_tokens(LOGITS, torch.tensor([0.99]), Distribution(temperature=0.0))
     assert tokens.tolist() == [0]
