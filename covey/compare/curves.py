@@ -48,6 +48,8 @@ class Curve:
     low: tuple[float, ...]
     """The lowest of the finished runs: what was seen, not an interval."""
     high: tuple[float, ...]
+    seeds: Mapping[int, tuple[float | None, ...]]
+    """Of every run, where the mean is taken; None where it was not evaluated, or did not end."""
 
     def row(self) -> dict[str, Any]:
         """Return plain data."""
@@ -75,7 +77,15 @@ def curve(comparison: Comparison, arm: str) -> Curve:
         mean=tuple(_mean(column) for column in values),
         low=tuple(min(column) for column in values),
         high=tuple(max(column) for column in values),
+        seeds={run.seed: _at(run, columns) for run in runs if columns},
     )
+
+
+def _at(run: Outcome, columns: Sequence[Sequence[Point]]) -> tuple[float | None, ...]:
+    """Return the accuracies of a run, column by column; the last of them is its end."""
+    by_step = {point.step: point.accuracy for point in run.points}
+    earlier = (by_step.get(column[0].step) for column in columns[:-1])
+    return (*earlier, run.points[-1].accuracy if run.state == "done" else None)
 
 
 def _columns(runs: Sequence[Outcome]) -> list[list[Point]]:

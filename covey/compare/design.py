@@ -3,7 +3,7 @@
 An arm is the common settings as they were given, with overrides; only then are defaults written
 out. So an arm that names another algorithm gets that algorithm's own defaults, and not those of the
 one that it replaces. What may not differ is what makes the measurement: the budget, and what is
-asked at evaluations.
+asked at evaluations. Who judges them is the common reward, whatever an arm learns from.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from covey.errors import ConfigError
 from covey.objective import algorithm
 from covey.train.assemble import resolve, total_updates
 
-FIXED = ("train.steps", "train.budget", "train.amount", "evaluate.")
-"""What no arm may change."""
+FIXED = ("train.steps", "train.budget", "train.amount", "evaluate.", "seed")
+"""What no arm may change; seeds are moved."""
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
-"""What decides the answers of the first step; `rollout.slots` alone does not."""
+"""What decides the answers of the first step ..."""
+NOT_SAMPLING = ("rollout.slots", "model.gradient_checkpointing", "model.deterministic")
+"""... but for these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,8 @@ class Asked:
         words += ["--seeds", str(self.seeds)]
         words += ["--budget", self.budget] if self.budget != "steps" else []
         words += ["--amount", str(self.amount)] if self.amount is not None else []
+        words += ["--threads", str(self.threads)] if self.threads else []
+        words += ["--smoke"] if self.smoke else []
         for override in self.overrides:
             words += ["--set", override]
         return shlex.join(words)
@@ -167,18 +171,20 @@ def config_of(record: Record, arm: ArmRecord | AskedArm, seed: int | None = None
 
 def _declared(record: Record, arm: AskedArm) -> ArmRecord:
     """Say all that an arm makes different, and refuse what no arm may change."""
-    fixed = [s for s in arm.settings if s.startswith((*FIXED, "seed"))]
-    if fixed:
-        raise ConfigError(
-            f"--arm {arm.name}: {fixed[0]} would measure it by other means than the others; change "
-            "it for all arms with --set (for another seed, seed+=1000)"
-        )
-    before, after = flat(record.common), flat(plain(config_of(record, arm)))
+    unmoved = replace(arm, seed_offset=0)
+    before, after = flat(record.common), flat(plain(config_of(record, unmoved)))
     differences = {
         key: after.get(key)
         for key in (*after, *(key for key in before if key not in after))
-        if key != "seed" and after.get(key) != before.get(key)
+        if after.get(key) != before.get(key)
     }
+    fixed = [key for key in differences if key.startswith(FIXED)]
+    if fixed:
+        raise ConfigError(
+            f"--arm {arm.name}: {fixed[0]} = {toml_value(differences[fixed[0]])} would measure it "
+            "by other means than the others; change it for all arms with --set (for another seed, "
+            "seed+=1000)"
+        )
     if arm.seed_offset:
         differences["seed"] = f"+{arm.seed_offset}"
     return ArmRecord(
@@ -208,7 +214,7 @@ def _with_budget(
 def shares_first_answers(arm: ArmRecord) -> bool:
     """Whether an arm asks and samples like the common configuration in the first step."""
     changed = [key for key in arm.differences if key.startswith(SAMPLING)]
-    return all(key == "rollout.slots" for key in changed)
+    return all(key in NOT_SAMPLING for key in changed)
 
 
 def plain(config: Config) -> dict[str, Any]:

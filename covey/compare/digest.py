@@ -1,14 +1,33 @@
-"""Telling final weights apart without torch: the tensors of safetensors files, name by name."""
+"""Telling final weights, and data, apart without torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from covey.tasks import Task
+from covey.types import Prompt
+
 CHUNK = 2**24
+
+
+def task_digest(task: Task) -> str:
+    """Return the sha256 of all prompts of a task, those to train on and the held-out ones."""
+    return " ".join(prompts_digest(prompts) for prompts in (task.train(), task.held_out()))
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """Return the sha256 of prompts: what is asked, and what answers are judged by."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        messages = [dict(message) for message in prompt.messages]
+        row = [prompt.id, prompt.task, messages, prompt.answer, dict(prompt.info)]
+        digest.update(json.dumps(row, default=str).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def checkpoint_digest(folder: Path) -> str:

@@ -12,12 +12,14 @@ from typing import Any
 
 from covey._version import __version__
 from covey.compare.design import config_of, plain
+from covey.compare.digest import task_digest
 from covey.compare.record import OUTCOME_FILE, Record, log_path, read_outcome, run_path
-from covey.config import Config, to_toml
+from covey.config import Config, parse_config, to_toml
 from covey.errors import RunError
 from covey.reference.fingerprint import fingerprint
+from covey.rewards.identity import identity
 from covey.run.folder import RunFolder
-from covey.train.assemble import load_model
+from covey.train.assemble import load_model, reward_of, task_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class Job:
     folder: str
     shared: str
     config_toml: str
+    common_toml: str
+    """The common configuration, whose reward judges the evaluations of all arms."""
     start: str
     """What decides the starting policy."""
     key: str
@@ -48,14 +52,20 @@ class Job:
 
 def make_jobs(folder: Path, record: Record) -> list[Job]:
     """Return a job for every arm and seed, seed by seed, so that arms are done side by side."""
-    digests: dict[str, str] = {}
+    weights: dict[str, str] = {}
+    data: dict[str, str] = {}
+    common = parse_config(record.common)
     jobs = []
     for seed in record.seeds:
         for arm in record.arms:
             config = config_of(record, arm, seed)
-            if config.model.path not in digests:
-                digests[config.model.path] = starting_weights(config)
-            start = _start(config, digests[config.model.path])
+            model, task = config.model.path, config.task.model_dump_json()
+            if model not in weights:
+                weights[model] = starting_weights(config)
+            if task not in data:
+                data[task] = task_digest(task_of(config))
+            start = _start(config, weights[model])
+            key = run_key(config, common, start=start, data=data[task], threads=record.threads)
             jobs.append(
                 Job(
                     arm=arm.name,
@@ -63,8 +73,9 @@ def make_jobs(folder: Path, record: Record) -> list[Job]:
                     folder=str(run_path(folder, arm.name, seed)),
                     shared=str(folder / "shared"),
                     config_toml=to_toml(config),
+                    common_toml=to_toml(common),
                     start=start,
-                    key=run_key(config, start, record.threads),
+                    key=key,
                     threads=record.threads,
                 )
             )
@@ -85,9 +96,15 @@ def _start(config: Config, weights: str) -> str:
     return _digest([weights, config.model.dtype, config.model.device, adapter])
 
 
-def run_key(config: Config, start: str, threads: int) -> str:
-    """Return what decides a run: configuration, version, starting weights, threads."""
-    return _digest([plain(config), __version__, start, threads])
+def run_key(config: Config, common: Config, *, start: str, data: str, threads: int) -> str:
+    """Return what decides a run: configuration, version, starting weights, data, rewards, threads.
+
+    Files may have been edited since, so data and rewards are known by what they hold.
+    """
+    judging = [
+        [identity(c.reward.name, reward_of(c)), c.scoring.model_dump()] for c in (config, common)
+    ]
+    return _digest([plain(config), __version__, start, data, judging, threads])
 
 
 def _digest(data: Any) -> str:
@@ -98,7 +115,8 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     """Make a run's folder ready to start or go on; return False if nothing is left to do.
 
     `elsewhere` are finished runs by their key: one with this key is copied rather than done again.
-    A run of another key, made by another version of covey say, is put aside and never removed.
+    A run of another key, made from other data or by another version of covey say, is put aside
+    and never removed.
     """
     path = job.path
     if path.exists() and not (path / "config.toml").is_file() and not read_outcome(path):

@@ -97,10 +97,10 @@ def _growing(folder: Path, old: Record, new: Record) -> str:
 def checked(place: Place) -> Place:
     """Refuse what would not be fair, find out what is known beforehand, and settle the threads."""
     record, old = place.record, place.before
+    configs = arm_configs(record)
+    check_prompts(configs)  # of what goes on too: its data may have been edited
     if old is not None and [a.name for a in old.arms] == [a.name for a in record.arms]:
         return place
-    configs = arm_configs(record)
-    check_prompts(configs)
     threads = record.threads or _threads(configs, runs=len(record.arms) * len(record.seeds))
     findings = known_beforehand(record, configs)
     return replace(place, record=replace(record, threads=threads, findings=findings))

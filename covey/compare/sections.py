@@ -72,15 +72,15 @@ def curves_section(comparison: Comparison, curves: tuple[Curve, ...], charts: bo
 
 
 def _curve_table(curve: Curve) -> Html:
-    head = [*AXES, "mean", "lowest", "highest", *(f"seed {line.seed}" for line in curve.lines)]
-    lines = [dict(zip(line.x["steps"], line.accuracy, strict=True)) for line in curve.lines]
+    head = [*AXES, "mean", "lowest", "highest", *(f"seed {seed}" for seed in curve.seeds)]
+    seeds = curve.seeds.values()
     rows = [
         [
             *(f"{curve.x[axis][at]:,.0f}" for axis in AXES),
             *(f"{values[at]:.1%}" for values in (curve.mean, curve.low, curve.high)),
-            *(f"{line[step]:.1%}" if step in line else NOTHING for line in lines),
+            *(NOTHING if (value := seed[at]) is None else f"{value:.1%}" for seed in seeds),
         ]
-        for at, step in enumerate(curve.x["steps"])
+        for at in range(len(curve.mean))
     ]
     return table(curve.arm, head, rows)
 

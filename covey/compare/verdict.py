@@ -226,18 +226,20 @@ def _as_if_untrained(
 
     Only for pairs that have such runs: how much they might matter.
     """
-    starts = [run.points[0].accuracy for by_seed in runs.values() for run in by_seed.values()]
+    starts = {
+        arm: run.points[0].accuracy for arm, by_seed in runs.items() for run in by_seed.values()
+    }
     failed = {(o.arm, o.seed) for o in comparison.outcomes if o.state == "failed"}
 
     def end(arm: str, seed: int) -> float | None:
         if (arm, seed) in failed:
-            return starts[0] if starts else None
+            return starts.get(arm)
         return runs[arm][seed].points[-1].accuracy if seed in runs[arm] else None
 
     found = {}
     for pair in pairs:
         ends = [(end(pair.first, seed), end(pair.second, seed)) for seed in comparison.seeds]
         both = [a - b for a, b in ends if a is not None and b is not None]
-        if starts and pair.seeds and len(both) > len(pair.seeds):
+        if pair.seeds and len(both) > len(pair.seeds):
             found[pair.first, pair.second] = sum(both) / len(both)
     return found

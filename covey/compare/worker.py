@@ -14,7 +14,7 @@ import threading
 import tomllib
 import traceback
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from covey.errors import CoveyError
 from covey.evaluate.evaluate import Evaluation
 from covey.run.environment import describe_environment
 from covey.run.folder import RunFolder
-from covey.train.assemble import Parts, assemble
+from covey.train.assemble import Parts, assemble, scorer_of
 from covey.train.loop import stop_signal, train
 
 DONE, FAILED, STOPPED = 0, 1, 3
@@ -98,8 +98,13 @@ def work(job: Job) -> int:
     """Train from where the run stands to its end, or to a signal."""
     torch.set_num_threads(job.threads)
     config = parse_config(tomllib.loads(job.config_toml))
+    common = parse_config(tomllib.loads(job.common_toml))
     parts = assemble(config)
-    with closing(parts.scorer):
+    with ExitStack() as stack:
+        stack.enter_context(closing(parts.scorer))
+        # The common reward judges evaluations, whatever reward the arm learns from.
+        if (config.reward, config.scoring) != (common.reward, common.scoring):
+            parts = replace(parts, judge=stack.enter_context(closing(scorer_of(common))))
         folder = _folder(job, config, parts)
         sampler = SharedSampler(
             sampler=parts.sampler,
@@ -135,6 +140,7 @@ def _folder(job: Job, config: Config, parts: Parts) -> RunFolder:
     )
     environment |= {
         "reward": parts.scorer.identity,
+        "judge": parts.judge.identity,
         "reference": parts.reference.identity if parts.reference else None,
         "arm": job.arm,
         "key": job.key,

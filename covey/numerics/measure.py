@@ -33,7 +33,7 @@ from covey.train.gather import gather
 from covey.train.learn import batch_of, objective_now
 from covey.train.report import Reporter
 from covey.train.state import State
-from covey.train.update import update
+from covey.train.update import UpdateSettings, update
 from covey.types import Batch, Group
 
 ALONE = 16
@@ -181,7 +181,7 @@ def _stale(
 ) -> tuple[list[Cause], tuple[str, ...]]:
     """Take real optimizer steps on the answers, and measure after each how far they are."""
     policy, objective = parts.policy, objective_now(parts, state)
-    once = replace(parts.update_settings, mini_batches=1, epochs=1)
+    once, notes = _learning(parts, replace(parts.update_settings, mini_batches=1, epochs=1))
     batch = batch_of(parts, groups, state, replace(once, epochs=2))
     before = trainer_logp(policy, batch, once.token_budget)
     found = []
@@ -198,11 +198,21 @@ def _stale(
         after = trainer_logp(policy, batch, once.token_budget)
         gap = gap_of(after - before, batch.mask, clip)
         found.append(Cause(name="staleness", gap=gap, updates=number))
-    notes = () if not updates or _teaches(batch) else (
-        "staleness: all answers of a group have the same reward, so these steps taught nothing; "
-        "a step with other answers moves further",
-    )  # fmt: skip
-    return (found[1:] or found), notes
+    if not _teaches(batch):
+        notes += (
+            "staleness: all answers of a group have the same reward, so these steps taught "
+            "nothing; a step with other answers moves further",
+        )
+    return (found[1:] or found), notes if updates else ()
+
+
+def _learning(parts: Parts, settings: UpdateSettings) -> tuple[UpdateSettings, tuple[str, ...]]:
+    """Give steps after the end of a schedule its peak rate: at a rate of 0 nothing gets stale."""
+    peak = parts.config.optimizer.learning_rate
+    if peak == 0 or settings.learning_rate(parts.policy.version) > 0:
+        return settings, ()
+    note = f"staleness: the schedule has come to a rate of 0; these steps took its peak, {peak:g}"
+    return replace(settings, learning_rate=lambda version: peak), (note,)
 
 
 def _teaches(batch: Batch) -> bool:

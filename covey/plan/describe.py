@@ -11,6 +11,7 @@ from covey.config import Config
 from covey.objective import Objective
 from covey.objective.penalty import PENALTIES
 from covey.plan.finding import Seen
+from covey.plan.length import least_steps, most_evaluations, most_tokens
 from covey.train.assemble import objective_of, reward_of, total_updates
 
 REFERENCES = {
@@ -29,7 +30,8 @@ class Plan:
 
     algorithm: str
     steps: int
-    """With a budget of tokens: the nominal number, for answers that are not all as long."""
+    at_least: bool
+    """Whether steps and updates may be more: short answers make a budget of tokens last longer."""
     prompts: int
     samples: int
     rounds: int
@@ -49,6 +51,7 @@ class Plan:
     held_out: int | None
     """None: they are not counted."""
     evaluations: int
+    """At most, with a budget of tokens."""
     evaluation_samples: int
 
     @property
@@ -84,13 +87,14 @@ class Plan:
         again = f", and up to {self.rounds} times as many to replace groups" * (self.rounds > 1)
         low, high = self.reward_bounds
         between = f"between {low:g} and {high:g}" if math.isfinite(high - low) else "any number"
+        least = "at least " * self.at_least
         return " ".join(
             [
-                f"Each of {self.steps:,} steps asks {self.prompts} prompts and samples "
+                f"Each of {least}{self.steps:,} steps asks {self.prompts} prompts and samples "
                 f"{self.samples} answers to each: {self.answers:,} answers of at most "
                 f"{self.max_tokens:,} tokens{again}.",
                 self._learning(),
-                f"In all that is {self.total_updates:,} updates and at most "
+                f"In all that is {least}{self.total_updates:,} updates and at most "
                 f"{self.total_tokens:,} sampled tokens.",
                 f"The reward {self.reward} is {between}. It counts: {self.reward_counts}",
                 f"A penalty of {self.reference}."
@@ -116,7 +120,8 @@ class Plan:
         if not self.evaluations:
             return "Nothing is measured on the way."
         prompts = "the" if self.held_out is None else f"{self.held_out:,}"
-        return f"It is measured {self.evaluations} times on {prompts} held-out prompts."
+        most = "at most " * self.at_least
+        return f"It is measured {most}{self.evaluations} times on {prompts} held-out prompts."
 
     def table(self) -> list[tuple[str, str]]:
         """Return the numbers, each with its name."""
@@ -126,7 +131,7 @@ class Plan:
             ("updates a step", f"{self.updates}, {size:.3g} answers each"),
             ("age of the answers at the last", f"{self.age} updates"),
             ("sampled tokens a step, at most", f"{self.step_tokens:,}"),
-            ("updates in all", f"{self.total_updates:,}"),
+            ("updates in all" + ", at least" * self.at_least, f"{self.total_updates:,}"),
             ("sampled tokens in all, at most", f"{self.total_tokens:,}"),
         ]
         if self.evaluation_tokens is not None:
@@ -145,43 +150,29 @@ class Plan:
 def describe(config: Config, seen: Seen | None = None) -> Plan:
     """Say what a resolved configuration will do."""
     rollout, train = config.rollout, config.train
-    rounds = config.select.max_rounds if config.select.dynamic else 1
-    steps = _steps(config)
-    most = steps * rollout.prompts * rollout.samples * rounds * rollout.max_tokens
+    steps, by_tokens = least_steps(config), train.budget == "tokens"
     reward = reward_of(config)
     held_out = (seen and seen.held_out) or config.evaluate.prompts or None
     return Plan(
         algorithm=config.objective.name,
         steps=steps,
+        at_least=by_tokens,
         prompts=rollout.prompts,
         samples=rollout.samples,
-        rounds=rounds,
+        rounds=config.select.max_rounds if config.select.dynamic else 1,
         max_tokens=rollout.max_tokens,
         mini_batches=train.mini_batches,
         epochs=train.epochs,
-        total_updates=total_updates(train),
-        # A run ends with the step that reaches its budget.
-        total_tokens=min(most, train.amount + most // steps) if train.budget == "tokens" else most,
+        total_updates=steps * train.updates if by_tokens else total_updates(train),
+        total_tokens=most_tokens(config),
         reward=config.reward.name,
         reward_counts=_first_sentence(reward),
         reward_bounds=reward.bounds,
         reference=_reference(config, objective_of(config)),
         held_out=held_out,
-        evaluations=_evaluations(steps, config.evaluate.every),
+        evaluations=most_evaluations(config),
         evaluation_samples=config.evaluate.samples,
     )
-
-
-def _steps(config: Config) -> int:
-    train = config.train
-    if train.budget == "updates":
-        return math.ceil(train.amount / train.updates)
-    return train.steps
-
-
-def _evaluations(steps: int, every: int) -> int:
-    """Count the first, every so many, and the last."""
-    return 0 if every == 0 else 1 + steps // every + (steps % every > 0)
 
 
 def _reference(config: Config, objective: Objective) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import torch
+
 from covey.config import Config
 from covey.objective import Objective
 from covey.train.assemble import objective_of, sampling_of
@@ -71,6 +73,11 @@ class Setup:
         return sampling_of(self.config).distribution.truncates
 
     @property
+    def exact(self) -> bool:
+        """Whether the sampler's log-probabilities are the trainer's, to 1e-5."""
+        return in_float32(self.config) and not self.truncates
+
+    @property
     def advantage(self) -> Callable[..., Any]:
         """The function of the advantage, without its options."""
         return function_of(self.objective.advantage)
@@ -91,6 +98,14 @@ Rule = Callable[[Setup], Iterator[Finding]]
 def setup_of(config: Config, seen: Seen | None = None) -> Setup:
     """Build what rules look at."""
     return Setup(config=config, objective=objective_of(config), seen=seen or Seen())
+
+
+def in_float32(config: Config) -> bool:
+    """Whether the model computes in float32, on this machine if the choice is left to it."""
+    if config.model.dtype != "auto":
+        return config.model.dtype == "float32"
+    gpu = config.model.device.startswith("cuda")
+    return not gpu and not (config.model.device == "auto" and torch.cuda.is_available())
 
 
 def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:

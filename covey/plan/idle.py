@@ -6,8 +6,6 @@ import inspect
 import math
 from collections.abc import Iterator
 
-import torch
-
 from covey.config import Config
 from covey.config.schema import Section
 from covey.errors import CoveyError
@@ -15,14 +13,17 @@ from covey.objective import advantage, algorithm, ratio
 from covey.objective import surrogate as gains
 from covey.objective.penalty import MAX_ADAPTATION
 from covey.plan.finding import Finding, Rule, Setup, told
+from covey.plan.length import most_steps
 from covey.plan.same import BLIND_TO_REWARD, active_penalty, namesakes, reference_is_policy
 from covey.rewards.length import Soft
 from covey.train.assemble import reward_of
 
 TOKEN_SIZED_CLIP = 0.1
 """A bound that fits the ratio of a token; the mean over an answer does not get there ..."""
-FEW_UPDATES = 8
-"""... within so many updates of one pass over a batch."""
+FEW_UPDATES = 4
+"""... within so many updates of one pass over a batch ..."""
+SMALL_RATE = 1e-5
+"""... at this learning rate and below."""
 NOTICEABLE_BETA = 1.1
 """An adaptive beta that cannot change by this factor in the whole run is as good as fixed."""
 
@@ -71,7 +72,7 @@ def only_off_policy(setup: Setup) -> Iterator[Finding]:
     if not setup.one_update:
         return
     names = ["dual"] if setup.option("dual") else []
-    if setup.option("off_policy_limit") and not setup.truncates:
+    if setup.option("off_policy_limit") and setup.exact:
         names.append("off_policy_limit")
     if setup.surrogate is gains.penalized_where_marked:
         names += ["coefficient", "share"]
@@ -114,15 +115,17 @@ def clip_never_acts(setup: Setup) -> Iterator[Finding]:
     per_answer = setup.objective.ratio in (ratio.sequence, ratio.sequence_token, ratio.arithmetic)
     train = setup.config.train
     short = train.epochs == 1 and 1 < train.mini_batches <= FEW_UPDATES
-    if setup.surrogate is not gains.clipped or not per_answer or not short:
+    near = short and setup.config.optimizer.learning_rate <= SMALL_RATE
+    if setup.surrogate is not gains.clipped or not per_answer or not near:
         return
     if min(bounds) >= TOKEN_SIZED_CLIP and setup.config.rollout.max_tokens > 1:
         yield told(
             "idle",
             "the-clip-of-a-sequence-ratio",
-            title=f"objective.low = {bounds[0]}, high = {bounds[1]} never clip the ratio of a "
-            "whole answer",
-            why="It is a mean over the answer's tokens and moves far less than each of them; the "
+            title=f"objective.low = {bounds[0]}, high = {bounds[1]} hardly ever clip the ratio of "
+            "a whole answer",
+            why="It is a mean over the answer's tokens and moves far less than each of them, and "
+            f"{train.mini_batches} updates at this learning rate move even those little; the "
             "paper's bounds are 0.0003 and 0.0004.",
             remedy="for the ratio of answers set objective.low = 3e-4 and objective.high = 4e-4",
         )
@@ -169,10 +172,11 @@ def adaptive_beta(setup: Setup) -> Iterator[Finding]:
     else:
         answers = config.rollout.prompts * config.rollout.samples
         growth = MAX_ADAPTATION * min(answers / objective.kl_horizon, 1.0)
-        most = (1 + growth) ** config.train.steps
-        idle = [f"objective.kl_target = {objective.kl_target}"] if most < NOTICEABLE_BETA else []
-        why = f"A step of {answers} answers changes beta by {growth:.2%} at most, and the whole "
-        why += f"run by a factor of {most:.2f}."
+        most = most_steps(config)
+        needed = math.log(NOTICEABLE_BETA) / math.log1p(growth)
+        idle = [f"objective.kl_target = {objective.kl_target}"] if most < needed else []
+        why = f"A step of {answers} answers changes beta by {growth:.2%} at most: it takes "
+        why += f"{needed:,.0f} steps to a factor of {NOTICEABLE_BETA}, and the run has {most:,}."
         what, remedy = "hardly moves beta", "lower objective.kl_horizon"
     if idle:
         title = f"{idle[0]} {what}"
@@ -198,8 +202,7 @@ def correction_bounds(setup: Setup) -> Iterator[Finding]:
 
 def nothing_to_correct(setup: Setup) -> Iterator[Finding]:
     """Corrections of a sampler that needs none."""
-    exact = not setup.truncates and in_float32(setup.config)
-    if setup.objective.corrects and exact:
+    if setup.objective.corrects and setup.exact:
         idle = changed_options(setup, "correction", "veto")
         yield told(
             "idle",
@@ -305,14 +308,6 @@ def unused_sections(setup: Setup) -> Iterator[Finding]:
             why="It takes no time to speak of, and judges without processes of its own.",
             remedy="leave them out",
         )
-
-
-def in_float32(config: Config) -> bool:
-    """Whether the model computes in float32, on this machine if the choice is left to it."""
-    if config.model.dtype != "auto":
-        return config.model.dtype == "float32"
-    gpu = config.model.device.startswith("cuda")
-    return not gpu and not (config.model.device == "auto" and torch.cuda.is_available())
 
 
 def _is_quick(config: Config) -> bool:

@@ -177,7 +177,8 @@ def few_held_out(setup: Setup) -> Iterator[Finding]:
         yield told(
             "risk",
             "evaluation",
-            title=f"{prompts} held-out prompts cannot show a difference of {POINTS:.0%}",
+            title=f"{prompts} held-out prompts cannot show a difference of {POINTS:.0%} between "
+            "two checkpoints",
             why=f"At least {FEWEST_PAIRS} prompts must change, and all to one side, before an "
             f"exact test calls it more than chance: here that is {shown:.0%}.",
             remedy=f"evaluate on {FEWEST_PROMPTS} prompts at the very least; 500 are better",

@@ -64,7 +64,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
     objective = setup.objective
     kl = active_penalty(setup)
     corrects = objective.corrects
-    drifts = not setup.one_update or setup.truncates
+    drifts = not (setup.one_update and setup.exact)  # from the policy that sampled
     return {
         "advantage": _advantage(setup),
         **_gain(setup),

@@ -44,6 +44,8 @@ class Parts:
     bad_rows: tuple[str, ...]
     """One line for every row of the data that was skipped."""
     scorer: Scorer
+    judge: Scorer
+    """Of evaluations. The scorer, but where several runs are to be measured alike."""
     length_penalty: LengthPenalty
     policy: Policy
     reference: Reference | None
@@ -158,13 +160,14 @@ def assemble(config: Config, reward: Reward | None = None) -> Parts:
     reference = None
     if objective.needs_reference:
         reference = make_reference(config, policy=model, load=partial(load_model, config))
-    sampling = sampling_of(config)
+    sampling, scorer = sampling_of(config), scorer_of(config, reward)
     return Parts(
         config=config,
         train_prompts=train_prompts,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
-        scorer=scorer_of(config, reward),
+        scorer=scorer,
+        judge=scorer,
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
             **config.length_penalty.options
         ),

@@ -40,7 +40,7 @@ class Measurable(Protocol):
         """How they are written."""
 
     @property
-    def scorer(self) -> Scorer:
+    def judge(self) -> Scorer:
         """Who judges them."""
 
 
@@ -49,7 +49,7 @@ def measure(parts: Measurable, run: RunFolder, reporter: Reporter, step: int) ->
     evaluation = evaluate(
         ask(parts.policy.model, parts.held_out_prompts),
         sampler=parts.sampler,
-        scorer=parts.scorer,
+        scorer=parts.judge,
         sampling=parts.sampling,
         samples=parts.config.evaluate.samples,
         temperature=parts.config.evaluate.temperature,

@@ -55,6 +55,11 @@ class WarmupParts:
     sampling: Sampling
 
     @property
+    def judge(self) -> Scorer:
+        """Who judges evaluations."""
+        return self.scorer
+
+    @property
     def total(self) -> int:
         """How many solutions are learned from, repetitions included."""
         settings = self.config.warmup

@@ -14,11 +14,14 @@ import pytest
 
 from covey.cli.main import run as covey
 from covey.compare import run as runner
+from covey.compare.design import Asked, plan_comparison
 from covey.compare.jobs import Job, make_jobs, ready
 from covey.compare.load import load_comparison
 from covey.compare.outcome import Comparison, Outcome
-from covey.compare.place import grown
+from covey.compare.place import Place, checked, grown
 from covey.compare.record import log_path, read_outcome, run_path
+from covey.errors import DataError
+from covey.run.folder import RunFolder
 from tests.processes import wait_until
 
 SETTINGS = (
@@ -112,6 +115,44 @@ def test_what_is_finished_is_not_done_again(
     assert "holds another comparison" in capsys.readouterr().err
     assert covey(["compare", "--folder", str(finished), "--threads", "7"]) == 2
     assert "on which their last bits depend" in capsys.readouterr().err
+
+
+def test_arms_of_other_rewards_are_measured_by_the_common_one(tmp_path: Path) -> None:
+    # Neither learns, so whatever comes out between them is the ruler's.
+    still = "optimizer.learning_rate=0, reward.name"
+    names = ("--arm", f"right: {still}=think_answer", "--arm", f"form: {still}=think_answer_form")
+    assert covey(command(tmp_path / "rewards", *names)) == 0
+    found = arms(tmp_path / "rewards")
+    assert [p.right for p in found["form"].points] == [p.right for p in found["right"].points]
+    runs = {arm: RunFolder(tmp_path / "rewards" / found[arm].folder) for arm in found}
+    judges = {run.environment()["judge"] for run in runs.values()}
+    rewards = {run.environment()["reward"] for run in runs.values()}
+    assert (len(judges), len(rewards)) == (1, 2)
+    learned = [run.steps()[0]["objective/scores"] for run in runs.values()]
+    assert learned[0] != learned[1]
+
+
+def test_data_that_were_edited_are_trained_on_anew(tmp_path: Path) -> None:
+    for name, text in (("train", "1+0?"), ("test", "3-2?")):
+        row = json.dumps({"question": text, "answer": "1"})
+        (tmp_path / f"{name}.jsonl").write_text(f"{row}\n")
+    asked = Asked(
+        source="arithmetic", algorithms=("grpo", "gspo"), seeds=1, threads=1,
+        overrides=(
+            "model.device=cpu", "task.name=jsonl", f"task.train_file='{tmp_path}/train.jsonl'",
+            f"task.held_out_file='{tmp_path}/test.jsonl'",
+        ),
+    )  # fmt: skip
+    record = plan_comparison(asked)
+    before = [job.key for job in make_jobs(tmp_path, record)]
+    assert [job.key for job in make_jobs(tmp_path, record)] == before
+    (tmp_path / "test.jsonl").write_text('{"question": "3-2?", "answer": "2"}\n')
+    assert not {job.key for job in make_jobs(tmp_path, record)} & set(before)
+    # The same request as before looks at the data again.
+    (tmp_path / "test.jsonl").write_text('{"question": "1+0?", "answer": "1"}\n')
+    going_on = Place(folder=tmp_path, record=record, before=record)
+    with pytest.raises(DataError, match="held-out prompts are training prompts too"):
+        checked(going_on)
 
 
 def test_arms_and_seeds_can_be_added(finished: Path) -> None:

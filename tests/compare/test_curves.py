@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import re
+
 from covey.compare.curves import curve
 from covey.compare.outcome import Arm, Comparison, Outcome, Point
+from covey.compare.sections import _curve_table
 
 
 def point(step: int, right: int, tokens: int | None = None) -> Point:
@@ -54,10 +57,32 @@ def test_runs_that_end_at_different_steps_still_end_together() -> None:
     assert drawn.x["tokens"] == (0, 1000, 2010)
     assert drawn.mean == (0.0, 0.5, 0.75)
     assert drawn.x["seconds"] == (0, 5, 10)
+    # What the first has at step 20 is not its end.
+    assert drawn.seeds == {1: (0.0, 0.5, 1.0), 2: (0.0, 0.5, 0.5)}
+
+
+def test_the_numbers_of_a_seed_are_those_of_its_mean() -> None:
+    drawn = curve(
+        comparison(
+            run(1, point(0, 0), point(5, 1), point(10, 3)),
+            run(2, point(0, 1), point(6, 1), point(12, 2)),
+            run(3, point(0, 1), point(11, 4), point(14, 1)),
+            run(4, point(0, 2), point(12, 4), state="failed"),
+        ),
+        "a",
+    )
+    rows = re.findall("<tr>(.*?)</tr>", _curve_table(drawn))
+    cells = [re.findall("<t[hd][^>]*>(.*?)</t[hd]>", row)[4:] for row in rows]
+    assert cells == [
+        ["mean", "lowest", "highest", "seed 1", "seed 2", "seed 3", "seed 4"],
+        ["16.7%", "0.0%", "25.0%", "0.0%", "25.0%", "25.0%", "50.0%"],
+        ["50.0%", "25.0%", "75.0%", "75.0%", "50.0%", "25.0%", "-"],
+    ]
 
 
 def test_an_arm_without_a_finished_run_has_lines_but_no_mean() -> None:
     drawn = curve(comparison(run(1, point(0, 2), state="unfinished"), run(2, state="failed")), "a")
     assert drawn.mean == ()
+    assert drawn.seeds == {}
     assert drawn.x["tokens"] == ()
     assert [line.seed for line in drawn.lines] == [1]

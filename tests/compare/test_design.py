@@ -107,8 +107,11 @@ def test_a_single_arm_is_compared_with_the_common_configuration() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ["train.steps=9", "evaluate.prompts=9", "train.budget=tokens", "seed=3", "evaluate.every=1"],
-)
+    [
+        "train.steps=9", "evaluate.prompts=9", "train.budget=tokens, train.amount=9", "seed=3",
+        "evaluate.every=1", "train={steps=9}", "evaluate={every=1}",
+    ],
+)  # fmt: skip
 def test_no_arm_changes_how_it_is_measured(setting: str) -> None:
     with pytest.raises(ConfigError, match="would measure it by other means"):
         planned("grpo", arms=(f"other: {setting}",))
@@ -153,10 +156,14 @@ def test_budgets_are_part_of_every_arms_configuration() -> None:
 
 
 def test_only_what_decides_answers_keeps_an_arm_from_sharing_them() -> None:
-    arms = ("cold: rollout.temperature=0.7", "slots: rollout.slots=8", "again: seed+=1")
-    record = planned("grpo", "dapo", arms=arms)
-    shares = {arm.name: shares_first_answers(arm) for arm in record.arms}
-    assert shares == {"grpo": True, "dapo": True, "cold": False, "slots": True, "again": False}
+    apart = ("cold: rollout.temperature=0.7", "again: seed+=1", "long: rollout.max_tokens=96")
+    alike = (
+        "slots: rollout.slots=8", "thrifty: model.gradient_checkpointing=true",
+        "exact: model.deterministic=true", "form: reward.name=think_answer_form",
+    )  # fmt: skip
+    record = planned("grpo", "dapo", arms=(*apart, *alike))
+    shares = [arm.name for arm in record.arms if shares_first_answers(arm)]
+    assert shares == ["grpo", "dapo", "slots", "thrifty", "exact", "form"]
 
 
 def test_a_record_reads_back_as_it_was(tmp_path: Path) -> None:
@@ -191,6 +198,10 @@ def test_a_request_writes_itself_down() -> None:
         "--budget tokens --amount 9"
     )
     assert parse_arm(arm.text) == arm
+    small = Asked(source="demo", algorithms=("grpo", "gspo"), smoke=True, threads=2)
+    assert small.command() == (
+        "covey compare demo --algorithms grpo,gspo --seeds 3 --threads 2 --smoke"
+    )
 
 
 def test_the_common_configuration_is_the_recipe_written_out() -> None:

@@ -250,6 +250,14 @@ def test_missing_runs_are_named_and_pairs_use_the_common_seeds() -> None:
     assert "With two seeds" in text
 
 
+def test_a_failed_run_counts_as_having_stayed_where_its_own_arm_began() -> None:
+    small = [run("small", seed, 10, end) for seed, end in enumerate((20, 21, 20))]
+    big = [run("big", seed, 70, end) for seed, end in enumerate((80, 82))]
+    found = verdict(compared({"small": []}, *small, *big, run("big", 2, state="failed"), seeds=3))
+    # Seed 2 of big counted at 70: (-60 - 61 - 50) / 3.
+    assert "small less big is -57.0 points instead of -60.5." in " ".join(found.cautions)
+
+
 @pytest.mark.parametrize(
     ("ends", "headline"),
     [

@@ -14,7 +14,7 @@ from covey.embedded import CHECKPOINT
 from covey.numerics.measure import Report, clip_range, default_updates, measure
 from covey.numerics.ways import alone_logp, common_prefix, log_kept, upcast, wide_logp
 from covey.policy.policy import LogProbs
-from covey.train.assemble import Parts, assemble, resolve
+from covey.train.assemble import Parts, assemble, resolve, total_updates
 from covey.train.collate import collate
 from covey.train.gather import gather
 from covey.train.state import State
@@ -236,3 +236,19 @@ def group(*answers: tuple[int, ...]) -> Group:
         for n, tokens in enumerate(answers)
     )  # fmt: skip
     return Group(prompt=Prompt(id="p", task="t", messages=(), answer=""), rollouts=rollouts)
+
+
+def test_after_the_end_of_a_schedule_answers_get_stale_at_its_peak() -> None:
+    settings = ("optimizer.schedule=linear", "train.steps=1")
+    early, over = parts_of(*settings), parts_of(*settings)
+    over.policy.version = total_updates(over.config.train)
+    assert over.update_settings.learning_rate(over.policy.version) == 0
+    reports = [
+        measure(parts, State(beta=0.0), Notes(), updates=1, alone=2) for parts in (early, over)
+    ]
+    before, after = (lines(report)["staleness"] for report in reports)
+    assert after.mean == before.mean > 0  # the first step's rate is the peak
+    assert [any("took its peak, 0.0001" in n for n in r.notes) for r in reports] == [False, True]
+    still = report_of("optimizer.learning_rate=0")
+    assert lines(still)["staleness"].max == 0
+    assert not any("peak" in note for note in still.notes)

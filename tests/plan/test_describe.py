@@ -57,7 +57,13 @@ def test_the_packaged_recipe_in_words() -> None:
         (["evaluate.every=30"], "It is measured 5 times on the held-out prompts."),
         (["train.budget=updates", "train.amount=42"], "Each of 11 steps"),
         (["train.budget=updates", "train.amount=42"], "In all that is 42 updates"),
-        (["train.budget=tokens", "train.amount=100000"], "at most 106,144 sampled tokens"),
+        (["train.budget=tokens", "train.amount=100000"], "at most 106,143 sampled tokens"),
+        (["train.budget=tokens", "train.amount=5000000", "train.steps=10"], "Each of at least 814 steps"),
+        (["train.budget=tokens", "train.amount=5000000", "train.steps=10"],
+         "In all that is at least 3,256 updates and at most 5,006,143 sampled tokens."),
+        (["train.budget=tokens", "train.amount=5000000"], "It is measured at most 11 times"),
+        (["train.budget=updates", "train.amount=42"], "It is measured 11 times"),
+        (["train.budget=updates", "train.amount=8"], "It is measured 3 times"),
     ],
 )  # fmt: skip
 def test_what_is_said_follows_the_settings(settings: list[str], words: str) -> None:

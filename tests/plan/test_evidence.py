@@ -21,6 +21,10 @@ from tests.objective.laws import make_step, of_answer
 from tests.plan.runs import ran, starting_weights
 
 ONCE = "train.mini_batches=1"
+FAR = (
+    "rollout.prompts=8", "rollout.samples=8", "train.mini_batches=8",
+    "optimizer.learning_rate=1e-3", "optimizer.schedule=constant",
+)  # fmt: skip
 
 
 def moved(one: tuple[str, ...], other: tuple[str, ...], steps: int = 2) -> bool:
@@ -61,19 +65,27 @@ def test_what_does_nothing_leaves_every_weight_as_it_is(
     assert not moved(settings, counterpart)
 
 
+def test_a_limit_of_drift_acts_in_one_update_where_sampler_and_trainer_differ() -> None:
+    limit = "objective.off_policy_limit=0.001"
+    assert ran(ONCE, limit)["val/off_policy_dropped"] == 0
+    assert ran(ONCE, limit, "model.dtype=bfloat16")["val/off_policy_dropped"] > 0
+
+
 def test_weights_would_show_a_difference() -> None:
     assert moved((ONCE, "objective.name=dapo"), (ONCE,))
     assert moved((), ("objective.high=0.01",))
     assert moved((ONCE, "objective.beta=0.04"), (ONCE,))
 
 
-def test_a_clip_of_tokens_never_acts_on_answers_and_that_of_answers_cuts_tokens() -> None:
+def test_a_clip_of_tokens_hardly_ever_acts_on_answers_and_that_of_answers_cuts_tokens() -> None:
     wide = ("objective.low=0.1", "objective.high=0.1")
     tight = ("objective.low=3e-4", "objective.high=4e-4")
     for name in ("gspo", "grpo_s"):
         answers = ran(f"objective.name={name}", *wide, steps=2)
         assert [step["policy/clipfrac_avg"] for step in answers.steps] == [0.0, 0.0]
         assert answers["val/ratio_var"] > 0  # it is not that nothing moved
+        far = ran(f"objective.name={name}", *wide, *FAR)
+        assert far["policy/clipfrac_avg"] > 0.1  # so it is a matter of how far
         cut = ran(f"objective.name={name}", *tight, steps=2)
         assert cut.steps[0]["policy/clipfrac_avg"] > 0.1
     tokens = [ran("objective.name=grpo", *bounds, steps=2) for bounds in (wide, tight)]
