@@ -34,7 +34,11 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")
 ]
 Samples = Annotated[
-    int, typer.Option(min=0, help="Sampled answers a prompt for mean@k and pass@k.")
+    int | None,
+    typer.Option(
+        min=0,
+        help="Sampled answers a prompt for mean@k and pass@k. Default: evaluate.samples.",
+    ),
 ]
 Against = Annotated[
     str | None, typer.Option(metavar="RUN|MODEL", help="Compare with this, prompt by prompt.")
@@ -53,7 +57,7 @@ def eval_command(  # noqa: PLR0913 - one argument for each flag
     target: Target,
     source: Source = None,
     overrides: Overrides = None,
-    samples: Samples = 0,
+    samples: Samples = None,
     against: Against = None,
     by: By = None,
     out: Out = None,
@@ -65,7 +69,9 @@ def eval_command(  # noqa: PLR0913 - one argument for each flag
     Given a run, its newest checkpoint is measured on the run's own task. With --against, both are
     measured on the same prompts, those of the first.
     """
-    settings = [*(overrides or []), f"evaluate.samples={samples}"]
+    settings = list(overrides or [])
+    if samples is not None:
+        settings.append(f"evaluate.samples={samples}")
     config = _config(target, source, settings, smoke)
     models = [config.model.path, *([_model(against)] if against is not None else [])]
     if out is not None and not out.parent.is_dir():

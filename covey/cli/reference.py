@@ -59,9 +59,12 @@ def serve_command(
     _need_extra()
 
     from covey.policy.model import load_language_model
+    from covey.policy.template import Template
     from covey.reference.server import ServerSettings, make_app
 
-    loaded = load_language_model(model, dtype=dtype.value, device=device)
+    # Tokens come in and numbers go out: nothing is asked, whatever its chat template is like.
+    plain = Template(form="plain")
+    loaded = load_language_model(model, dtype=dtype.value, device=device, template=plain)
     settings = ServerSettings(
         name=model,
         token=token,

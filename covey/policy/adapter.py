@@ -64,7 +64,7 @@ def add_adapter(
         base_model_name_or_path=_portable(base or model.model.name_or_path),
     )
     model = _inject(model, config)
-    for name, layer in _adapted(model):
+    for name, layer in adapted_layers(model):
         _start(layer, f"{seed} {name}")
     return model
 
@@ -83,6 +83,9 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
     if not _is_plain(model):
         raise ModelError(f"model: {folder} is more than B A beside linear layers of the backbone")
     weights = named_weights(model, saved)
+    if strange := saved.keys() - {_file_name(name) for name in weights}:
+        what = f"there is no place for {min(strange)}"
+        raise ModelError(f"model: the adapter {folder} does not fit: {what}")
     with torch.no_grad():
         for name, parameter in _trained(model.model):
             if name not in weights or weights[name].shape != parameter.shape:
@@ -171,14 +174,14 @@ def _head(model: LanguageModel, on: bool) -> Any:
     return layer.modules_to_save[NAME] if on else layer.original_module
 
 
-def _adapted(model: LanguageModel) -> list[tuple[str, Any]]:
+def adapted_layers(model: LanguageModel) -> list[tuple[str, Any]]:
     """Return the layers with low-rank neighbours."""
     return [(name, m) for name, m in model.model.named_modules() if hasattr(m, "lora_A")]
 
 
 def _is_plain(model: LanguageModel) -> bool:
     """Tell whether an adapter is what is described above, and none of peft's many variants."""
-    layers = [layer for _, layer in _adapted(model)]
+    layers = [layer for _, layer in adapted_layers(model)]
     return (
         model.adapter.bias == "none"
         and not model.adapter.lora_bias

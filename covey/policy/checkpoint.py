@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from covey.errors import RunError
 from covey.policy.adapter import WEIGHTS_FILE, named_weights, save_adapter
 from covey.policy.policy import Policy
+from covey.policy.pretrained import read_pretrained
 
 STATE_FILE = "covey.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -76,20 +78,21 @@ def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
         weights = _read_weights(policy, folder)
         moments = load_file(folder / OPTIMIZER_FILE)
         state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
-    except (OSError, ValueError) as error:
+        policy.optimizer.load(weights, moments)
+        policy.version = state["version"]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise RunError(f"checkpoint {folder} cannot be read: {error}") from None
-    policy.optimizer.load(weights, moments)
-    policy.version = state["version"]
     return state
 
 
-def _read_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
+def _read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
+    model = policy.model.model
     if policy.model.adapter is not None:
-        weights = named_weights(policy.model, load_file(folder / WEIGHTS_FILE))
-        if weights.keys() != policy.optimizer.masters.keys():
+        saved = load_file(folder / WEIGHTS_FILE)
+        weights = named_weights(policy.model, saved)
+        if weights.keys() != policy.optimizer.masters.keys() or len(weights) != len(saved):
             raise RunError(f"checkpoint {folder} has another adapter than [adapter] asks for")
         return weights
-    weights = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        weights.update(load_file(file))
-    return weights
+    # In the file, many models have other names, and a tensor for each of their experts.
+    exact = torch.promote_types(model.dtype, torch.float32)
+    return dict(read_pretrained(type(model), str(folder), exact).named_parameters())

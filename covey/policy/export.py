@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from covey.errors import ModelError, RunError
+from covey.errors import RunError
 from covey.policy.adapter import adapter_base
 from covey.policy.merge import merge_adapter
 from covey.policy.model import LanguageModel, load_language_model
@@ -52,9 +52,6 @@ def _write(model: LanguageModel, folder: Path) -> None:
         inner.save_pretrained(folder)
     except SafetensorError as error:
         raise OSError(str(error)) from None  # a full disk, told in safetensors' own words
-    except ValueError as error:  # settings for generation that contradict each other
-        why = str(error).strip().splitlines()[0]
-        raise ModelError(f"model: its generation_config.json cannot be saved: {why}") from None
     tokenizer.save_pretrained(folder)
     readable = (folder / "config.json").stat().st_mode
     for weights in folder.glob("*.safetensors"):

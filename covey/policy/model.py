@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 
 from covey.embedded import CHECKPOINT
@@ -26,6 +27,7 @@ from covey.policy.flash import HALF
 from covey.policy.gguf import find_gguf, import_gguf
 from covey.policy.joint import join_weights
 from covey.policy.layout import Packed, lay_out, pack_for, trial_batch
+from covey.policy.pretrained import make_savable, read_pretrained
 from covey.policy.spans import PackedRows
 from covey.policy.template import Renderer, Template, renderer
 from covey.policy.trial import first_layers, near
@@ -142,10 +144,11 @@ def load_language_model(
     wanted = _dtype(dtype, where)
     source = _source(path)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=wanted)
+        model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model: cannot load {path!r}: {_first_line(error)}") from None
+    make_savable(model)
     model.to(where)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -134,6 +134,8 @@ def _read(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         tensors = load(body)
         size = int.from_bytes(body[:8], "little")
         metadata = json.loads(body[8 : 8 + size]).get("__metadata__", {})
+        if metadata is None:  # which safetensors lets pass
+            raise TypeError("__metadata__ is null")
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise WireError(f"not safetensors: {' '.join(str(error).split())[:200]}") from None
     return tensors, metadata

@@ -10,6 +10,7 @@ import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from covey.run.folder import RunFolder
@@ -37,7 +38,9 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
     """Return README.md for a model, with all that its run knows, if it has one."""
     config = {} if run is None else tomllib.loads(run.config_file.read_text(encoding="utf-8"))
     base = config.get("model", {}).get("path", exported.source)
-    parts = [_front_matter(base, config), f"# {exported.name}", _origin(exported, base, config)]
+    training = None if run is None else _training(config, run.environment().get("kind"))
+    parts = [_front_matter(base, training), f"# {exported.name}"]
+    parts.append(_origin(exported, base, training))
     parts.append(_use(exported, config.get("model", {})))
     if run is not None:
         parts.append(_results(run.evaluations(), exported.step))
@@ -48,26 +51,47 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(base: str, config: Mapping[str, Any]) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    """What a run did to a model, in words."""
+
+    steps: str
+    """What its steps were, after their number."""
+    tags: Sequence[str]
+
+
+def _training(config: Mapping[str, Any], kind: str | None) -> _Training:
+    algorithm, task, reward = (config[part]["name"] for part in ("objective", "task", "reward"))
+    if kind == "warmup":
+        file = config["warmup"]["file"]
+        solutions = f"the answers in `{file}`" if file else f"worked solutions of task `{task}`"
+        return _Training(
+            steps=f"steps of supervised learning with Covey, from {solutions}", tags=["sft"]
+        )
+    return _Training(
+        steps=f"of {config['train']['steps']} steps of reinforcement learning with Covey: "
+        f"algorithm `{algorithm}`, task `{task}`, reward `{reward}`",
+        tags=["reinforcement-learning", *([algorithm] if re.fullmatch(r"\w+", algorithm) else [])],
+    )
+
+
+def _front_matter(base: str, training: _Training | None) -> str:
     lines = ["library_name: transformers", "pipeline_tag: text-generation"]
     hub = HUB_NAMES.get(base, base)
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", hub):  # one slash: a hub's name, not a path's
+    # One slash: a hub's name, if it is not a folder's.
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", hub) and not Path(base).exists():
         lines.append(f"base_model: {hub}")
-    tags = ["covey", "reinforcement-learning"]
-    if re.fullmatch(r"\w+", algorithm := config.get("objective", {}).get("name", "")):
-        tags.append(algorithm)
+    tags = ["covey", *(training.tags if training is not None else [])]
     return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
 
 
-def _origin(exported: Exported, base: str, config: Mapping[str, Any]) -> str:
+def _origin(exported: Exported, base: str, training: _Training | None) -> str:
     merged = " Its adapter is part of the weights." if exported.merged else ""
-    if not config:
+    if training is None:
         return f"Exported by Covey from `{base}`, in {exported.dtype}.{merged}"
-    steps = config.get("train", {}).get("steps")
     return (
-        f"`{base}` after {exported.step} of {steps} steps of reinforcement learning with Covey: "
-        f"algorithm `{config['objective']['name']}`, task `{config['task']['name']}`, reward "
-        f"`{config['reward']['name']}`. The weights are {exported.dtype}.{merged}"
+        f"`{base}` after {exported.step} {training.steps}. "
+        f"The weights are {exported.dtype}.{merged}"
     )
 
 

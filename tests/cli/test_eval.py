@@ -105,6 +105,18 @@ def test_any_task_can_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
+    ("flags", "samples"), [([], 3), (["--samples", "2"], 2), (["--samples", "0"], None)]
+)
+def test_without_a_flag_as_many_are_sampled_as_the_settings_say(
+    flags: list[str], samples: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--set", "evaluate.samples=3", "--set", "rollout.max_tokens=8"]
+    result = evaluated(capsys, "embedded", *few, *flags)
+    means = [name for name in result if name.startswith("mean@")]
+    assert means == ([] if samples is None else [f"mean@{samples}"])
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--by", "operatoins"], "--by operatoins: no prompt has it in its info; did you mean 'op"),

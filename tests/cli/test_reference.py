@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from covey.cli.main import run as covey
+from covey.embedded import CHECKPOINT
 from tests.processes import forked
 from tests.reference.servers import Server, fork_server, new_process, wait_for_text
 
@@ -117,6 +119,17 @@ def test_a_port_in_use_is_named(capfd: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         assert covey(["reference", "serve", "--model", "embedded", "--port", str(port)]) == 2
     assert f"--port {port}: Address already in use" in capfd.readouterr().err
+
+
+def test_a_chat_template_that_nobody_can_use_is_no_hindrance(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(CHECKPOINT, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ raise_exception('tools are required') }}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # found out once the model is there
+        port = str(taken.getsockname()[1])
+        assert covey(["reference", "serve", "--model", str(model), "--port", port]) == 2
+    assert "Address already in use" in capfd.readouterr().err
 
 
 def test_a_url_where_nothing_listens_gives_up_and_makes_no_folder(

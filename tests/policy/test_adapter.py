@@ -273,6 +273,10 @@ def test_a_checkpoint_of_another_adapter_is_refused(tmp_path: Path) -> None:
     other = policy_of(add_adapter(build("llama"), rank=2, also_train=["norm"]))
     with pytest.raises(RunError, match=r"another adapter than \[adapter\] asks for"):
         load_policy(other, tmp_path)
+    save_policy(other, tmp_path, {"step": 1})
+    fewer = policy_of(add_adapter(build("llama"), rank=2))
+    with pytest.raises(RunError, match=r"another adapter than \[adapter\] asks for"):
+        load_policy(fewer, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
@@ -382,6 +386,17 @@ def test_another_kind_of_adapter_is_refused(
 ) -> None:
     peft.get_peft_model(build("llama").model, config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=message):
+        load_adapter(build("llama"), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_embeddings_saved_along_with_an_adapter_are_not_dropped_without_a_word(
+    tmp_path: Path,
+) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    theirs = peft.get_peft_model(build("llama").model, config)
+    theirs.save_pretrained(tmp_path, save_embedding_layers=True)
+    with pytest.raises(ModelError, match=r"does not fit: there is no place for .*lm_head\.weight"):
         load_adapter(build("llama"), tmp_path)
 
 

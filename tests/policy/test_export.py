@@ -15,6 +15,7 @@ from covey.errors import ModelError
 from covey.policy.export import export_model
 from covey.policy.model import load_language_model, wrap
 from covey.policy.template import Template
+from covey.run.card import Exported, model_card
 from covey.sampler.native import NativeSampler
 from covey.sampler.pick import Distribution
 from covey.sampler.protocol import Question, Sampling
@@ -107,6 +108,35 @@ def test_the_card_says_what_the_model_is(finished: Path, tmp_path: Path) -> None
     assert "base_model" not in card  # the embedded model is not on a hub
     weights = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert {p.dtype for p in weights.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("file", [False, True])
+def test_the_card_of_a_warm_up_does_not_speak_of_reinforcement(file: bool, tmp_path: Path) -> None:
+    settings = ["warmup.steps=2", "warmup.evaluate_every=0", "warmup.solutions=4"]
+    origin = "from worked solutions of task `arithmetic`"
+    if file:
+        answers = tmp_path / "answers.jsonl"
+        answers.write_text(json.dumps({"question": "1+1", "completion": "2"}) + "\n")
+        settings.append(f"warmup.file='{answers}'")
+        origin = f"from the answers in `{answers}`"
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    assert run(["warmup", "--run", str(tmp_path / "warm"), *overrides]) == 0
+    assert run(["export", str(tmp_path / "warm"), str(tmp_path / "model")]) == 0
+    card = (tmp_path / "model/README.md").read_text()
+    said = card.partition("## Configuration")[0]
+    assert f"`embedded` after 2 steps of supervised learning with Covey, {origin}." in said
+    assert "tags:\n- covey\n- sft\n---" in said
+    assert not any(word in said for word in ("reinforcement", "grpo", "algorithm"))
+
+
+def test_a_folder_is_not_taken_for_a_model_of_a_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = Exported(name="mine", source="models/base", step=None, dtype="float32", stop_ids=[1])
+    monkeypatch.chdir(tmp_path)
+    assert "base_model: models/base\n" in model_card(exported, None)
+    (tmp_path / "models/base").mkdir(parents=True)
+    assert "base_model" not in model_card(exported, None)
 
 
 def test_an_adapter_is_merged(tmp_path: Path) -> None:

@@ -144,6 +144,14 @@ def test_bytes_that_are_not_a_request_are_refused(body: bytes) -> None:
         decode_request(body, BOUNDS)
 
 
+def test_metadata_that_is_null_is_refused_though_safetensors_reads_it() -> None:
+    body = save(tensors())
+    size = int.from_bytes(body[:8], "little")
+    header = json.loads(body[8 : 8 + size]) | {"__metadata__": None}
+    with pytest.raises(WireError, match="__metadata__ is null"):
+        decode_request(framed(header) + body[8 + size :], BOUNDS)
+
+
 def test_the_most_bytes_a_token_takes_hold_for_any_batch() -> None:
     """By this a client keeps below a limit in bytes by counting tokens."""
     for rows, longest, seed in [(1, 1, 0), (6, 9, 1), (40, 60, 2), (200, 2, 3)]:
