@@ -178,7 +178,7 @@ def lab_command(
     from covey.lab.files import read_labelled
     from covey.lab.lab import Lab, examine
     from covey.rewards.identity import identity
-    from covey.scoring import Pool
+    from covey.scoring import Pool, check_timeout
     from covey.train.assemble import reward_of, task_of
 
     config = resolved(source, overrides or ())
@@ -186,6 +186,7 @@ def lab_command(
     asked = list(task_of(config).held_out()[:prompts])
     rows = read_labelled(labelled) if labelled else []
     who = identity(config.reward.name, reward)
+    check_timeout(config.reward.name, reward, limits.timeout)
     # Two processes, even for a quick reward: it may hang, or end the process that it is in.
     workers = max(2, limits.workers)
     pool = Pool(reward, who, workers=workers, timeout=limits.timeout, gigabytes=limits.gigabytes)

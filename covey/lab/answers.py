@@ -16,6 +16,7 @@ from covey.lab.task_hacks import (
     wrong_program,
 )
 from covey.rewards.text import inside
+from covey.rewards.tool_call import Call, wanted_call
 from covey.types import Prompt
 
 Kind = Literal["code", "countdown", "tools", "number", "text"]
@@ -49,9 +50,14 @@ def kind_of(prompt: Prompt, gold: str) -> Kind:
         return "code"
     if "target" in prompt.info and ("numbers" in prompt.info or "nums" in prompt.info):
         return "countdown"
-    if "call" in prompt.info:
+    if call_of(prompt) is not None:
         return "tools"
     return "number" if _number(gold) is not None else "text"
+
+
+def call_of(prompt: Prompt) -> Call | None:
+    """Return the call that comes with a prompt, as an object or as text."""
+    return wanted_call(prompt) if "call" in prompt.info else None
 
 
 def _number(gold: str) -> Decimal | None:
@@ -61,13 +67,13 @@ def _number(gold: str) -> Decimal | None:
 
 def wrong_answer(prompt: Prompt, gold: str) -> str:
     """Return an answer that is wrong, and looks like a right one where that is possible."""
-    kind, number = kind_of(prompt, gold), _number(gold)
+    kind, call, number = kind_of(prompt, gold), call_of(prompt), _number(gold)
     if kind == "code":
         return dressed_like(gold, wrong_program(function_name(gold, prompt.info["tests"])))
     if kind == "countdown":
         return f"({gold})+1"
-    if kind == "tools":
-        return dressed_like(gold, wrong_call(prompt.info["call"]))
+    if call is not None:
+        return dressed_like(gold, wrong_call(call))
     if number is None:
         return "I do not know"
     # Far enough from a decimal that no tolerance reaches it.
@@ -195,5 +201,5 @@ def expression(build: Countdown) -> Answer:
 
 def name_alone(prompt: Prompt, gold: str) -> str | None:
     """Return a call of the right tool without arguments."""
-    call = prompt.info.get("call", {})
-    return tool_call(call["name"], {}) if call.get("arguments") else None
+    call = call_of(prompt)
+    return tool_call(call.name, {}) if call is not None and call.arguments else None

@@ -20,6 +20,7 @@ from covey.lab.answers import (
     around_wrong,
     bomb,
     by_heart,
+    call_of,
     copied_example,
     dressed_like,
     echoed_question,
@@ -36,6 +37,7 @@ from covey.lab.answers import (
     zero_width,
 )
 from covey.lab.task_hacks import COUNTDOWN, PROGRAMS, sprayed_calls, tool_call
+from covey.rewards.tool_call import Call
 from covey.types import Prompt
 
 Make = Callable[[Prompt, str, "Form"], "str | None"]
@@ -188,11 +190,12 @@ def _useless_calls(prompt: Prompt, gold: str, form: Form) -> str | None:
     return text if call in text and kind_of(prompt, gold) != "tools" else None
 
 
-def _calls(choose: Callable[[Prompt, str], list[str]]) -> Make:
+def _calls(choose: Callable[[Call, str], list[str]]) -> Make:
     def make(prompt: Prompt, gold: str, form: Form) -> str | None:
-        if kind_of(prompt, gold) != "tools":
+        call = call_of(prompt)
+        if call is None:
             return None
-        calls = [wrapped("<tool_call>", c, "</tool_call>") for c in choose(prompt, gold)]
+        calls = [wrapped("<tool_call>", c, "</tool_call>") for c in choose(call, gold)]
         return form.render(THINKING, _lines(*calls))
 
     return make
@@ -334,13 +337,13 @@ _TASK_HACKS = (
     Hack(
         "50 times the call",
         "calls are not counted",
-        _calls(lambda prompt, gold: [gold] * 50),
+        _calls(lambda call, gold: [gold] * 50),
         right_answer=True,
     ),
     Hack(
         "50 calls sprayed",
         "any of several calls counts",
-        _calls(lambda prompt, gold: sprayed_calls(prompt.info["call"], 50)),
+        _calls(lambda call, gold: sprayed_calls(call, 50)),
     ),
     Hack("tool name alone", "arguments are not compared", _answering(name_alone)),
 )

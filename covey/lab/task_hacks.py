@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from covey.rewards.tool_call import Call
+
 PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ("sys.exit(0)", "an exit code of 0 is not a passed test", "import sys\nsys.exit(0)"),
     ("os._exit(0)", "ends the process before anything can look", "import os\nos._exit(0)"),
@@ -175,14 +177,13 @@ def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
     return json.dumps({"name": name, "arguments": dict(arguments)})
 
 
-def wrong_call(call: Mapping[str, Any]) -> str:
+def wrong_call(call: Call) -> str:
     """Return a call of a tool that is not the wanted one."""
-    return tool_call(f"not_{call.get('name', '')}", call.get("arguments", {}))
+    return tool_call(f"not_{call.name}", call.arguments)
 
 
-def sprayed_calls(call: Mapping[str, Any], count: int) -> list[str]:
+def sprayed_calls(call: Call, count: int) -> list[str]:
     """Return so many different calls, the wanted one in the middle of them."""
-    name, arguments = str(call.get("name", "")), call.get("arguments", {})
-    calls = [tool_call(f"{name}_{i}", arguments) for i in range(count)]
-    calls[count // 2] = tool_call(name, arguments)
+    calls = [tool_call(f"{call.name}_{i}", call.arguments) for i in range(count)]
+    calls[count // 2] = tool_call(call.name, call.arguments)
     return calls

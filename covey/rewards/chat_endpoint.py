@@ -28,6 +28,8 @@ class Patience:
 
     timeout: float
     """Seconds without a sign from the server, and seconds for the reply to be complete."""
+    total_seconds: float
+    """For all tries, and for the waits between them."""
     retries: int
     backoff: float
     """Seconds before the first retry, doubled each time, where the server does not say."""
@@ -71,18 +73,20 @@ def retry_delay(asked: str | None, backoff: float, attempt: int) -> float:
 def complete_chat(base_url: str, key: str, body: Mapping[str, Any], patience: Patience) -> str:
     """Return what the model says to `body`. RewardError if it says nothing that can be used.
 
-    A server that is busy (429), broken (5xx) or out of reach is asked again. Every other refusal is
-    final, and so is a reply that cannot be read: asked the same, the server would say the same.
+    A server that is busy (429), broken (5xx) or out of reach is asked again while there is time.
+    Every other refusal is final, and so is a reply that cannot be read: asked the same, the server
+    would say the same.
     """
     url = f"{base_url.rstrip('/')}/chat/completions"
     headers = {"Content-Type": "application/json", "User-Agent": "covey"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    ends = time.monotonic() + patience.total_seconds
     for attempt in range(patience.retries + 1):
         asked, again = None, True
         try:
-            reply = _post(request, patience.timeout)
+            reply = _post(request, min(patience.timeout, max(ends - time.monotonic(), 0.01)))
         except (OSError, http.client.HTTPException) as error:
             problem = f"cannot be reached: {one_line(str(error)) or type(error).__name__}"
         else:
@@ -94,7 +98,11 @@ def complete_chat(base_url: str, key: str, body: Mapping[str, Any], patience: Pa
             asked, again = reply.retry_after, reply.status == 429 or reply.status >= 500
         if not again or attempt == patience.retries:
             break
-        time.sleep(retry_delay(asked, patience.backoff, attempt))
+        delay = retry_delay(asked, patience.backoff, attempt)
+        if time.monotonic() + delay >= ends:
+            problem += f"; another try is not within total_seconds = {patience.total_seconds:g}"
+            break
+        time.sleep(delay)
     raise RewardError(f"{url} {problem} (tries: {attempt + 1})")
 
 

@@ -28,23 +28,38 @@ _PYTHON = ("python", "python3", "py")
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """Return the language and the content of every fenced block that is closed.
 
+    In a list a fence is indented, and what all lines have of that indent is no part of them.
+
     >>> fenced_blocks("So:\\n```python\\nx = 1\\n```\\n```\\nopen")
     [('python', 'x = 1\\n')]
+    >>> fenced_blocks("1. So:\\n   ```\\n   if x:\\n       y\\n   ```")
+    [('', 'if x:\\n    y\\n')]
     """
     blocks = []
     opened = ""
+    fence = 0
     lines: list[str] | None = None
     for line in text.split("\n"):
         bare = line.strip()
         if lines is None:
             if bare.startswith(_FENCE) and "`" not in bare[3:]:
                 opened, lines = bare[3:].strip().partition(" ")[0].lower(), []
+                fence = _indent(line)
         elif bare == _FENCE:
-            blocks.append((opened, "".join(f"{kept}\n" for kept in lines)))
+            blocks.append((opened, _content(lines, fence)))
             lines = None
         else:
             lines.append(line)
     return blocks
+
+
+def _content(lines: Sequence[str], fence: int) -> str:
+    common = min([fence, *(_indent(line) for line in lines if line.strip())])
+    return "".join(f"{line[common:]}\n" for line in lines)
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip(" \t"))
 
 
 def read_program(text: str) -> str:
@@ -123,6 +138,11 @@ class CodeTests:
             )
         if not self.unsafe:
             require_isolation()
+
+    @property
+    def longest(self) -> float:
+        """Seconds: one more than programs have, for the sandbox to start and to end."""
+        return self.total_seconds + 1.0
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Judge one answer. Raises ValueError where the prompt has no tests."""

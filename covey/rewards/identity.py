@@ -6,10 +6,12 @@ import dataclasses
 import hashlib
 import inspect
 import marshal
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+_PLAIN = str | bytes | int | float | bool | None
 
 
 def identity(name: str, reward: Any) -> str:
@@ -29,40 +31,60 @@ def identity(name: str, reward: Any) -> str:
     return f"{name}@{reward.version}#{digest.hexdigest()[:12]}"
 
 
-def _describe(value: Any) -> str:
+def _made_of(value: Any) -> Mapping[str, Any] | None:
+    """Return what a judge consists of, the same that a scoring process is sent; None of others."""
+    if isinstance(value, type):
+        return None
+    if dataclasses.is_dataclass(value):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, partial):
+        return {"function": value.func, "args": value.args, "keywords": value.keywords}
+    if inspect.ismethod(value):
+        return {"function": value.__func__, "self": value.__self__}
+    if callable(value) and not inspect.isroutine(value):
+        state = value.__getstate__()
+        return state if isinstance(state, Mapping) else {"state": state}
+    return None
+
+
+def _describe(value: Any, around: tuple[int, ...] = ()) -> str:
     """Write a reward and its options down; a function by its name, not by its address."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return f"{type(value).__qualname__}({_describe(fields)})"
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if id(value) in around:  # what holds itself
+        return _kind(value)
+    around = (*around, id(value))
+    if (inner := _made_of(value)) is not None:
+        return f"{type(value).__qualname__}({_describe(inner, around)})"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k}: {_describe(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k}: {_describe(v, around)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_describe(v) for v in value) + "]"
-    if inspect.isroutine(value):
-        return f"{value.__module__}:{value.__qualname__}"
-    return repr(value) if isinstance(value, str | int | float | bool | None) else _kind(value)
+        return "[" + ", ".join(_describe(v, around) for v in value) + "]"
+    if isinstance(value, set | frozenset):  # in an order that is another in every process
+        return "{" + ", ".join(sorted(_describe(v, around) for v in value)) + "}"
+    return f"{value.__module__}:{value.__qualname__}" if inspect.isroutine(value) else _kind(value)
 
 
 def _kind(value: Any) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
-def _sources(value: Any) -> set[str]:
+def _sources(value: Any, around: tuple[int, ...] = ()) -> set[str]:
     """Return the hashes of all source that a reward, and the rewards inside it, run."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inner = [getattr(value, f.name) for f in dataclasses.fields(value)]
-        return {_source_of(type(value)), *_inner(inner)}
-    if isinstance(value, Mapping):
-        return _inner(list(value.values()))
-    if isinstance(value, list | tuple):
-        return _inner(list(value))
-    if isinstance(value, str | int | float | bool | None):
+    if isinstance(value, _PLAIN) or id(value) in around:
         return set()
-    return {_source_of(value if inspect.isroutine(value) else type(value))}
+    around = (*around, id(value))
+    inner = _made_of(value)
+    if inner is None and isinstance(value, Mapping):
+        return _inner(value.values(), around)
+    if inner is None and isinstance(value, list | tuple | set | frozenset):
+        return _inner(value, around)
+    own = _source_of(value if inspect.isroutine(value) else type(value))
+    return {own, *_inner((inner or {}).values(), around)}
 
 
-def _inner(values: list[Any]) -> set[str]:
-    return {source for value in values for source in _sources(value)}
+def _inner(values: Iterable[Any], around: tuple[int, ...]) -> set[str]:
+    return {source for value in values for source in _sources(value, around)}
 
 
 def _source_of(thing: Any) -> str:

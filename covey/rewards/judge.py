@@ -140,8 +140,10 @@ class Judge:
     max_chars: int = 20_000
     """A longer answer loses its middle."""
     max_tokens: int = 64
-    timeout: float = 60.0
+    timeout: float = 20.0
     """Seconds without a sign from the server, and seconds for the reply to be complete."""
+    total_seconds: float = 25.0
+    """For all tries, and for the waits between them."""
     retries: int = 3
     backoff: float = 0.5
     """Seconds before the first retry, doubled each time, where the server does not say."""
@@ -159,7 +161,8 @@ class Judge:
             ("threshold", 0.5, 1.0),
             ("max_chars", 100, 1_000_000),
             ("max_tokens", 1, 100_000),
-            ("timeout", 0.01, 3600.0),
+            ("total_seconds", 0.01, 3600.0),
+            ("timeout", 0.01, self.total_seconds),
             ("retries", 0, 20),
             ("backoff", 0.0, LONGEST_WAIT),
         ):
@@ -170,6 +173,11 @@ class Judge:
             if not getattr(self, name).strip():
                 raise ConfigError(f"judge: {name} = {getattr(self, name)!r} must not be empty")
         self._key()
+
+    @property
+    def longest(self) -> float:
+        """Seconds."""
+        return self.total_seconds
 
     def _key(self) -> str:
         """Read the key each time, so that it is no part of this object."""
@@ -194,7 +202,12 @@ class Judge:
             "seed": 0,
             "max_tokens": self.max_tokens,
         }
-        patience = Patience(timeout=self.timeout, retries=self.retries, backoff=self.backoff)
+        patience = Patience(
+            timeout=self.timeout,
+            total_seconds=self.total_seconds,
+            retries=self.retries,
+            backoff=self.backoff,
+        )
         try:
             content = complete_chat(self.base_url, self._key(), body, patience)
         except RewardError as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from covey.errors import ConfigError
 from covey.rewards.robust import robust_factor
-from covey.rewards.score import Reward, Score
+from covey.rewards.score import Reward, Score, longest
 from covey.types import Prompt
 
 ACCURACY, FORMAT = "accuracy", "format"
@@ -20,7 +21,8 @@ class Mix:
 
     One part is called `accuracy`: whether an answer is right is for it to say. `gated`: if there is
     a part called `format`, then accuracy counts only where the format holds; otherwise it counts
-    for the least that it can give. Without the gate both simply add up.
+    for the least that it can give, and that is 0, or what it gave below 0, where it has no
+    bounds. Without the gate both simply add up.
 
     `early` are weights for the beginning of a run; they change in a straight line into `weights`
     over the first `early_until` of its steps. `robust` multiplies what lies above the least
@@ -68,23 +70,27 @@ class Mix:
         return all(part.quick for part in self.parts.values())
 
     @property
+    def longest(self) -> float:
+        """Seconds: parts judge one after the other."""
+        return sum(longest(part) for part in self.parts.values())
+
+    @property
     def bounds(self) -> tuple[float, float]:
         """The weighted means of the parts' bounds, at any time of the run."""
         ends = [self._ends(w) for w in (self.weights, self.early or self.weights)]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def _ends(self, weights: Mapping[str, float]) -> tuple[float, float]:
-        low = sum(weights[name] * part.bounds[0] for name, part in self.parts.items())
-        high = sum(weights[name] * part.bounds[1] for name, part in self.parts.items())
-        return low, high
+        # 0 times infinity is no number: a part without weight has no bounds here.
+        counted = [(w, self.parts[name].bounds) for name, w in weights.items() if w]
+        return sum(w * low for w, (low, _) in counted), sum(w * high for w, (_, high) in counted)
 
     def at(self, share: float) -> Mix:
-        """Return the mix with the weights for this share of the run."""
-        if not self.early:
-            return self
+        """Return the mix, and mixes within it, with the weights for this share of the run."""
         left = max(0.0, 1.0 - share / self.early_until)
-        weights = {k: w + (self.early[k] - w) * left for k, w in self.weights.items()}
-        return replace(self, weights=weights, early={})
+        early = self.early or self.weights
+        weights = {k: w + (early[k] - w) * left for k, w in self.weights.items()}
+        return replace(self, parts=_all_at(self.parts, share), weights=weights, early={})
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Judge one answer by every part."""
@@ -93,17 +99,27 @@ class Mix:
         values = {name: score.reward for name, score in scores.items()}
         logged = {**values, **_inner(scores)}
         if not holds:
-            values[ACCURACY] = self.parts[ACCURACY].bounds[0]
+            values[ACCURACY] = _least(self.parts[ACCURACY].bounds[0], values[ACCURACY])
         low, high = self._ends(self.weights)
         total = sum(self.weights[name] * value for name, value in values.items())
         if self.robust:
             logged["robust"] = robust_factor(text)
-            total = low + (total - low) * logged["robust"]
+            least = _least(low, total)
+            total = least + (total - least) * logged["robust"]
         return Score(
             reward=min(max(total, low), high),  # sums of products stray by a last digit
             success=scores[ACCURACY].success and holds,
             parts=logged,
         )
+
+
+def _least(bound: float, given: float) -> float:
+    """Return the least reward that there is; a user's function does not say, and counts from 0."""
+    return bound if math.isfinite(bound) else min(given, 0.0)
+
+
+def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
+    return {k: r.at(share) if hasattr(r, "at") else r for k, r in rewards.items()}
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
@@ -144,6 +160,11 @@ class ByTask:
         return all(reward.quick for reward in self.tasks.values())
 
     @property
+    def longest(self) -> float:
+        """Seconds: those of the slowest."""
+        return max(longest(reward) for reward in self.tasks.values())
+
+    @property
     def bounds(self) -> tuple[float, float]:
         """The widest."""
         ends = [reward.bounds for reward in self.tasks.values()]
@@ -151,9 +172,7 @@ class ByTask:
 
     def at(self, share: float) -> ByTask:
         """Return the rewards with their weights for this share of the run."""
-        return ByTask(
-            tasks={k: r.at(share) if hasattr(r, "at") else r for k, r in self.tasks.items()}
-        )
+        return ByTask(tasks=_all_at(self.tasks, share))
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Judge by the reward of the prompt's task."""

@@ -88,7 +88,8 @@ def normalise(text: str) -> str:
 _WORDLESS = re.compile(
     r"\\(?:left|right|displaystyle|!)(?![A-Za-z])|\^\{?(?:\\circ|\\degree|°)\}?|\\degree|°"
 )
-_SPACING = re.compile(r"\\[,;: ]|\\quad|[~ \t\r]+")
+# Two backslashes begin a row of a matrix, whatever follows them.
+_SPACING = re.compile(r"(?<!\\)((?:\\\\)*)\\[,;: ]|\\quad|[~ \t\r]+")
 _WRAPPED = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|hbox|boxed|fbox) ?\{([^{}]*)\}"
 )
@@ -107,7 +108,7 @@ def _without_latex(text: str) -> str:
     if not _ANY_LATEX.search(text):
         return text
     text = text.replace("{,}", ",").replace(r"\$", "$").replace(r"\%", "%")
-    text = _SPACING.sub(" ", _WORDLESS.sub("", text))
+    text = _SPACING.sub(r"\1 ", _WORDLESS.sub("", text))
     for _ in range(3):
         text = _WRAPPED.sub(r" \1 ", text)
     return re.sub(" +", " ", text)
@@ -186,7 +187,7 @@ def _read_number(text: str) -> Fraction | None:
 
 
 _NUMERAL = re.compile(
-    r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9/.,:])"
+    r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?(?![0-9/]|[.,:][0-9])"
     r"|[0-9]+ [0-9]+/[0-9]+|\.?[0-9]+(?:[.,/:][0-9]+)*(?:[eE][+-]?[0-9]+(?![0-9A-Za-z]))?"
 )
 _PART_OF_A_NAME = re.compile(r"(?:[A-Za-z_]|[A-Za-z][\^_]\{?[+-]?)$")

@@ -40,3 +40,8 @@ class Reward(Protocol):
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Judge one answer."""
+
+
+def longest(reward: Reward) -> float:
+    """Return the seconds that a reward may take by limits of its own; 0 where it has none."""
+    return float(getattr(reward, "longest", 0.0))

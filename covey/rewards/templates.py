@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from covey.config.options import resolve_options
+from covey.config.schema import Named
 from covey.rewards.answer import FuzzyText, MathAnswer
 from covey.rewards.citations import Citations
 from covey.rewards.code import CodeTests
@@ -94,7 +96,10 @@ def retrieval(
     """
     parts = _parts(FuzzyText(), Citations(minimum=sources))
     mixed = _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
-    return mixed if judge is None else _with_judge(mixed, Judge(**judge))
+    if judge is None:
+        return mixed
+    section = Named.model_validate({"name": "judge", **judge})
+    return _with_judge(mixed, Judge(**resolve_options(Judge, section, "reward.judge")))
 
 
 def _parts(accuracy: Reward, form: Reward, max_words: int = 512) -> dict[str, Reward]:

@@ -157,9 +157,14 @@ def _named(call: Call, order: Sequence[str]) -> Mapping[str, Any] | None:
     return {**dict(zip(names, call.positional, strict=True)), **call.arguments}
 
 
-def _expected(prompt: Prompt) -> Call:
+def wanted_call(prompt: Prompt) -> Call | None:
+    """Return the call that a prompt asks for: `info["call"]`, an object or text, else `answer`."""
     given = prompt.info.get("call", prompt.answer)
-    call = _from_object(given) if isinstance(given, Mapping) else parse_call(str(given))
+    return _from_object(given) if isinstance(given, Mapping) else parse_call(str(given))
+
+
+def _expected(prompt: Prompt) -> Call:
+    call = wanted_call(prompt)
     if call is None:
         raise ValueError(
             f"prompt {prompt.id!r} has no call to compare with: give one in info['call'] or answer"
@@ -169,7 +174,7 @@ def _expected(prompt: Prompt) -> Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """`name` for the right tool, plus the rest of 1 for the right arguments as well.
+    """`tool` for the right tool, plus the rest of 1 for the right arguments as well.
 
     Arguments count only with the right tool, or `{}` would be half right for any tool that takes
     none. One call is expected: more than one, or one that cannot be parsed, is worth nothing, so
@@ -180,7 +185,7 @@ class ToolCall:
     names take those of `prompt.info["parameters"]`, in order; without it they are wrong.
     """
 
-    name: float = 0.5
+    tool: float = 0.5
     partial: bool = False
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
@@ -188,8 +193,8 @@ class ToolCall:
     version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.name <= 1:
-            raise ConfigError(f"reward: name = {self.name} must lie between 0 and 1")
+        if not 0 <= self.tool <= 1:
+            raise ConfigError(f"reward: tool = {self.tool} must lie between 0 and 1")
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Judge one answer."""
@@ -200,7 +205,7 @@ class ToolCall:
         if call is not None and right_tool:
             share = self._share(call, expected, tuple(prompt.info.get("parameters", ())))
         return Score(
-            reward=self.name * right_tool + (1 - self.name) * share,
+            reward=self.tool * right_tool + (1 - self.tool) * share,
             success=share == 1.0,
             parts={"name": float(right_tool), "arguments": share},
         )

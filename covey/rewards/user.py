@@ -34,7 +34,11 @@ class UserFunction:
     """Give a TRL function its completions as lists of messages rather than as text."""
 
     bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
-    quick: ClassVar[bool] = False
+
+    @property
+    def quick(self) -> bool:
+        """The function's own `quick`, if it has one."""
+        return bool(getattr(self.function, "quick", False))
 
     @property
     def version(self) -> int:

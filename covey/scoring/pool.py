@@ -2,7 +2,8 @@
 
 One thread looks after each process: it hands over a few jobs at a time, takes the answers, and
 kills and replaces the process when one takes too long or dies. The job at fault has no reward;
-those behind it go back to the front of the queue.
+those behind it go back to the front of the queue. Where jobs were waiting side by side nobody knows
+which one it was: each is tried again alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections import deque
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.score import Reward
@@ -27,6 +27,8 @@ from covey.scoring.verdict import READY, Job, Verdict
 
 START_SECONDS = 120.0
 HUNG_UP_SECONDS = 5.0
+GRACE_SECONDS = 1.0
+"""What a process gets beyond the time limit to stop those of its jobs that wait side by side."""
 MOST_JOBS = 64
 HANDED_SECONDS = 0.01
 """A process is handed about this much work at once: many quick jobs, or a single slow one."""
@@ -37,7 +39,7 @@ Task = tuple[Job, "Future[list[Verdict]]"]
 class Worker:
     """A process that judges."""
 
-    def __init__(self, payload: bytes, gigabytes: float) -> None:
+    def __init__(self, payload: bytes, gigabytes: float, timeout: float) -> None:
         here, there = Pipe()
         self.connection: Connection = here
         self.process = subprocess.Popen(
@@ -46,7 +48,7 @@ class Worker:
             start_new_session=True,  # Ctrl-C is for the trainer, which ends the others in order
         )
         there.close()
-        self._first = (sys.path, payload, gigabytes)
+        self._first = (sys.path, payload, gigabytes, timeout)
 
     def load(self) -> None:
         """Wait until the process has loaded the reward; raise if it cannot."""
@@ -97,6 +99,7 @@ class Pool:
         self._timeout = timeout
         self._gigabytes = gigabytes
         self._tasks: deque[Task] = deque()
+        self._suspects: deque[Task] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -143,8 +146,9 @@ class Pool:
         """Kill the processes. Jobs that nobody has begun are forgotten."""
         with self._changed:
             self._closed = True
-            for _, future in self._tasks:
+            for _, future in (*self._suspects, *self._tasks):
                 future.cancel()
+            self._suspects.clear()
             self._tasks.clear()
             self._changed.notify_all()
             for worker in self._running:
@@ -159,7 +163,7 @@ class Pool:
             if self._closed:
                 raise RewardError("reward: the scoring processes are closed")
             try:
-                worker = Worker(self._payload, self._gigabytes)
+                worker = Worker(self._payload, self._gigabytes, self._timeout)
             except OSError as error:  # no memory, no processes, no files
                 raise RewardError(f"reward: cannot start a scoring process: {error}") from None
             self._running.add(worker)
@@ -178,20 +182,22 @@ class Pool:
     def _take(self, most: int) -> list[Task]:
         """Wait for jobs and take a fair share of them; none: the pool is closed."""
         with self._changed:
-            while not self._tasks and not self._closed:
+            while not (self._tasks or self._suspects or self._closed):
                 self._changed.wait()
+            if self._suspects:
+                return [self._suspects.popleft()]
             # Those that wait side by side cost nothing; of others, the last are left to be shared.
             shares = self._workers if self._side_by_side else 2 * self._workers
             fair = -(-len(self._tasks) // shares)
             return [self._tasks.popleft() for _ in range(min(fair, most))]
 
-    def _put_back(self, tasks: list[Task]) -> None:
+    def _put_back(self, tasks: list[Task], queue: deque[Task]) -> None:
         with self._changed:
             if self._closed:
                 for _, future in tasks:
                     future.cancel()
                 return
-            self._tasks.extendleft(reversed(tasks))
+            queue.extendleft(reversed(tasks))
             self._changed.notify_all()
 
     def _serve(self, ready: Future[None]) -> None:
@@ -208,8 +214,8 @@ class Pool:
             try:
                 worker = worker or self._new_worker()
             except RewardError as error:
-                for job, future in tasks:
-                    future.set_result([Verdict(error=str(error))] * len(job.texts))
+                for task in tasks:
+                    _fail(task, str(error))
                 continue
             if not self._converse(worker, tasks):
                 self._end(worker)
@@ -223,18 +229,21 @@ class Pool:
     def _converse(self, worker: Worker, tasks: list[Task]) -> bool:
         """Have some jobs judged. Return whether the process is still good."""
         waiting = dict(enumerate(tasks))
-        begun = time.monotonic()
+        too_long = f"took longer than {self._timeout:g} seconds"
+        good = True
         try:
             worker.connection.send([job for job, _ in tasks])
             while waiting:
-                left = begun + self._timeout - time.monotonic()
-                if not worker.connection.poll(max(0.0, left)):
-                    self._give_up(waiting, f"took longer than {self._timeout:g} seconds")
+                grace = GRACE_SECONDS if self._side_by_side else 0.0
+                if not worker.connection.poll(self._timeout + grace):
+                    self._give_up(waiting, too_long)
                     return False
                 number, verdicts = worker.connection.recv()
-                waiting.pop(number)[1].set_result(verdicts)
-                if not self._side_by_side:
-                    begun = time.monotonic()
+                if verdicts is None:  # stopped; what it started may go on
+                    good = False
+                    _fail(waiting.pop(number), too_long)
+                else:
+                    waiting.pop(number)[1].set_result(verdicts)
         except (EOFError, OSError):
             self._give_up(waiting, f"the scoring process ended {worker.died()}")
             return False
@@ -242,15 +251,22 @@ class Pool:
             why = f"the scoring process said what nobody understands: {type(error).__name__}"
             self._give_up(waiting, why)
             return False
-        return True
+        return good
 
-    def _give_up(self, waiting: dict[int, Any], why: str) -> None:
-        """Fail what was being judged, and queue again what was not."""
-        at_fault = list(waiting) if self._side_by_side else list(waiting)[:1]
-        for number in at_fault:
-            job, future = waiting.pop(number)
-            future.set_result([Verdict(error=why)] * len(job.texts))
-        self._put_back(list(waiting.values()))
+    def _give_up(self, waiting: dict[int, Task], why: str) -> None:
+        """Fail the job at fault, and queue the others again."""
+        tasks = list(waiting.values())
+        if self._side_by_side and len(tasks) > 1:
+            self._put_back(tasks, self._suspects)
+            return
+        for task in tasks[:1]:
+            _fail(task, why)
+        self._put_back(tasks[1:], self._tasks)
+
+
+def _fail(task: Task, why: str) -> None:
+    job, future = task
+    future.set_result([Verdict(error=why)] * len(job.texts))
 
 
 def _payload(reward: Reward, identity: str) -> bytes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
+from covey.errors import ConfigError
 from covey.rewards.identity import identity
-from covey.rewards.score import Reward
+from covey.rewards.score import Reward, longest
 from covey.scoring.here import Here
 from covey.scoring.pool import Pool
 from covey.scoring.verdict import Job, Pending
@@ -40,7 +41,17 @@ def make_scorer(
     who = identity(name, reward)
     if reward.quick:
         return Here(reward, who)
+    check_timeout(name, reward, timeout)
     workers = workers or os.cpu_count() or 1
     pool = Pool(reward, who, workers=workers, timeout=timeout, gigabytes=gigabytes)
     pool.start()
     return pool
+
+
+def check_timeout(name: str, reward: Reward, timeout: float) -> None:
+    """Refuse a time limit that would end a reward before its own do: it would never say 0."""
+    if timeout < longest(reward):
+        raise ConfigError(
+            f"config: scoring.timeout = {timeout:g} is less than the {longest(reward):g} seconds "
+            f"that reward {name} may take by its own total_seconds; raise one or lower the other"
+        )

@@ -33,9 +33,14 @@ def _prepare() -> None:
     os.dup2(2, 1)
 
 
-def _answer_async(connection: Connection, reward: Any, jobs: list[Job]) -> None:
+def _answer_async(connection: Connection, reward: Any, jobs: list[Job], timeout: float) -> None:
+    """Judge jobs side by side, each under the time limit: None for one that takes longer."""
+
     async def one(number: int, job: Job) -> None:
-        verdicts = await judge_async(reward, job)
+        verdicts = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                verdicts = await judge_async(reward, job)
         connection.send((number, verdicts))
 
     async def together() -> None:
@@ -46,7 +51,7 @@ def _answer_async(connection: Connection, reward: Any, jobs: list[Job]) -> None:
 
 def serve(connection: Connection) -> None:
     """Judge until the other side goes away."""
-    path, payload, gigabytes = connection.recv()
+    path, payload, gigabytes, timeout = connection.recv()
     # The reward may stand in a module that only the parent's path leads to, or beside the user.
     sys.path[:] = [*path, os.getcwd()]
     limit, most = int(gigabytes * 2**30), resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -61,7 +66,7 @@ def serve(connection: Connection) -> None:
     while True:
         jobs: list[Job] = connection.recv()
         if getattr(reward, "is_async", False):
-            _answer_async(connection, reward, jobs)
+            _answer_async(connection, reward, jobs, timeout)
             continue
         for number, job in enumerate(jobs):
             connection.send((number, judge(reward, job)))

@@ -68,9 +68,12 @@ def hash_share(text: str) -> float:
 
 
 def bad_rows_of(task: Task) -> list[str]:
-    """Return what a task has skipped while it was read, a line for each row."""
+    """Return what a task has skipped while it was read, a line for each row.
+
+    Two splits of a task may be read from the same rows.
+    """
     by_split: Mapping[str, Sequence[str]] = getattr(task, "bad_rows", {})
-    return [line for lines in by_split.values() for line in lines]
+    return list(dict.fromkeys(line for lines in by_split.values() for line in lines))
 
 
 def with_instruction(question: str, instruction: str) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -480,3 +481,12 @@ def test_the_function_asked_for_is_the_one_that_is_called(
 )  # fmt: skip
 def test_the_kind_of_a_prompt_is_told_by_what_comes_with_it(case: str, kind: str) -> None:
     assert kind_of(*PROMPTS[case]) == kind
+
+
+@pytest.mark.parametrize("call", [TOOL, 'weather(city="Rome")'])
+def test_a_call_may_come_as_text(call: str) -> None:
+    prompt, gold = PROMPTS["tools"]
+    asked = replace(prompt, info={"call": call})
+    for hack in HACKS:
+        assert hack.make(asked, gold, THINK_ANSWER) == hack.make(prompt, gold, THINK_ANSWER)
+    assert kind_of(replace(prompt, info={"call": "at noon"}), "Rome") == "text"

@@ -49,6 +49,7 @@ def score(passed: float, runs: float = 1.0) -> Score:
     [
         (fence(RIGHT), score(1.0)),
         (fence("def add(a, b): return a + b if a != 'a' else 0"), score(0.75)),
+        ("1. So:\n\n   ```py\n   def add(a, b):\n       return a + b\n   ```", score(1.0)),
         (fence("def add(a, b): return 3"), score(0.25)),
         (fence("def add(a, b): return a - b"), score(0.0)),
         (fence("def sub(a, b): return a - b"), score(0.0, runs=0.0)),
@@ -105,7 +106,10 @@ def test_programs_that_read_and_write(program: str, passed: float) -> None:
         ("x = 5", "x = 5"),
         ("<think>x = 5", ""),
         ("```x = 1```", "```x = 1```"),
-        ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("  ```python\n  x = 1\n\n    y\n  ```", "x = 1\n\n  y\n"),
+        ("1. So\n   ```python\n    x = 1\n   ```", " x = 1\n"),
+        ("  ```python\nif x:\n  y = 1\n  ```", "if x:\n  y = 1\n"),
+        ("\t```python\n\tif x:\n\t\ty\n\t```", "if x:\n\ty\n"),
         ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
     ],
 )

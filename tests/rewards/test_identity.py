@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,26 @@ def test_options_change_it() -> None:
     assert identity("r", as_reward(judges.plain)) != identity("r", as_reward(judges.half_marks))
 
 
+def test_what_a_user_s_object_was_made_with_changes_it() -> None:
+    def of(judge: Any) -> str:
+        return identity("r", as_reward(judge))
+
+    for made in (
+        lambda word: judges.Counting(word=word),  # a reward of its own
+        lambda word: judges.Listed(words={word, "b"}),  # dressed as one
+        lambda word: judges.Listed(words={word, "b"}).judge,
+        lambda word: partial(judges.plain, scale=len(word)),
+    ):
+        assert of(made("x")) == of(made("x")) != of(made("yy"))
+    assert of(partial(judges.plain)) != of(partial(judges.half_marks))
+
+
+def test_an_object_that_holds_itself_has_one() -> None:
+    judge = judges.Listed(words=set())
+    judge.words = [judge]
+    assert identity("r", as_reward(judge)).startswith("r@1#")
+
+
 def test_the_user_s_source_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "own_reward_source.py"
@@ -49,8 +71,14 @@ def test_what_is_typed_into_a_prompt_has_one_too() -> None:
 
 def test_it_is_the_same_in_another_process() -> None:
     code = (
-        "from covey.rewards import ThinkAnswer\nfrom covey.rewards.identity import identity\n"
-        "print(identity('think_answer', ThinkAnswer()))"
+        "from covey.rewards import ThinkAnswer, as_reward\n"
+        "from covey.rewards.identity import identity\nfrom tests.scoring import judges\n"
+        "print(identity('think_answer', ThinkAnswer()))\n"
+        "print(identity('listed', as_reward(judges.Listed(words=set('abcdef')))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == identity("think_answer", ThinkAnswer())
+    listed = as_reward(judges.Listed(words=set("abcdef")))
+    assert done.stdout.split() == [
+        identity("think_answer", ThinkAnswer()),
+        identity("listed", listed),
+    ]

@@ -326,6 +326,23 @@ def test_the_server_may_say_how_long_to_wait(server: Server) -> None:
     assert 0.2 <= second - first < 5
 
 
+def test_a_wait_that_is_too_long_is_not_begun(server: Server) -> None:
+    judge = server.judge("down-9", backoff=30.0)
+    started = time.monotonic()
+    why = r"out of order .*; another try is not within total_seconds = 25 \(tries: 1\)$"
+    with pytest.raises(RewardError, match=why):
+        judge(prompt(), "18")
+    assert time.monotonic() - started < 20
+
+
+def test_all_tries_together_end_in_time(server: Server) -> None:
+    judge = server.judge("hang", timeout=0.4, total_seconds=1.0, retries=20)
+    with pytest.raises(RewardError, match=r"timed out.*total_seconds = 1"):
+        judge(prompt(), "18")
+    assert 1 <= len(server.requests(judge)) <= 3
+    assert judge.longest == 1.0
+
+
 def test_without_a_word_from_the_server_the_wait_doubles(server: Server) -> None:
     judge = server.judge("down-2", backoff=0.1)
     judge(prompt(), "18")
@@ -559,7 +576,9 @@ def test_any_answer_can_be_sent(server: Server, text: str) -> None:
         ({"scale": 101}, "scale = 101 must lie between 1 and 100"),
         ({"threshold": 0.4}, "threshold = 0.4 must lie between 0.5 and 1.0"),
         ({"threshold": float("nan")}, "threshold = nan must lie between 0.5 and 1.0"),
-        ({"timeout": 0.0}, "timeout = 0.0 must lie between 0.01 and 3600.0"),
+        ({"timeout": 0.0}, "timeout = 0.0 must lie between 0.01 and 25.0"),
+        ({"timeout": 30.0}, "timeout = 30.0 must lie between 0.01 and 25.0"),
+        ({"total_seconds": 1e9}, "total_seconds = 1000000000.0 must lie between 0.01 and 3600.0"),
         ({"retries": -1}, "retries = -1 must lie between 0 and 20"),
         ({"backoff": -1.0}, "backoff = -1.0 must lie between 0.0 and 60.0"),
         ({"max_chars": 99}, "max_chars = 99 must lie between 100 and 1000000"),

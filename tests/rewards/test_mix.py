@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -81,6 +82,29 @@ def test_a_closed_gate_costs_as_much_as_being_wrong() -> None:
     assert score.reward == -0.5
 
 
+BOUNDLESS = (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize(("given", "least"), [(2.0, 0.0), (-1.0, -1.0)])
+def test_a_part_without_bounds_counts_from_0(given: float, least: float) -> None:
+    parts = {"accuracy": Fixed(reward=given, bounds=BOUNDLESS), "format": Fixed(reward=0.5)}
+    closed = {**parts, "format": Fixed(reward=0.0, success=False)}
+    weights = {"accuracy": 0.5, "format": 0.5}
+    assert mix(parts=parts, weights=weights)(PROMPT, "x").reward == 0.5 * given + 0.25
+    assert mix(parts=closed, weights=weights)(PROMPT, "x").reward == 0.5 * least
+    padded = mix(parts=parts, weights=weights, robust=True)(PROMPT, "so it is right. " * 40)
+    total = 0.5 * given + 0.25
+    assert padded.parts["robust"] == 0.5
+    assert padded.reward == (total / 2 if total > 0 else total)
+
+
+def test_a_part_without_weight_leaves_the_bounds_alone() -> None:
+    parts = {"accuracy": Fixed(reward=1.0), "style": Fixed(reward=5.0, bounds=BOUNDLESS)}
+    made = mix(parts=parts, weights={"accuracy": 1.0, "style": 0.0})
+    assert made.bounds == (0.0, 1.0)
+    assert made(PROMPT, "x").reward == 1.0
+
+
 def test_without_a_part_called_format_there_is_no_gate() -> None:
     parts = {"accuracy": Fixed(reward=1.0), "style": Fixed(reward=0.0, success=False)}
     assert mix(parts=parts, weights={"accuracy": 0.5, "style": 0.5})(PROMPT, "x").success
@@ -103,6 +127,15 @@ def test_early_weights_change_in_a_straight_line() -> None:
     assert mix().at(0.0) == mix()
     first = scheduled.at(0.0)(PROMPT, "x").reward
     assert first == pytest.approx(0.2 * 0.8 + 0.7 * 0.5 + 0.1)
+
+
+def test_a_mix_within_a_mix_follows_its_own_schedule() -> None:
+    inner = mix(early={"accuracy": 0.2, "format": 0.7, "safety": 0.1})
+    parts = {"accuracy": inner, "style": Fixed(reward=0.0)}
+    outer = mix(parts=parts, weights={"accuracy": 0.5, "style": 0.5})
+    for share in (0.0, 0.1, 1.0):
+        within = inner.at(share)(PROMPT, "x").reward
+        assert outer.at(share)(PROMPT, "x").reward == pytest.approx(0.5 * within)
 
 
 @given(
@@ -268,6 +301,7 @@ def test_mistakes_in_parts_are_named_by_their_path(parts: dict[str, Any], messag
 
 
 JUDGE = {"name": "judge", "base_url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": ""}
+TABLE = {k: v for k, v in JUDGE.items() if k != "name"}
 
 
 def test_a_judge_never_decides_alone() -> None:
@@ -292,8 +326,7 @@ def test_a_judge_never_decides_alone() -> None:
         },
     )
     assert check_alone("mix", mixed) is mixed
-    options = {k: v for k, v in JUDGE.items() if k != "name"}
-    made = built("retrieval", judge=options)
+    made = built("retrieval", judge=TABLE)
     assert made.weights == {
         "accuracy": 0.2,
         "format": 0.2,
@@ -301,6 +334,21 @@ def test_a_judge_never_decides_alone() -> None:
         "safety": 0.2,
         "judge": 0.2,
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modle": "m"}, r"^config: reward\.judge\.modle is not an option of judge.*'model'"),
+        ({**TABLE, "scale": "ten"}, r"^config: reward\.judge\.scale = 'ten'"),
+        ({"base_url": TABLE["base_url"]}, r"^config: reward\.judge\.model must be given"),
+    ],
+)
+def test_mistakes_in_the_table_of_a_judge_are_named_by_their_path(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        built("retrieval", judge=options)
 
 
 def test_each_task_has_its_own_reward() -> None:
@@ -311,6 +359,18 @@ def test_each_task_has_its_own_reward() -> None:
     assert made(replace(PROMPT, task="u"), "<answer>78.54</answer>").reward == pytest.approx(2.4)
     with pytest.raises(ValueError, match="none for task 'v'"):
         made(replace(PROMPT, task="v"), "78.54")
+
+
+def test_a_mix_takes_as_long_as_its_parts_and_by_task_as_the_slowest() -> None:
+    programs = {"name": "code_tests", "unsafe": True, "total_seconds": 9.0}
+    parts = {
+        "accuracy": {**programs, "weight": 0.5},
+        "judge": {**JUDGE, "total_seconds": 25.0, "weight": 0.5},
+    }
+    assert built("mix", parts=parts).longest == 10.0 + 25.0
+    tasks = {"t": programs, "u": {"name": "mix", "parts": parts}, "v": {"name": "lm_book"}}
+    assert built("by_task", tasks=tasks).longest == 35.0
+    assert built("math").longest == 0.0
 
 
 def test_by_task_follows_the_schedule_of_each() -> None:
@@ -324,7 +384,7 @@ def test_by_task_follows_the_schedule_of_each() -> None:
 def test_every_reward_has_what_a_reward_needs() -> None:
     given = {
         "mix": {"parts": PARTS}, "by_task": {"tasks": {"t": {"name": "lm_book"}}},
-        "judge": {k: v for k, v in JUDGE.items() if k != "name"},
+        "judge": TABLE,
         "code": {"unsafe": True}, "code_tests": {"unsafe": True},
     }  # fmt: skip
     for name in REWARDS:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covey.config.schema import Named
 from covey.errors import ConfigError
+from covey.rewards.build import make_reward, reward_options
 from covey.rewards.tool_call import Call, ToolCall, parse_call, read_calls, same_value
 from covey.types import Prompt
 
@@ -211,6 +214,13 @@ def test_hostile_text_takes_no_time(text: str) -> None:
 
 
 def test_the_weight_of_the_name_must_be_a_share() -> None:
-    assert reward_of("get_weather()", name=0.25) == 0.25
-    with pytest.raises(ConfigError, match=r"name = 1.5 must lie between 0 and 1"):
-        ToolCall(name=1.5)
+    assert reward_of("get_weather()", tool=0.25) == 0.25
+    with pytest.raises(ConfigError, match=r"tool = 1.5 must lie between 0 and 1"):
+        ToolCall(tool=1.5)
+
+
+def test_every_option_can_be_set() -> None:
+    section = Named.model_validate({"name": "tool_call", "tool": 0.25, "partial": True})
+    made = make_reward("tool_call", reward_options(section))
+    assert made == ToolCall(tool=0.25, partial=True)
+    assert set(section.options) == {field.name for field in fields(ToolCall)}

@@ -96,6 +96,15 @@ def test_a_reward_stays_what_it_is() -> None:
     assert as_reward(judges.plain).bounds == (-math.inf, math.inf)
 
 
+def test_a_function_is_as_quick_as_it_says() -> None:
+    def quick(prompt: Prompt, text: str) -> float:
+        return 1.0
+
+    assert as_reward(quick).quick is False
+    quick.quick = True
+    assert as_reward(quick).quick is True
+
+
 @pytest.mark.parametrize(
     ("path", "options", "message"),
     [

@@ -97,6 +97,15 @@ async def waits(prompt: Prompt, text: str) -> float:
     return float(text)
 
 
+async def obeys_async(prompt: Prompt, text: str) -> float:
+    """Does what the answer says, once all others have begun to wait."""
+    await asyncio.sleep(0.05)
+    what, _, rest = text.partition(" ")
+    if what == "thread":
+        await asyncio.to_thread(time.sleep, 60)
+    return ACTIONS[what](rest).reward if what in ACTIONS else float(text)
+
+
 def trl_lengths(completions: list[str], **columns: Any) -> list[float | None]:
     assert set(columns) == {"prompts", "answer", "level"}, columns
     return [None if c == "?" else float(len(c) + 100 * columns["level"][0]) for c in completions]
@@ -115,6 +124,19 @@ def relative(completions: list[str], **_: Any) -> list[float]:
 
 def too_few(completions: list[str], **_: Any) -> list[float]:
     return [1.0]
+
+
+class Listed:
+    """An object without anything that a reward of its own would have."""
+
+    def __init__(self, *, words: Any) -> None:
+        self.words = words
+
+    def __call__(self, prompt: Prompt, text: str) -> float:
+        return float(text in self.words)
+
+    def judge(self, prompt: Prompt, text: str) -> float:
+        return self(prompt, text)
 
 
 class Counting:

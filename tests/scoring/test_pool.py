@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from covey.config.schema import Scoring
 from covey.errors import ConfigError, RewardError
 from covey.rewards import ThinkAnswer, as_reward
+from covey.rewards.build import REWARDS
+from covey.rewards.code import CodeTests
 from covey.scoring import Here, Job, Pool, Verdict, make_scorer
 from covey.types import Prompt
 from tests.processes import alive, wait_until
@@ -124,6 +127,28 @@ def test_an_async_function_waits_for_many_answers_at_once() -> None:
     pool.close()
 
 
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ("exit", "the scoring process ended with code 3"),
+        ("sleep 60", "took longer than 1 seconds"),
+        ("thread", "took longer than 1 seconds"),
+        ("raise apples", "KeyError: 'apples'"),
+    ],
+)
+def test_one_that_blocks_or_dies_costs_those_that_wait_beside_it_nothing(
+    bad: str, why: str
+) -> None:
+    pool = Pool(as_reward(judges.obeys_async), "obeys", workers=2, timeout=LIMIT)
+    pool.start()
+    futures = [pool.submit(job(bad if n == 5 else str(n))) for n in range(24)]
+    results = [f.result()[0] for f in futures]
+    assert rewards(results) == [None if n == 5 else n for n in range(24)]
+    assert results[5].error.startswith(why)
+    assert [rewards(pool.submit(job("6")).result()) for _ in range(3)] == [[6.0]] * 3
+    pool.close()
+
+
 def test_a_function_of_whole_groups_gets_whole_groups() -> None:
     pool = make_scorer("relative", as_reward(judges.relative), workers=1, timeout=5)
     assert pool.whole_groups
@@ -171,9 +196,30 @@ def test_quick_rewards_stay_here_and_others_get_processes() -> None:
     pool.close()
 
 
+def test_a_time_limit_that_is_shorter_than_the_reward_s_own_is_refused() -> None:
+    reward = CodeTests(unsafe=True, seconds=2.0, total_seconds=6.0)
+    why = r"scoring\.timeout = 6 is less than the 7 seconds that reward code_tests .* total_seconds"
+    with pytest.raises(ConfigError, match=why):
+        make_scorer("code_tests", reward, workers=1, timeout=6.0)
+    make_scorer("code_tests", reward, workers=1, timeout=7.0).close()
+
+
+@pytest.mark.parametrize("name", ["code_tests", "code", "retrieval"])
+def test_the_limits_that_come_with_a_reward_fit_the_usual_one(name: str) -> None:
+    judge = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": ""}
+    options = {"judge": judge} if name == "retrieval" else {"unsafe": True}
+    longest = REWARDS[name](**options).longest
+    assert 20.0 < longest < Scoring().timeout
+
+
 def test_a_reward_that_cannot_be_sent_is_refused_with_a_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"put it into a module"):
-        make_scorer("mine", as_reward(lambda prompt, text: 1.0), workers=1, timeout=1)
+    def mine(prompt: Prompt, text: str) -> float:
+        return 1.0
+
+    with pytest.raises(ConfigError, match=r"put it into a module.*`quick = True`"):
+        make_scorer("mine", as_reward(mine), workers=1, timeout=1)
+    mine.quick = True
+    assert rewards(make_scorer("mine", as_reward(mine)).submit(job("x")).result()) == [1.0]
 
 
 def test_a_reward_that_the_process_cannot_load_is_an_error_at_once(tmp_path: Path) -> None:

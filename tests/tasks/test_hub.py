@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,15 @@ def test_a_bad_row_is_named_by_split_and_row(tmp_path: Path) -> None:
     task = Hub(path=str(path), skip_bad_rows=True, held_out_share=1e-9)
     assert [p.text for p in task.train()] == ["q"]
     assert len(bad_rows_of(task)) == 1
+
+
+def test_a_bad_row_of_the_one_split_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [*({"question": f"q{n}", "answer": n} for n in range(60)), {"question": "", "answer": 1}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    task = Hub(path=str(path), skip_bad_rows=True)
+    assert len(task.train()) + len(task.held_out()) == 60
+    assert bad_rows_of(task) == [f"task: {path} train[60] has an empty 'question'"]
 
 
 def test_a_column_that_is_not_there_is_named(table: Path) -> None:
