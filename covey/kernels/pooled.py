@@ -15,11 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from covey.kernels.decode import FEW_PROGRAMS, LEAST_ROWS, NARROW, WIDE, fold
+from covey.kernels.decode import LEAST_ROWS, fold, pieces
 
-STAGE_BYTES = 64 * 2**10
-"""Keys and values that a program has under way at a time: large heads are read in shorter pieces,
-or they would not fit in a multiprocessor's own memory."""
 NO_WINDOW = 2**31 - 1
 
 
@@ -187,7 +184,7 @@ def pooled_attention(
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
     attended = torch.empty((slots, heads, size), dtype=query.dtype, device=query.device)
     room = max(LEAST_ROWS, triton.next_power_of_2(size))
-    block, warps, stages = WIDE if slots * key_heads <= FEW_PROGRAMS else NARROW
+    block, warps, stages = pieces(slots * key_heads, 2 * room * stored.keys.element_size())
     _pooled_attention[(slots, key_heads)](
         query, key, value,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
@@ -203,7 +200,7 @@ def pooled_attention(
         size=size,
         room=room,
         rows=max(LEAST_ROWS, triton.next_power_of_2(heads // key_heads)),
-        block=min(block, STAGE_BYTES // (2 * room * stored.keys.element_size())),
+        block=block,
         capped=softcap is not None,
         precision="ieee" if stored.keys.dtype == torch.float32 else "tf32",
         num_warps=warps,

@@ -17,7 +17,7 @@ from covey.dotted import is_dotted, load_dotted
 from covey.errors import ConfigError, CoveyError, nearest
 from covey.objective.algorithms import ALGORITHMS
 from covey.objective.compose import composer, hints_of, options_of, signed
-from covey.objective.correction import CORRECTIONS
+from covey.objective.correction import AGREEMENT, CORRECTIONS
 from covey.objective.loss import Objective
 from covey.objective.options import check_options, check_types
 from covey.objective.penalty import k3_sequence
@@ -67,6 +67,12 @@ def extended(
     changes: dict[str, Any] = {k: v for k, v in given.items() if v != usual[k]}
     if correction != "none":
         bounds = {"low": correction_low, "high": correction_high}
+        agreement = AGREEMENT.get(correction, 1.0)
+        if not correction_low <= agreement <= correction_high:
+            raise ConfigError(
+                f"objective.correction = {correction!r} is {agreement:g} where sampler and trainer "
+                f"agree, and must be within its bounds {correction_low} and {correction_high}"
+            )
         changes["correction"] = partial(CORRECTIONS[correction], **bounds)
     return replace(objective, **changes)
 

@@ -102,3 +102,6 @@ CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "divergence_mask": divergence_mask,
     }
 )
+
+AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
+"""What is bounded where sampler and trainer say the same: for all others a ratio, which is 1."""

@@ -7,7 +7,7 @@ Whether parameters are joined is read off their addresses, and never out of date
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -157,7 +157,14 @@ def _give_sink(run: Sequence[tuple[nn.Parameter, HoldsGrad]]) -> None:
     for number, (parameter, _) in enumerate(run):
         parameter.grad_sink = sink  # type: ignore[attr-defined]
         parameter.grad_part = number  # type: ignore[attr-defined]
-        parameter.register_post_accumulate_grad_hook(_collector(sink, number))
+        collect_by(parameter, _collector(sink, number))
+
+
+def collect_by(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
+    """Give gradients to this hook, and to none of an optimizer that was there before."""
+    if (former := getattr(parameter, "grad_hook", None)) is not None:
+        former.remove()
+    parameter.grad_hook = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[attr-defined]
 
 
 def _collector(sink: GradSink, number: int) -> Any:

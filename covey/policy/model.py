@@ -370,7 +370,10 @@ def _device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError(f"model: device {name!r} was asked for, but torch sees no CUDA device")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # kernels of our own and recordings go to the current one
+    return device
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol, TypedDict
 import torch
 from torch import nn
 
-from covey.policy.joint import give_sinks
+from covey.policy.joint import collect_by, give_sinks
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -176,5 +176,5 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
         master.grad = grad if master.grad is None else master.grad.add_(grad)
         parameter.grad = None
 
-    parameter.register_post_accumulate_grad_hook(collect)
+    collect_by(parameter, collect)
     return master

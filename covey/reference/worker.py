@@ -72,6 +72,8 @@ class Worker:
         return work.result
 
     def _run(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.set_device(self.model.device)  # every thread has a current device of its own
         while True:
             # Results that nobody waits for any more were cancelled, and are not computed.
             works = [w for w in self._next() if w.result.set_running_or_notify_cancel()]

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding, linear
 
-from covey.kernels.decode import decode_attention
+from covey.kernels.decode import SMALLEST_HEAD, decode_attention
 from covey.kernels.gate import silu_times
 from covey.kernels.norm import add_norm_in_place
+from covey.policy.flash import HALF
 from covey.policy.joint import joined
 from covey.policy.model import LanguageModel
 from covey.policy.trial import is_silu
@@ -29,6 +30,9 @@ class FusedDecoder(LlamaDecoder):
         super().__init__(model)
         if not all(is_silu(block.activation) for block in self.blocks):
             raise NotUnderstood
+        half = self.embedding.weight.dtype in HALF
+        if half and min(block.head_size for block in self.blocks) < SMALLEST_HEAD:
+            raise NotUnderstood("its heads are too small for products of 16-bit numbers")
         self.side_by_side: list[Joint] = []
         self.rope = torch.empty(0), torch.empty(0)
         self.joins = not any(block.adapted for block in self.blocks)

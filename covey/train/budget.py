@@ -46,6 +46,8 @@ class Budget:
     def over(self, used: Used) -> bool:
         """Whether the run ends here."""
         settings = self.settings
+        if self._count(used) >= self.amount:
+            return True
         if settings.budget == "updates":
             most = PATIENCE * -(-self.amount // settings.updates)
             if used.steps > most:
@@ -53,7 +55,7 @@ class Budget:
                     f"after {used.steps} steps only {used.updates} of train.amount = {self.amount} "
                     "updates were taken: most steps have nothing to learn from"
                 )
-        return self._count(used) >= self.amount
+        return False
 
     def passed(self, every: int, before: Used, after: Used) -> bool:
         """Whether a multiple of `every` steps' worth lies between two moments."""

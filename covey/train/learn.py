@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -87,8 +87,17 @@ def learn(
     )
     if objective.needs_reference:
         metrics["objective/beta"] = state.beta
-        # There is none if every answer was masked, and a pass may have gone wrong.
-        kl = metrics.get("objective/kl_avg", math.nan)
+        kl = _mean_kl(objective, batch, metrics)
         if math.isfinite(kl):
             state.beta = next_beta(objective, kl, answers=len(batch))
     return batch, metrics
+
+
+def _mean_kl(objective: Objective, batch: Batch, metrics: Mapping[str, float]) -> float:
+    """Return the KL of a step; NaN if every answer was masked, or a pass has gone wrong.
+
+    Where it is in the reward, answers without advantage may have been left out of the metrics.
+    """
+    if batch.token_penalty is None or not batch.mask.any():
+        return metrics.get("objective/kl_avg", math.nan)
+    return float(batch.token_penalty[batch.mask].mean()) / objective.beta

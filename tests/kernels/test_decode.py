@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn.functional import rms_norm
 
@@ -62,3 +63,23 @@ def test_attention_is_that_over_prompt_and_answer(device: torch.device) -> None:
             torch.testing.assert_close(got[slot].double(), expected, atol=2e-6, rtol=0)
             torch.testing.assert_close(new_keys[slot, :, at].double(), key, atol=2e-6, rtol=0)
             assert torch.equal(new_values[slot, :, at].double(), value)
+
+
+@pytest.mark.parametrize(
+    ("programs", "head", "width", "block"),
+    [
+        (100, 64, 2, 128),
+        (100, 128, 2, 128),
+        (100, 128, 4, 64),
+        (100, 256, 4, 32),
+        (9000, 128, 4, 32),
+    ],
+)
+def test_large_heads_are_read_in_pieces_that_fit(
+    programs: int, head: int, width: int, block: int
+) -> None:
+    from covey.kernels.decode import pieces
+
+    found, _, _ = pieces(programs, 2 * head * width)
+    assert found == block
+    assert found * 2 * head * width <= 64 * 2**10

@@ -89,8 +89,18 @@ def extras(case: str, *leave_out: str) -> st.SearchStrategy[dict[str, Any]]:
         del some["top_entropy"]
     left = {k: v for k, v in some.items() if k not in leave_out}
     drawn = st.fixed_dictionaries({}, optional=left)
+    return drawn.map(_legal)
+
+
+def _legal(options: dict[str, Any]) -> dict[str, Any]:
+    legal = dict(options)
     # The k3 of a whole answer is refused in the reward, where it would count once a token.
-    return drawn.map(lambda o: {**o, "kl_in": "loss"} if o.get("kl") == "k3_sequence" else o)
+    if legal.get("kl") == "k3_sequence":
+        legal["kl_in"] = "loss"
+    # A divergence of 0, which is agreement, must lie within the bounds.
+    if legal.get("correction") == "divergence_mask":
+        legal.pop("correction_low", None)
+    return legal
 
 
 class Step(NamedTuple):

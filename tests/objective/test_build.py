@@ -497,6 +497,8 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
         ("sapo", {"tau_pos": 0.0}, "objective.tau_pos = 0.0 of sapo must be at least 1e-09"),
         ("cispo", {"min_weight": 6.0}, "objective.min_weight = 6.0 of cispo exceeds max_weight = 5.0"),
         ("clip_cov", {"cov_low": 7.0}, "objective.cov_low = 7.0 of clip_cov exceeds cov_high = 5.0"),
+        ("grpo", {"correction": "token_mask", "correction_high": 0.9}, "objective.correction = 'token_mask' is 1 where sampler and trainer agree, and must be within its bounds 0.0 and 0.9"),
+        ("grpo", {"correction": "divergence_mask", "correction_low": 0.5}, "objective.correction = 'divergence_mask' is 0 where sampler and trainer agree, and must be within its bounds 0.5 and 2.0"),
         ("gspo", {"correction_low": 3.0}, "objective.correction_low = 3.0 of gspo exceeds correction_high = 2.0"),
         ("rloo", {"kl": "k3_sequence"}, "objective.kl = 'k3_sequence' of rloo is of whole answers and goes into the loss; for objective.kl_in = 'reward' take k1"),
         ("dapo", {"veto": 1.5}, "objective.veto = 1.5 of dapo must be at least 0 and at most 1"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -274,3 +275,19 @@ def test_a_reference_moves_towards_exact_weights() -> None:
 def test_other_types_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.state = 'compact'.*w is float64; take"):
         CompactAdamW([("w", nn.Parameter(torch.zeros(2).double()))], **SETTINGS, seed=0)
+
+
+@pytest.mark.parametrize("kind", [CompactAdamW, MasterAdamW])
+def test_a_later_optimizer_of_the_same_model_takes_its_gradients(kind: Any) -> None:
+    layer = torch.nn.Linear(4, 3).bfloat16()
+    options: dict[str, Any] = {
+        "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0,
+    }  # fmt: skip
+    if kind is CompactAdamW:
+        options["seed"] = 0
+    for _ in range(2):
+        optimizer = kind(layer.named_parameters(), **options)
+        before = layer.weight.detach().clone()
+        layer(torch.ones(2, 4).bfloat16()).sum().backward()
+        assert optimizer.step(0.1).grad_norm > 1.0
+        assert not torch.equal(layer.weight, before)

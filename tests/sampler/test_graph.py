@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from covey.policy.adapter import add_adapter
-from covey.policy.model import LanguageModel
+from covey.policy.model import LanguageModel, load_language_model
 from covey.policy.spans import sent
 from covey.sampler.native import NativeSampler
 from covey.sampler.pick import Distribution
@@ -23,6 +23,10 @@ from covey.types import Prompt
 from tests.conftest import build
 
 pytest.importorskip("triton")
+
+from covey.sampler.decoder import NotUnderstood
+from covey.sampler.fused import FusedDecoder
+from covey.sampler.graph import GraphStepper
 
 
 def made(kind: str) -> LanguageModel:
@@ -117,6 +121,26 @@ def test_prompts_that_come_next_are_read_at_the_same_time(
     plain.stepper = EagerStepper(model, decoder_for(model), shape_of(model))
     plain.generate(questions(model), step=2, sampling=sampling)
     assert read == [1, 1, 1]
+
+
+def test_small_heads_of_16_bits_are_not_written_out() -> None:
+    # Half a head of 16 is 8 numbers, of which the matrix units take 32-bit ones only.
+    FusedDecoder(load_language_model("embedded", dtype="float32", device="cpu"))
+    small = load_language_model("embedded", dtype="bfloat16", device="cpu")
+    with pytest.raises(NotUnderstood, match="its heads are too small"):
+        FusedDecoder(small)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_embedded_model_samples_on_a_gpu(dtype: str) -> None:
+    model = load_language_model("embedded", dtype=dtype, device="cuda")
+    sampling = Sampling(samples=4, max_tokens=20, slots=4, seed=1)
+    sampler = NativeSampler(model)
+    found = sampler.generate(questions(model), step=2, sampling=sampling)
+    assert [len(answers) for answers in found] == [4, 4, 4]
+    assert isinstance(sampler.stepper, GraphStepper)
 
 
 @pytest.mark.gpu

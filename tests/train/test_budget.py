@@ -53,6 +53,7 @@ def test_a_budget_of_updates_gives_up_when_there_is_nothing_to_learn() -> None:
     updates = budget(budget="updates", amount=10, mini_batches=4)  # three steps' worth
     assert updates.over(used(steps=3, updates=12))
     assert not updates.over(used(steps=3 * PATIENCE, updates=9))
+    assert updates.over(used(steps=3 * PATIENCE + 1, updates=12))
     with pytest.raises(RunError, match=r"only 9 of train\.amount = 10 updates were taken"):
         updates.over(used(steps=3 * PATIENCE + 1, updates=9))
 

@@ -253,6 +253,23 @@ def test_an_advantage_of_ones_own_may_read_all_that_there_is(beta: float) -> Non
     assert seen == [(True, beta > 0)]
 
 
+def test_beta_does_not_notice_that_answers_without_advantage_are_left_out() -> None:
+    betas = []
+    for skip in ("false", "true"):
+        parts = parts_with(
+            "objective.name=composed", "objective.advantage=best_of_group", "objective.beta=0.1",
+            "objective.kl=k1",
+            "objective.kl_in=reward", "objective.kl_target=0.05", "objective.kl_horizon=10",
+            "optimizer.learning_rate=1e-2", f"select.skip_zero_gradient={skip}",
+        )  # fmt: skip
+        state, groups = State(beta=0.1), [told("odd", True, False, False, True)]
+        for _ in range(3):
+            learn(parts, groups, state, parts.update_settings)
+        betas.append(state.beta)
+    assert betas[0] != 0.1
+    assert betas[1] == pytest.approx(betas[0], rel=1e-4)
+
+
 def test_one_pass_that_is_not_finite_leaves_an_adaptive_beta_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
