@@ -52,10 +52,29 @@ class DiskError(CoveyError):
     """A write failed, and what it had begun was removed."""
 
 
+def reason(error: Exception) -> str:
+    """Return why a file cannot be read, without its name, which the message has already."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+NEAR = 0.5
+"""Names that have less than this in common are not taken for one another."""
+
+
+def closest(name: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that was probably meant, or None if none is near.
+
+    Letters are often swapped: among those that are near, one with the same letters comes first.
+    """
+    options = sorted(choices)
+    near = difflib.get_close_matches(name, options, n=max(1, len(options)), cutoff=NEAR)
+    return min(near, key=lambda option: sorted(option) != sorted(name), default=None)
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return a hint such as `; did you mean 'seed'?`, or the list of choices if none is near."""
     options = sorted(choices)
-    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    close = closest(name, options)
+    if close is not None:
+        return f"; did you mean {close!r}?"
     return f"; choose from {', '.join(options)}" if options else ""

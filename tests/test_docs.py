@@ -152,3 +152,10 @@ def test_the_page_of_tasks_names_every_task_and_its_examples_load(tmp_path: Path
             prompts = task_of(resolve(load_config(f"{number}.toml"))).train()
             assert prompts[0].messages
     assert number == 1
+
+
+def test_the_lines_of_the_package_are_about_as_many_as_the_page_says() -> None:
+    said = re.search(r"some ([\d,]+) lines", (ROOT / "docs/reading.md").read_text()).group(1)
+    files = (ROOT / "covey").rglob("*.py")
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    assert lines == pytest.approx(int(said.replace(",", "")), rel=0.1)

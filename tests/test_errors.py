@@ -39,6 +39,9 @@ def test_the_message_is_what_was_said() -> None:
     [
         ("sed", ["seed", "train"], "; did you mean 'seed'?"),
         ("learning-rate", ["beta1", "learning_rate"], "; did you mean 'learning_rate'?"),
+        ("gpro", ["gmpo", "grpo", "gspo", "gtpo"], "; did you mean 'grpo'?"),
+        ("gpso", ["gmpo", "grpo", "gspo", "gtpo"], "; did you mean 'gspo'?"),
+        ("dpao", ["dapo", "dppo"], "; did you mean 'dapo'?"),
         ("zzz", ["train", "seed"], "; choose from seed, train"),
         ("zzz", [], ""),
         ("", ["b", "a"], "; choose from a, b"),

@@ -12,9 +12,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from covey.cli.opening import Smoke, loaded
+from covey.cli.opening import STARTING, Smoke, loaded, waiting
 from covey.config import Config, toml_value
 from covey.errors import ConfigError
+from covey.policy.place import check_model_path
 
 if TYPE_CHECKING:
     from covey.evaluate.evaluate import Evaluation
@@ -74,6 +75,8 @@ def eval_command(  # noqa: PLR0913 - one argument for each flag
         settings.append(f"evaluate.samples={samples}")
     config = _config(target, source, settings, smoke)
     models = [config.model.path, *([_model(against)] if against is not None else [])]
+    for path in models:
+        check_model_path(path)
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     evaluations = _evaluations(config, models, by, show=not as_json)
@@ -117,29 +120,31 @@ def _model(target: str) -> str:
 
 def _evaluations(config: Config, models: list[str], by: str | None, show: bool) -> list[Evaluation]:
     """Measure one model after the other on the same prompts, by the same scorer."""
-    from covey.collect import ask
-    from covey.evaluate import check_category
-    from covey.evaluate.evaluate import evaluate
-    from covey.sampler.native import NativeSampler
-    from covey.train.assemble import (
-        held_out_of,
-        load_model,
-        resolve,
-        sampling_of,
-        scorer_of,
-        task_of,
-    )
+    with waiting(STARTING):
+        from covey.collect import ask
+        from covey.evaluate import check_category
+        from covey.evaluate.evaluate import evaluate
+        from covey.sampler.native import NativeSampler
+        from covey.train.assemble import (
+            held_out_of,
+            load_model,
+            resolve,
+            sampling_of,
+            scorer_of,
+            task_of,
+        )
 
-    config = resolve(config)
-    prompts = held_out_of(config, task_of(config))
-    if by is not None:
-        check_category(prompts, by)
+        config = resolve(config)
+        prompts = held_out_of(config, task_of(config))
+        if by is not None:
+            check_category(prompts, by)
     found = []
     with closing(scorer_of(config)) as scorer:
         for path in models:
             named = config.model.model_copy(update={"path": path})
-            model = load_model(config.model_copy(update={"model": named}))
-            sampler = NativeSampler(model)
+            with waiting(f"loading {path}"):
+                model = load_model(config.model_copy(update={"model": named}))
+                sampler = NativeSampler(model)
             with Progress(console=Console(stderr=True), disable=not show) as progress:
                 if show:
                     progress.console.print(f"sampling: {sampler.way}")

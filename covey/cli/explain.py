@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from covey.cli.opening import STARTING, waiting
 from covey.errors import ConfigError
 from covey.run.folder import RunFolder
 
@@ -69,17 +70,22 @@ def explain_command(
     if options and algorithms is None:
         raise ConfigError("--set gives options to the algorithms of --replay, which is not there")
     run = RunFolder.open(path)
+    run.answers(step)  # a step that is not there is said before anything is loaded
     if algorithms is not None:
         _replay(run, step, algorithms, options or [], exact, as_json)
         return
 
-    from covey.explain.recorded import bring_back, read_step  # imports torch, which takes seconds
-    from covey.explain.step import explain_step
+    with waiting(STARTING) as say:
+        from covey.explain.recorded import bring_back, read_step  # imports torch
+        from covey.explain.step import explain_step
 
-    recorded = read_step(run, step)
-    if line is not None:
-        _check_line(line, [a.line for a in recorded.learned], len(recorded.answers))
-    explained = explain_step(bring_back(run, step, exact=exact), recorded)
+        recorded = read_step(run, step)
+        if line is not None:
+            _check_line(line, [a.line for a in recorded.learned], len(recorded.answers))
+        say(_bringing(step, exact))
+        trainee = bring_back(run, step, exact=exact)
+        say(f"learning from step {step}")
+        explained = explain_step(trainee, recorded)
     answer = next((a for a in explained.answers if a.line == line), None)
     if as_json:
         typer.echo(json.dumps(_finite(_data(explained, answer))))
@@ -91,6 +97,11 @@ def explain_command(
         show_step(explained, wide_console())
     else:
         show_answer(explained, answer, wide_console())
+
+
+def _bringing(step: int, exact: bool) -> str:
+    again = ", and learning again up to it" if exact else ""
+    return f"loading the weights before step {step}{again}"
 
 
 def _check_line(line: int, learned: list[int], answers: int) -> None:
@@ -119,18 +130,22 @@ def _replay(
     exact: bool,
     as_json: bool,
 ) -> None:
-    from covey.explain.recorded import bring_back, read_step
-    from covey.explain.replay import objectives, replay
-
     for option in options:
         if "=" not in option:
             raise ConfigError(f"--set takes key=value, such as beta=0, not {option!r}")
-    recorded = read_step(run, step)
     names = [name.strip() for name in algorithms.split(",") if name.strip()]
     if not names:
         raise ConfigError(f"--replay {algorithms!r} names no algorithm; give some, or all")
-    built = objectives(run, names, options)
-    found = replay(bring_back(run, step, exact=exact), recorded, built, options)
+    with waiting(STARTING) as say:
+        from covey.explain.recorded import bring_back, read_step
+        from covey.explain.replay import objectives, replay
+
+        recorded = read_step(run, step)
+        built = objectives(run, names, options)
+        say(_bringing(step, exact))
+        trainee = bring_back(run, step, exact=exact)
+        say(f"learning from step {step} with {len(built)} algorithms")
+        found = replay(trainee, recorded, built, options)
     if as_json:
         typer.echo(json.dumps(_finite({**asdict(found), "exact": found.origin.exact})))
         return

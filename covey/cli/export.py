@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from covey.cli.opening import STARTING, waiting
 from covey.config import Config, load_config
 from covey.errors import RunError
-
-if TYPE_CHECKING:
-    from covey.run.folder import RunFolder
+from covey.policy.place import check_model_path
+from covey.run.card import Exported, model_card
+from covey.run.files import check_free
+from covey.run.folder import RunFolder
 
 
 def export_command(
@@ -39,12 +41,9 @@ def export_command(
         source = str(_checkpoint(run, step))
     elif step is not None:
         raise RunError(f"--step {step} needs a run, and {target} is none")
+    check_model_path(source)
+    check_free(folder)
     config = Config() if run is None else load_config(str(run.config_file))
-
-    from covey.policy.export import export_model  # imports torch, which takes seconds
-    from covey.run.card import Exported, model_card
-    from covey.train.assemble import template_of
-
     chosen = _dtype(dtype, config, run)
 
     def card(stop_ids: Sequence[int], merged: bool) -> str:
@@ -59,14 +58,17 @@ def export_command(
         )
         return model_card(exported, run)
 
-    export_model(source, folder, dtype=chosen, template=template_of(config), card=card)
+    with waiting(STARTING) as say:
+        from covey.policy.export import export_model  # imports torch, which takes seconds
+        from covey.train.assemble import template_of
+
+        say(f"exporting {source}")
+        export_model(source, folder, dtype=chosen, template=template_of(config), card=card)
     typer.echo(f"{source} is exported to {folder}, in {chosen}")
 
 
 def _run_of(path: Path) -> RunFolder | None:
     """Return the run that a path is, or of which it is a checkpoint."""
-    from covey.run.folder import RunFolder
-
     found = next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
     return None if found is None else RunFolder(found)
 

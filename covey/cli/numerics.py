@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from covey.cli.opening import Model, Overrides, Smoke, resolved, settings_of
+from covey.cli.opening import (
+    STARTING,
+    Model,
+    Overrides,
+    Say,
+    Smoke,
+    resolved,
+    settings_of,
+    waiting,
+)
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder
 
@@ -59,7 +68,11 @@ def numerics_command(
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     source = str(run.config_file) if run is not None else target or "arithmetic"
-    report = _measured(resolved(source, settings_of(overrides, model), smoke=smoke), run, updates)
+    if run is not None and run.environment().get("kind") == "warmup":
+        raise RunError(f"{run.path} is a warm-up; give a configuration, and --model its checkpoint")
+    with waiting(STARTING) as say:
+        config = resolved(source, settings_of(overrides, model), smoke=smoke)
+        report = _measured(config, run, updates, say)
     if out is not None:
         from covey.run.files import write_text
 
@@ -74,13 +87,12 @@ def numerics_command(
     show_report(report, wide_console())
 
 
-def _measured(config: Config, run: RunFolder | None, updates: int | None) -> Report:
+def _measured(config: Config, run: RunFolder | None, updates: int | None, say: Say) -> Report:
     from covey.numerics.measure import default_updates, measure
     from covey.train.assemble import assemble
     from covey.train.state import State, load_state
 
-    if run is not None and run.environment().get("kind") == "warmup":
-        raise RunError(f"{run.path} is a warm-up; give a configuration, and --model its checkpoint")
+    say(f"loading {config.model.path}")
     parts = assemble(config)
     with closing(parts.scorer):
         checkpoints = [] if run is None else run.checkpoints()
@@ -88,17 +100,26 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None) -> Rep
         if checkpoints:
             state = load_state(parts, *checkpoints[-1])
         wanted = default_updates(config) if updates is None else updates
-        return measure(parts, state, _Notes(), updates=wanted)
+        answers = config.rollout.prompts * config.rollout.samples
+        return measure(parts, state, _Notes(say, answers), updates=wanted)
 
 
 class _Notes:
-    """Hands on what the user should read, and nothing else."""
+    """Hands on what the user should read, and how far it is."""
+
+    def __init__(self, say: Say, answers: int) -> None:
+        self.say = say
+        self.answers = answers
+        self.written = 0
 
     def started(self, *, steps: int, done: int, answers: int) -> None:
         """There is no run."""
 
     def sampled(self, answers: int) -> None:
-        """It takes seconds."""
+        """Count them; what comes after the last one is measuring."""
+        self.written += answers
+        done = self.written >= self.answers
+        self.say("measuring" if done else f"answers: {self.written} of {self.answers}")
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """There are none."""

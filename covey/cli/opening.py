@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from covey.config import Config, load_config, load_smoke, toml_value
+from covey.policy.place import check_model_path
 
 if TYPE_CHECKING:
     from covey.run.folder import RunFolder
@@ -36,6 +40,21 @@ Smoke = Annotated[
 ]
 
 
+Say = Callable[[str], None]
+STARTING = "starting torch"
+"""What takes the first seconds of every command that computes."""
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[Say]:
+    """Show on a terminal's stderr what is being waited for; give a function that says what next.
+
+    Results must be printed after it: while it shows, all that is printed goes to stderr.
+    """
+    with Console(stderr=True).status(escape(text)) as status:
+        yield lambda then: status.update(escape(then))
+
+
 def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
     """Return the overrides that a command was given, the model's among them."""
     return [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
@@ -51,9 +70,16 @@ def loaded(source: str, overrides: Iterable[str] = (), *, smoke: bool = False) -
     return config
 
 
-def resolved(source: str, overrides: Iterable[str] = (), *, smoke: bool = False) -> Config:
-    """Read a configuration and write out every option that was left to default."""
+def resolved(
+    source: str, overrides: Iterable[str] = (), *, smoke: bool = False, model: bool = True
+) -> Config:
+    """Read a configuration and write out every option that was left to default.
+
+    With `model` it has to name one: what can be seen to be none is refused before torch is loaded.
+    """
     config = loaded(source, overrides, smoke=smoke)
+    if model:
+        check_model_path(config.model.path)
 
     from covey.train.assemble import resolve  # imports torch, which takes seconds
 
@@ -98,8 +124,11 @@ def tell_notes(reporter: Reporter, folder: RunFolder, parts: Begun) -> None:
         )
 
 
-def tell_findings(reporter: Reporter, parts: Parts) -> None:
-    """Say which settings do nothing or may harm; what is merely the same is for `covey plan`."""
+def tell_findings(reporter: Reporter, parts: Parts, not_own: Collection[str] = ()) -> None:
+    """Say which settings do nothing or may harm; what is merely the same is for `covey plan`.
+
+    `not_own` are settings that the user did not make, and is not told about.
+    """
     from covey.plan.findings import findings
     from covey.plan.look import seen_of
 
@@ -110,5 +139,5 @@ def tell_findings(reporter: Reporter, parts: Parts) -> None:
         parts.policy.model.tokenizer.encode,
     )
     for finding in findings(parts.config, seen):
-        if finding.kind != "same":
+        if finding.kind != "same" and not any(finding.names(key) for key in not_own):
             reporter.note(finding.line())

@@ -9,7 +9,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from covey.cli.opening import Model, Overrides, Source, resolved, settings_of
+from covey.cli.opening import (
+    STARTING,
+    Model,
+    Overrides,
+    Source,
+    resolved,
+    settings_of,
+    waiting,
+)
 from covey.config import Config
 from covey.errors import CoveyError
 
@@ -33,15 +41,18 @@ def plan_command(
     tokenizer are read.
     """
     settings = settings_of(overrides, model)
-    config = resolved(source or "arithmetic", settings)
+    with waiting(STARTING) as say:
+        config = resolved(source or "arithmetic", settings, model=False)
 
-    from covey.plan.describe import describe
-    from covey.plan.findings import findings
-    from covey.plan.look import look
+        from covey.plan.describe import describe
+        from covey.plan.findings import findings
+        from covey.plan.look import look
 
-    seen = look(config)
-    plan, found = describe(config, seen), findings(config, seen)
-    memory, reason = _memory(config)
+        say("looking at the task")
+        seen = look(config)
+        plan, found = describe(config, seen), findings(config, seen)
+        say(f"measuring {config.model.path}")
+        memory, reason = _memory(config)
     if as_json:
         kept = memory.row() if memory else None
         rows = [finding.row() for finding in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from enum import StrEnum
@@ -9,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from covey.cli.opening import STARTING, waiting
 from covey.errors import ConfigError
+from covey.policy.place import check_model_path
 
 app = typer.Typer(help="Serve a reference policy to runs on this machine or others.")
 
@@ -57,14 +60,17 @@ def serve_command(
     if host not in LOOPBACK and not token:
         raise ConfigError(f"--host {host} lets others in; give --token-env as well")
     _need_extra()
+    check_model_path(model)
+    listener = _bound(host, port)
+    with waiting(STARTING) as say:
+        from covey.policy.model import load_language_model
+        from covey.policy.template import Template
+        from covey.reference.server import ServerSettings, make_app
 
-    from covey.policy.model import load_language_model
-    from covey.policy.template import Template
-    from covey.reference.server import ServerSettings, make_app
-
-    # Tokens come in and numbers go out: nothing is asked, whatever its chat template is like.
-    plain = Template(form="plain")
-    loaded = load_language_model(model, dtype=dtype.value, device=device, template=plain)
+        # Tokens come in and numbers go out: nothing is asked, whatever its chat template is like.
+        plain = Template(form="plain")
+        say(f"loading {model}")
+        loaded = load_language_model(model, dtype=dtype.value, device=device, template=plain)
     settings = ServerSettings(
         name=model,
         token=token,
@@ -72,14 +78,17 @@ def serve_command(
         max_tokens=max_tokens,
         timeout=timeout,
     )
-    _serve(make_app(loaded, settings), host, port, model)
+    _serve(make_app(loaded, settings), listener, model)
 
 
-def _serve(application: object, host: str, port: int, model: str) -> None:
+def _serve(application: object, listener: socket.socket, model: str) -> None:
     import uvicorn
 
-    listener = _listen(host, port)
     address, port = listener.getsockname()[:2]
+    try:
+        listener.listen(128)
+    except OSError as error:  # another server was bound to it as well, and was quicker
+        raise _unusable(address, port, error) from None
     shown = f"[{address}]" if ":" in address else address
     # Connections are taken from here on, and answered a moment later.
     typer.echo(f"covey: serving {model} at http://{shown}:{port}")
@@ -92,18 +101,23 @@ def _serve(application: object, host: str, port: int, model: str) -> None:
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int) -> socket.socket:
+    """Take the port, before anything is loaded; who connects is refused until all is."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # A server that is restarted gets its port back at once.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(128)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from None
+        raise _unusable(host, port, error) from None
     return listener
+
+
+def _unusable(host: str, port: int, error: OSError) -> ConfigError:
+    other = "; choose another --port" if error.errno == errno.EADDRINUSE else ""
+    return ConfigError(f"--host {host} --port {port}: {error.strerror or error}{other}")
 
 
 def _token(variable: str) -> str:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from covey.cli.opening import resolved
+from covey.cli.opening import STARTING, resolved, waiting
 from covey.config import Config
 
 if TYPE_CHECKING:
@@ -97,11 +97,15 @@ def score_command(
     """Score a file of answers: mean, share right, parts, and what could not be scored."""
     from covey.lab.files import read_cases
     from covey.run.files import write_text
-    from covey.train.assemble import scorer_of
 
-    config = resolved(source, overrides or ())
     cases = read_cases(file)
-    with closing(scorer_of(config)) as scorer:
+    with waiting(STARTING):
+        config = resolved(source, overrides or (), model=False)
+
+        from covey.train.assemble import scorer_of
+
+        started = scorer_of(config)
+    with closing(started) as scorer:
         rows = _scored(scorer, cases, show=not as_json)
     summary = {"reward_id": scorer.identity, **_summary(rows)}
     if out is not None:
@@ -179,20 +183,23 @@ def lab_command(
     from covey.lab.lab import Lab, examine
     from covey.rewards.identity import identity
     from covey.scoring import Pool, check_timeout
-    from covey.train.assemble import reward_of, task_of
 
-    config = resolved(source, overrides or ())
-    reward, limits = reward_of(config), config.scoring
-    asked = list(task_of(config).held_out()[:prompts])
     rows = read_labelled(labelled) if labelled else []
+    with waiting(STARTING):
+        config = resolved(source, overrides or (), model=False)
+
+        from covey.train.assemble import reward_of, task_of
+
+        reward, limits = reward_of(config), config.scoring
+        asked = list(task_of(config).held_out()[:prompts])
     who = identity(config.reward.name, reward)
     check_timeout(config.reward.name, reward, limits.timeout)
     # Two processes, even for a quick reward: it may hang, or end the process that it is in.
     workers = max(2, limits.workers)
     pool = Pool(reward, who, workers=workers, timeout=limits.timeout, gigabytes=limits.gigabytes)
-    with closing(pool), Console(stderr=True).status("starting") as status:
+    with closing(pool), waiting("starting processes") as say:
         pool.start()
-        lab = Lab(reward=reward, scorer=pool, progress=status.update)
+        lab = Lab(reward=reward, scorer=pool, progress=say)
         checks = examine(lab, asked, rows, allowed)
     passed = all(check.passed for check in checks)
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,18 @@ from rich.table import Column, Table
 
 from covey.errors import RunError
 from covey.run.folder import RunFolder, list_runs
+
+FORMS = {
+    "steps": "d",
+    "reward": ".3f",
+    "greedy_before": ".1%",
+    "greedy_now": ".1%",
+    "checkpoint": "d",
+}
+"""The columns beside a run's name, and how their numbers are written."""
+LEAST_FIRST = ("checkpoint", "greedy_before", "reward", "steps", "greedy_now")
+"""In this order columns are left out where a terminal is narrow."""
+UNLIMITED = 100_000
 
 
 def runs_command(
@@ -54,24 +67,31 @@ def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) ->
         return
     if not rows:
         raise RunError(f"there are no runs in {path}; `covey train` makes one")
-    table = Table(
-        Column("run", overflow="fold"),
-        "steps",
-        "reward",
-        "greedy before",
-        "greedy now",
-        "checkpoint",
-    )
+    if not console.is_terminal:  # a pipe has no width, and needs all of it
+        console.width = max(console.width, table_width(runs_table(rows)))
+    console.print(fitting_table(rows, console.width))
+
+
+def fitting_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """Return the table of runs with as many columns as fit beside the names in full."""
+    tables = (runs_table(rows, left_out) for left_out in range(len(LEAST_FIRST)))
+    fit = (table for table in tables if table_width(table) <= width)
+    return next(fit, runs_table(rows, len(LEAST_FIRST)))
+
+
+def table_width(table: Table) -> int:
+    """Return how wide a table is where nothing in it is folded."""
+    return Console(width=UNLIMITED).measure(table).maximum
+
+
+def runs_table(rows: Sequence[Mapping[str, Any]], left_out: int = 0) -> Table:
+    """Return the table of runs, without the so many least important columns."""
+    shown = [key for key in FORMS if key not in LEAST_FIRST[:left_out]]
+    names = [key.replace("_", " ") for key in shown]
+    table = Table(Column("run", overflow="fold"), *names)
     for row in rows:
-        table.add_row(
-            row["run"],
-            str(row["steps"]),
-            _number(row["reward"], ".3f"),
-            _number(row["greedy_before"], ".1%"),
-            _number(row["greedy_now"], ".1%"),
-            _number(row["checkpoint"], "d"),
-        )
-    console.print(table)
+        table.add_row(row["run"], *(_number(row[key], FORMS[key]) for key in shown))
+    return table
 
 
 def _number(value: float | None, form: str) -> str:
@@ -95,9 +115,7 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
 
 
 def _answers(run: RunFolder, step: int, console: Console, as_json: bool) -> None:
-    rows = run.rollouts(step)
-    if not rows:
-        raise RunError(f"{run.path} has no answers of step {step}")
+    rows = run.answers(step)
     if as_json:
         typer.echo(json.dumps(rows))
         return

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from covey.cli.opening import (
+    STARTING,
     Model,
     Overrides,
     Smoke,
@@ -17,12 +18,14 @@ from covey.cli.opening import (
     settings_of,
     tell_findings,
     tell_notes,
+    waiting,
 )
 from covey.config import Config, to_toml
+from covey.config.smoke import changed_by_smoke
 from covey.errors import ConfigError, RunError
+from covey.run.folder import RunFolder, check_new_run, next_run_path
 
 if TYPE_CHECKING:
-    from covey.run.folder import RunFolder
     from covey.train.assemble import Parts
 
 
@@ -54,24 +57,24 @@ def train_command(  # noqa: PLR0913 - one argument for each flag
             raise ConfigError("--resume takes its settings from the run; give it alone")
         _resume(resume, print_config)
         return
-    settings = settings_of(overrides, model)
+    if run is not None and not print_config:
+        check_new_run(run)
+    label, settings = source or "arithmetic", settings_of(overrides, model)
     settings += ["task.skip_bad_rows=true"] if skip_bad_rows else []
-    config = resolved(source or "arithmetic", settings, smoke=smoke)
+    with waiting(STARTING):
+        config = resolved(label, settings, smoke=smoke)
     if print_config:
         typer.echo(to_toml(config), nl=False)
     else:
-        _start(config, run, source or "arithmetic")
+        _start(config, run, label, changed_by_smoke(label, settings) if smoke else frozenset())
 
 
-def _start(config: Config, path: Path | None, label: str) -> None:
+def _start(config: Config, path: Path | None, label: str, not_own: frozenset[str]) -> None:
     import torch
 
     from covey.run.environment import describe_environment
-    from covey.run.folder import RunFolder, next_run_path
-    from covey.train.assemble import assemble
 
-    # All that can be wrong with the model, the task or the reward is found before a folder is made.
-    parts = assemble(config)
+    parts = _assembled(config)
     name = config.objective.name.replace(":", ".")  # no file may have a colon on some systems
     path = path or next_run_path(Path("runs"), f"{Path(label).stem}-{name}")
     environment = describe_environment(
@@ -80,27 +83,32 @@ def _start(config: Config, path: Path | None, label: str) -> None:
     environment["reward"] = parts.scorer.identity
     environment["reference"] = parts.reference.identity if parts.reference else None
     with closing(parts.scorer):
-        _run(parts, RunFolder.create(path, to_toml(config), environment))
+        _run(parts, RunFolder.create(path, to_toml(config), environment), not_own)
+
+
+def _assembled(config: Config) -> Parts:
+    """Load all that a run needs: whatever is wrong with it is found before a folder is made."""
+    from covey.train.assemble import assemble
+
+    with waiting(f"loading {config.model.path}"):
+        return assemble(config)
 
 
 def _resume(path: Path, print_config: bool) -> None:
-    from covey.run.folder import RunFolder
-
     folder = RunFolder.open(path)
     if folder.environment().get("kind") == "warmup":
         raise RunError(f"{path} is a warm-up; go on with: covey warmup --resume {path}")
-    config = resolved(str(folder.config_file))
+    with waiting(STARTING):
+        config = resolved(str(folder.config_file))
     if print_config:
         typer.echo(to_toml(config), nl=False)
         return
-    from covey.train.assemble import assemble
-
-    parts = assemble(config)
+    parts = _assembled(config)
     with closing(parts.scorer):
         _run(parts, folder)
 
 
-def _run(parts: Parts, folder: RunFolder) -> None:
+def _run(parts: Parts, folder: RunFolder, not_own: frozenset[str] = frozenset()) -> None:
     from covey.cli.report import make_reporter
     from covey.collect import prompt_notes
     from covey.train.loop import stop_signal, train
@@ -110,7 +118,7 @@ def _run(parts: Parts, folder: RunFolder) -> None:
     for note in prompt_notes(parts.policy.model, parts.train_prompts):
         reporter.note(note)
     if not folder.checkpoints():
-        tell_findings(reporter, parts)
+        tell_findings(reporter, parts, not_own)
     with folder.locked(), stop_signal() as stop, reporter:
         done = train(parts, folder, reporter, stop)
     # A budget of tokens or updates ends where it ends; only a signal leaves steps undone.

@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from covey.cli.opening import Model, Overrides, Smoke, Source, resolved, settings_of, tell_notes
+from covey.cli.opening import (
+    STARTING,
+    Model,
+    Overrides,
+    Smoke,
+    Source,
+    resolved,
+    settings_of,
+    tell_notes,
+    waiting,
+)
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, RunError
+from covey.run.folder import RunFolder, check_new_run, next_run_path
 
 if TYPE_CHECKING:
-    from covey.run.folder import RunFolder
     from covey.train.warmup import WarmupParts
 
 KIND = "warmup"
@@ -42,8 +52,11 @@ def warmup_command(
             raise ConfigError("--resume takes its settings from the run; give it alone")
         _resume(resume)
         return
+    if run is not None:
+        check_new_run(run)
     settings = settings_of(overrides, model)
-    config = resolved(source or "arithmetic", settings, smoke=smoke)
+    with waiting(STARTING):
+        config = resolved(source or "arithmetic", settings, smoke=smoke)
     _start(config, run, source or "arithmetic")
 
 
@@ -51,10 +64,8 @@ def _start(config: Config, path: Path | None, label: str) -> None:
     import torch
 
     from covey.run.environment import describe_environment
-    from covey.run.folder import RunFolder, next_run_path
-    from covey.train.warmup import assemble_warmup
 
-    parts = assemble_warmup(config)
+    parts = _assembled(config)
     path = path or next_run_path(Path("runs"), f"{Path(label).stem}-{KIND}")
     environment = describe_environment(
         config.seed, str(parts.policy.model.device), torch.get_num_threads()
@@ -64,17 +75,20 @@ def _start(config: Config, path: Path | None, label: str) -> None:
         _run(parts, RunFolder.create(path, to_toml(config), environment))
 
 
-def _resume(path: Path) -> None:
-    from covey.run.folder import RunFolder
+def _assembled(config: Config) -> WarmupParts:
+    from covey.train.warmup import assemble_warmup
 
+    with waiting(f"loading {config.model.path}"):
+        return assemble_warmup(config)
+
+
+def _resume(path: Path) -> None:
     folder = RunFolder.open(path)
     if folder.environment().get("kind") != KIND:
         raise RunError(f"{path} is no warm-up; go on with: covey train --resume {path}")
-    config = resolved(str(folder.config_file))
-
-    from covey.train.warmup import assemble_warmup
-
-    parts = assemble_warmup(config)
+    with waiting(STARTING):
+        config = resolved(str(folder.config_file))
+    parts = _assembled(config)
     with closing(parts.scorer):
         _run(parts, folder)
 

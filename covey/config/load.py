@@ -117,6 +117,8 @@ def _explain(error: ValidationError) -> str:
         return f"config: {prefix}{path[-1]} is not a setting{hint}"
     if first["type"] == "value_error":
         return f"config: {first['ctx']['error']}"
+    if first["type"] == "model_type":
+        return f"config: {name} is a table: write [{name}], or --set {name}.KEY=VALUE"
     message = first["msg"][0].lower() + first["msg"][1:]
     return f"config: {name} = {first['input']!r}: {message}"
 

@@ -14,7 +14,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
-from covey.config.load import overridden, parse_config, read_settings
+from covey.config.load import load_config, overridden, parse_config, read_settings
 from covey.config.schema import Config, Named
 
 AT_MOST: Mapping[str, float] = MappingProxyType(
@@ -83,6 +83,14 @@ def load_smoke(source: str, overrides: Iterable[str] = ()) -> tuple[Config, list
     return parse_config(data), notes
 
 
+def changed_by_smoke(source: str, overrides: Iterable[str] = ()) -> frozenset[str]:
+    """Return the settings that are small because of `--smoke`, and nobody's own."""
+    settings = list(overrides)
+    whole, (small, _) = load_config(source, settings), load_smoke(source, settings)
+    keys = (*AT_MOST, *ALWAYS)
+    return frozenset(key for key in keys if _setting(whole, key) != _setting(small, key))
+
+
 def smoke_settings(source: str, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
     """Do the same with plain data: settings that nobody gave are left out."""
     settings = list(overrides)
@@ -143,9 +151,13 @@ def _is_of_hub(task: Named) -> bool:
     return task.name == "hub" or (task.name == "gsm8k" and not task.options.get("train_file"))
 
 
-def _value(config: Config, key: str) -> float:
+def _setting(config: Config, key: str) -> Any:
     section, name = key.split(".")
-    value = getattr(getattr(config, section), name)
+    return getattr(getattr(config, section), name)
+
+
+def _value(config: Config, key: str) -> float:
+    value = _setting(config, key)
     assert isinstance(value, int | float)
     return value
 

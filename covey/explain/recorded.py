@@ -73,12 +73,7 @@ class Recorded:
 
 def read_step(run: RunFolder, step: int) -> Recorded:
     """Read the answers of a step back."""
-    rows = run.rollouts(step)
-    if not rows:
-        raise RunError(
-            f"{run.path} has no answers of step {step}; it has steps {_range(run)}"
-            " (save.rollouts = false keeps none)"
-        )
+    rows = run.answers(step)
     numbered = list(zip(rows, itertools.accumulate(_begins(rows)), itertools.count(1)))
     answers = tuple(
         Answer(
@@ -103,11 +98,6 @@ def check_learned(recorded: Recorded) -> None:
     """Refuse a step that learned nothing."""
     if not recorded.groups:
         raise RunError(f"step {recorded.step} learned from no answer: all groups were left out")
-
-
-def _range(run: RunFolder) -> str:
-    steps = sorted(int(file.stem) for file in run.path.glob("rollouts/[0-9]*.jsonl"))
-    return f"{steps[0]} to {steps[-1]}" if steps else "none"
 
 
 def _begins(rows: Sequence[dict[str, Any]]) -> list[int]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from covey.errors import DataError
+from covey.errors import DataError, reason
 from covey.lab.lab import Case, Labelled
 from covey.types import Prompt
 
@@ -24,7 +24,7 @@ def read_cases(path: Path) -> list[Case]:
         # Not splitlines: texts may hold separators that are no end of a line to JSON.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {error}") from None
+        raise DataError(f"cannot read {path}: {reason(error)}") from None
     cases = [_case(line, f"{path}:{n}") for n, line in enumerate(lines, start=1) if line.strip()]
     if not cases:
         raise DataError(f"{path} holds no answers")

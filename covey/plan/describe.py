@@ -113,7 +113,7 @@ class Plan:
         passes = f" in each of {self.epochs} passes" * (self.epochs > 1)
         return (
             f"{self.algorithm} learns from them in {self.mini_batches} updates{passes}; at the "
-            f"last one the answers are {self.age} updates old."
+            f"last one the answers are {_updates(self.age)} old."
         )
 
     def _measuring(self) -> str:
@@ -129,7 +129,7 @@ class Plan:
         rows = [
             ("answers a step", f"{self.prompts} x {self.samples} = {self.answers:,}"),
             ("updates a step", f"{self.updates}, {size:.3g} answers each"),
-            ("age of the answers at the last", f"{self.age} updates"),
+            ("age of the answers at the last", _updates(self.age)),
             ("sampled tokens a step, at most", f"{self.step_tokens:,}"),
             ("updates in all" + ", at least" * self.at_least, f"{self.total_updates:,}"),
             ("sampled tokens in all, at most", f"{self.total_tokens:,}"),
@@ -173,6 +173,10 @@ def describe(config: Config, seen: Seen | None = None) -> Plan:
         evaluations=most_evaluations(config),
         evaluation_samples=config.evaluate.samples,
     )
+
+
+def _updates(count: int) -> str:
+    return "1 update" if count == 1 else f"{count} updates"
 
 
 def _reference(config: Config, objective: Objective) -> str:

@@ -34,6 +34,10 @@ class Finding:
         """Return plain data."""
         return {name: getattr(self, name) for name in self.__slots__}
 
+    def names(self, key: str) -> bool:
+        """Tell whether a setting, by its full name, has to do with it."""
+        return any(key in text for text in (self.title, self.why, self.remedy))
+
     def line(self) -> str:
         """Return it in one line: what, and what to do."""
         return f"{self.title}: {self.remedy}"

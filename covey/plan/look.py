@@ -20,15 +20,15 @@ def look(config: Config) -> Seen:
     """Look at the task of a resolved configuration; what cannot be read is not known."""
     import transformers
 
-    source, more = source_of(config.model.path)
     try:
         task = task_of(config)
         prompts, held_out = task.train(), len(held_out_of(config, task))
     except (CoveyError, OSError, ValueError, ImportError):
         return Seen()
     try:
+        source, more = source_of(config.model.path)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **more)
-    except (OSError, ValueError, KeyError, ImportError):
+    except (CoveyError, OSError, ValueError, KeyError, ImportError):
         return Seen(held_out=held_out)
     return seen_of(config, prompts, held_out, tokenizer.encode)
 

@@ -181,7 +181,8 @@ def few_held_out(setup: Setup) -> Iterator[Finding]:
             "two checkpoints",
             why=f"At least {FEWEST_PAIRS} prompts must change, and all to one side, before an "
             f"exact test calls it more than chance: here that is {shown:.0%}.",
-            remedy=f"evaluate on {FEWEST_PROMPTS} prompts at the very least; 500 are better",
+            remedy=f"evaluate on {FEWEST_PROMPTS} prompts at the very least, by evaluate.prompts; "
+            "500 are better",
         )
 
 

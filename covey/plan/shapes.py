@@ -22,6 +22,7 @@ from covey.errors import ConfigError, ModelError
 from covey.policy.adapter import CONFIG_FILE, CONV, adapter_base
 from covey.policy.attention import NAME
 from covey.policy.gguf import find_gguf
+from covey.policy.place import check_model_path
 from covey.policy.trial import plain_positions
 
 JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -84,7 +85,10 @@ def source_of(path: str) -> tuple[str, dict[str, str]]:
     if path == "embedded":
         return str(CHECKPOINT), {}
     gguf = find_gguf(path)
-    return (path, {}) if gguf is None else (str(gguf.parent), {"gguf_file": gguf.name})
+    if gguf is not None:
+        return str(gguf.parent), {"gguf_file": gguf.name}
+    check_model_path(path)
+    return path, {}
 
 
 def shape_of(config: Config) -> Shape:

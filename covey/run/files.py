@@ -10,11 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from covey.errors import DiskError
+from covey.errors import DiskError, RunError
 
 
 def _failed(path: Path, error: OSError) -> DiskError:
     return DiskError(f"cannot write {path}: {error.strerror or error}")
+
+
+def check_free(path: Path, instead: str = "choose another folder") -> None:
+    """Refuse a folder to be made that holds something; it may be there and empty."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunError(f"{path} already holds files; {instead}")
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:

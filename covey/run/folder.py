@@ -26,7 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import DiskError, RunError
-from covey.run.files import append_line, keep_lines, read_lines, whole_folder, write_text
+from covey.run.files import (
+    append_line,
+    check_free,
+    keep_lines,
+    read_lines,
+    whole_folder,
+    write_text,
+)
 from covey.types import Group
 
 
@@ -39,8 +46,7 @@ class RunFolder:
     @staticmethod
     def create(path: Path, config_toml: str, environment: dict[str, Any]) -> RunFolder:
         """Start a new run. The folder must not exist yet, or be empty."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunError(f"{path} already holds files; choose another --run, or --resume {path}")
+        check_new_run(path)
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             (path / "rollouts").mkdir(exist_ok=True)
@@ -54,6 +60,10 @@ class RunFolder:
     def open(path: Path) -> RunFolder:
         """Open a run that exists."""
         if not (path / "config.toml").is_file():
+            files = ("config.toml", "environment.json")
+            whole = [p for p in path.parents if all((p / name).is_file() for name in files)]
+            if whole and path.exists():
+                raise RunError(f"{path} is a part of a run; give the run itself: {whole[0]}")
             raise RunError(f"{path} is not a run: it has no config.toml")
         return RunFolder(path)
 
@@ -123,8 +133,25 @@ class RunFolder:
         write_text(self.path / "rollouts" / f"{step:06d}.jsonl", "".join(lines))
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the answers of a step."""
+        """Return the answers of a step; none: they were not kept."""
         return read_lines(self.path / "rollouts" / f"{step:06d}.jsonl")
+
+    def answers(self, step: int) -> list[dict[str, Any]]:
+        """Return the answers of a step, or say why there are none and of which steps there are."""
+        rows = self.rollouts(step)
+        if rows:
+            return rows
+        if self.environment().get("kind") == "warmup":
+            raise RunError(
+                f"{self.path} is a warm-up: it learns from solutions, samples no answers"
+            )
+        steps = sorted(int(file.stem) for file in self.path.glob("rollouts/[0-9]*.jsonl"))
+        kept = (
+            f"it has steps {steps[0]} to {steps[-1]}"
+            if steps
+            else "it has none (save.rollouts = false keeps none)"
+        )
+        raise RunError(f"{self.path} has no answers of step {step}; {kept}")
 
     def write_review(self, step: int, page: str) -> None:
         """Write the page of a step's best and worst answers."""
@@ -165,6 +192,11 @@ class RunFolder:
             except OSError:
                 raise RunError(f"{self.path} is in use by another process") from None
             yield
+
+
+def check_new_run(path: Path) -> None:
+    """Refuse a folder that a run cannot be made in; commands ask before they load anything."""
+    check_free(path, f"choose another --run, or --resume {path}")
 
 
 def next_run_path(parent: Path, label: str) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from covey.errors import DataError
+from covey.errors import DataError, reason
 from covey.tasks.rows import Place, Row, Table
 from covey.types import Prompt
 
@@ -37,7 +37,7 @@ def json_lines(path: Path) -> Iterator[Place]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"task: cannot read {path}: {error}") from None
+        raise DataError(f"task: cannot read {path}: {reason(error)}") from None
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield number, f"{path}:{number}", json_object(line)

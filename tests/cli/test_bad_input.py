@@ -29,7 +29,11 @@ def jsonl(path: Path, rows: list[object]) -> Path:
     ("settings", "code", "words"),
     [
         (["model.path=/no/such/model"], 1, ["/no/such/model"]),
-        (["model.path='someone/unknown-model'"], 1, ["someone/unknown-model"]),
+        (
+            ["model.path='someone/unknown-model'"],
+            1,
+            ["someone/unknown-model", "; and there is no folder"],
+        ),
         (["model.device=cuda:9"], 1, ["cuda:9"]),
         (["rollout.samples=1"], 2, ["rollout.samples = 1", "greater than or equal to 2"]),
         (["rollout.prompts=0"], 2, ["rollout.prompts = 0"]),

@@ -117,8 +117,9 @@ def test_a_signal_ends_a_server_without_a_traceback(number: signal.Signals, tmp_
 def test_a_port_in_use_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert covey(["reference", "serve", "--model", "embedded", "--port", str(port)]) == 2
-    assert f"--port {port}: Address already in use" in capfd.readouterr().err
+        # Before the model is looked for.
+        assert covey(["reference", "serve", "--model", "no/model", "--port", str(port)]) == 2
+    assert f"--port {port}: Address already in use; choose another" in capfd.readouterr().err
 
 
 def test_a_chat_template_that_nobody_can_use_is_no_hindrance(

@@ -9,7 +9,7 @@ import pytest
 
 from covey.cli.main import run
 from covey.config import load_config, load_smoke, recipe_names
-from covey.config.smoke import ALWAYS, AT_MOST, WORD_PROBLEMS, ZERO_IS_MANY
+from covey.config.smoke import ALWAYS, AT_MOST, WORD_PROBLEMS, ZERO_IS_MANY, changed_by_smoke
 from covey.train.assemble import resolve, task_of
 
 
@@ -34,6 +34,31 @@ def test_overrides_come_after(tmp_path: Path) -> None:
     assert (config.train.steps, config.rollout.max_tokens) == (5, 100)
     assert config.objective.name == "dapo"
     assert config.rollout.prompts == AT_MOST["rollout.prompts"]
+
+
+def test_what_is_small_because_of_it_is_known() -> None:
+    changed = changed_by_smoke("arithmetic", ["evaluate.prompts=9", "rollout.samples=3"])
+    assert {"train.steps", "rollout.prompts", "scoring.workers"} <= changed
+    assert not {"evaluate.prompts", "rollout.samples", "train.budget"} & changed
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ([], 0),
+        (["evaluate.prompts=9"], 1),
+        (["evaluate.prompts=9", "rollout.max_tokens=9", "scoring.workers=2"], 3),
+    ],
+)
+def test_nobody_is_warned_of_settings_that_are_not_his_own(
+    own: list[str], told: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = [word for setting in own for word in ("--set", setting)]
+    assert run(["train", "--smoke", "--run", str(tmp_path / "run"), *settings]) == 0
+    lines = "".join(capfd.readouterr()).splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.startswith("sampling: "))
+    end = next(n for n, line in enumerate(lines) if line.startswith("training: "))
+    assert end - begin - 1 == told, lines
 
 
 def test_a_budget_of_tokens_does_not_outlast_it(tmp_path: Path) -> None:

@@ -101,8 +101,11 @@ def test_a_file_where_the_folder_should_be_is_an_error_of_ours(tmp_path: Path) -
 
 def test_only_a_folder_with_a_configuration_opens_as_a_run(run: RunFolder, tmp_path: Path) -> None:
     assert RunFolder.open(run.path) == run
-    for path in (tmp_path, tmp_path / "missing", run.config_file):
+    for path in (tmp_path, tmp_path / "missing", run.path / "missing"):
         with pytest.raises(RunError, match=r"is not a run: it has no config\.toml$"):
+            RunFolder.open(path)
+    for path in (run.config_file, run.path / "checkpoints"):
+        with pytest.raises(RunError, match=f"give the run itself: {run.path}$"):
             RunFolder.open(path)
 
 

