@@ -14,6 +14,8 @@ from covey.tasks.task import hash_share, with_instruction
 from covey.types import Prompt
 
 FORMATS = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+OPTIONS: Mapping[str, Mapping[str, Any]] = {"csv": {"keep_default_na": False, "na_values": [""]}}
+"""How formats are read: in a csv file an empty cell is missing, while NA or None is text."""
 
 
 def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str, Any]:
@@ -28,7 +30,8 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
             kind = FORMATS.get(local.suffix)
             if kind is None:
                 raise DataError(f"task: cannot read {path}: give one of {', '.join(FORMATS)}")
-            return dict(datasets.load_dataset(kind, data_files=str(local)))
+            options = OPTIONS.get(kind, {})
+            return dict(datasets.load_dataset(kind, data_files=str(local), **options))
         return dict(datasets.load_dataset(path, subset or None, revision=revision or None))
     except DataError:
         raise

@@ -5,15 +5,15 @@ ask the same, however few questions a data set has. Where problem i falls on the
 drawn again with another seed.
 
 Some data sets walk over sets of strings, whose order changes from process to process unless
-PYTHONHASHSEED is set: isomorphic_strings, polynomial_multiplication and ransom_note then ask other
-questions under the same index; knight_swap and word_ladder give other answers, and codeio does now
-and then. So the entry itself goes with the prompt, and scores are right in every process.
+PYTHONHASHSEED is set: `UNSTEADY`. They are refused without it. The entry itself goes with the
+prompt as well, and scores are right in every process.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
@@ -45,6 +45,18 @@ EXAMPLES = {
     "rubiks_cube": "example_correct_answer",
 }
 """Data sets whose entries have no answer, because many are right, but name one among these."""
+
+UNSTEADY = frozenset(
+    {
+        "codeio",
+        "isomorphic_strings",
+        "knight_swap",
+        "polynomial_multiplication",
+        "ransom_note",
+        "word_ladder",
+    }
+)
+"""Data sets whose questions or answers depend on Python's hash seed, some of them now and then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +154,17 @@ class ReasoningGym:
                     f"task: reasoning_gym's {self.dataset} does not take {split}_size = {size} "
                     f"and options = {dict(self.options or {})}: {type(error).__name__}: {error}"
                 ) from None
+        self._check_hash_seed()
+
+    def _check_hash_seed(self) -> None:
+        parts = (self.options or {}).get("datasets", ()) if self.dataset == "composite" else ()
+        unsteady = UNSTEADY & {self.dataset, *(part["name"] for part in parts)}
+        if unsteady and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
+            raise ConfigError(
+                f"task: reasoning_gym's {', '.join(sorted(unsteady))} would ask or expect "
+                "something else in every process, so that no run could be resumed or compared: "
+                "run with PYTHONHASHSEED=0"
+            )
 
     def _check_options(self) -> None:
         registry = optional_module("reasoning_gym.factory", "reasoning_gym").DATASETS

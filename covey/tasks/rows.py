@@ -13,7 +13,10 @@ from covey.tasks.task import asked, with_instruction
 from covey.types import Message, Prompt
 
 ROLES = ("system", "user", "assistant", "tool")
-_PLACE = re.compile(r"\{([^{}]*)\}")
+EXACT_FLOAT = 2**53
+"""Below it every whole number has a float of its own."""
+_PLACE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+"""In a template: a doubled brace, a column, or `{}`, which is no column and stands as it is."""
 
 Row = Mapping[str, Any]
 Place = tuple[int, str, Row | str]
@@ -28,12 +31,12 @@ class BadRow(Exception):
 class Table:
     """What the columns of a row mean, and what happens to bad rows.
 
-    The question is the column `question`, or `template` with every `{column}` filled in, or the
-    column `messages`: a list of {role, content} that ends with what is asked. All columns but those
-    of question, messages and answer are kept in `info`; `columns` gives columns other names there,
-    and keeps whatever it names. `system`, if given, comes before each question, unless messages
-    bring their own, and `instruction` after it. `only` is {column: values}: rows that have another
-    value there are left out, and are not bad.
+    The question is the column `question`, or `template` with every `{column}` filled in (`{{` and
+    `}}` are braces, and `{}` stands as it is), or the column `messages`: a list of {role, content}
+    that ends with what is asked. All columns but those of question, messages and answer are kept in
+    `info`; `columns` gives columns other names there, and keeps whatever it names. `system`, if
+    given, comes before each question, unless messages bring their own, and `instruction` after it.
+    `only` is {column: values}: rows that have another value there are left out, and are not bad.
 
     Bad rows are errors, unless `skip_bad_rows`: then they are left out, and `bad_rows` says which,
     by split.
@@ -105,7 +108,7 @@ class Table:
         return (*system, *before, {"role": last["role"], "content": content})
 
     def _filled(self, row: Row) -> str:
-        return _PLACE.sub(lambda match: str(_column(row, match.group(1))), self.template)
+        return _PLACE.sub(lambda match: _in_place(match, row), self.template)
 
     def _info(self, row: Row) -> dict[str, Any]:
         names = self.columns or {}
@@ -122,11 +125,33 @@ def _column(row: Row, name: str) -> Any:
     return row[name]
 
 
+def _in_place(match: re.Match[str], row: Row) -> str:
+    if match[0] in ("{{", "}}"):
+        return match[0][0]
+    if not match[1]:
+        return match[0]
+    try:
+        return _written(_column(row, match[1]))
+    except BadRow as error:
+        raise BadRow(f"{error}; in a template, write {{{{ and }}}} for braces") from None
+
+
+def _written(value: Any) -> str:
+    """Write a value as text. An empty cell makes floats of a column of whole numbers: 4.0 is 4."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_FLOAT:
+        return str(int(value))
+    return str(value)
+
+
 def _text(value: Any, column: str) -> str:
     if not isinstance(value, str):
         raise BadRow(f"has {column!r} that is not text but {type(value).__name__}")
     if not value.strip():
         raise BadRow(f"has an empty {column!r}")
+    return _encodable(value, column)
+
+
+def _encodable(value: str, column: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which no tokenizer takes
@@ -139,7 +164,7 @@ def _answer(value: Any, column: str) -> str:
         raise BadRow(f"has {column!r} that is neither text nor a number but {type(value).__name__}")
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(f"has {column!r} that is {value}")
-    return str(value)
+    return _encodable(_written(value), column)
 
 
 def _messages(value: Any, column: str) -> tuple[Message, ...]:

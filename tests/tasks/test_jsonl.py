@@ -119,6 +119,7 @@ def test_only_newlines_end_a_line_so_raw_unicode_separators_may_stand_in_text(fi
         ('{"question": "q", "answer": null}', ":1 has 'answer' that is neither text nor a number"),
         ('{"question": "q", "answer": true}', ":1 has 'answer' that is neither text nor a number"),
         ('{"question": "q", "answer": ["a"]}', "neither text nor a number but list"),
+        ('{"question": "q", "answer": "\\ud800"}', ":1 has 'answer' with a character that"),
         ('{"question": "q", "answer": NaN}', ":1 has 'answer' that is nan"),
         ("[" * 100_000, ":1 is not JSON"),
         ("", " holds no prompts"),
@@ -145,7 +146,18 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"), [("x", "x"), ("", ""), (2, "2"), (-2.5, "-2.5"), (10**20, "1" + "0" * 20)]
+    ("answer", "text"),
+    [
+        ("x", "x"),
+        ("", ""),
+        ("4.0", "4.0"),
+        (2, "2"),
+        (-2.5, "-2.5"),
+        (10**20, "1" + "0" * 20),
+        (4.0, "4"),
+        (-3.0, "-3"),
+        (1e300, "1e+300"),
+    ],
 )
 def test_answers_are_text_or_numbers(file: Path, answer: object, text: str) -> None:
     write(file, [{"question": "q", "answer": answer}])
@@ -182,8 +194,26 @@ def test_a_template_leaves_a_column_called_question_in_info(file: Path) -> None:
 
 def test_a_template_is_no_format_string(file: Path) -> None:
     write(file, [{"x": 1, "answer": "a"}])
-    assert "has no 'x.real'" in error_of(file, template="{x.real}")
-    assert [p.text for p in task_of(file, template="{{x}} 100%").train()] == ["{1} 100%"]
+    message = error_of(file, template="{x.real}")
+    assert "has no 'x.real'" in message
+    assert message.endswith("; in a template, write {{ and }} for braces")
+    assert [p.text for p in task_of(file, template="{x} 100%").train()] == ["1 100%"]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (r"{x}? Write \boxed{}.", r"7? Write \boxed{}."),
+        (r"\text{{\boxed{}}}", r"\text{\boxed{}}"),
+        ("{{x}}", "{x}"),
+        ("{{{x}}}", "{7}"),
+        ("{{}}", "{}"),
+        ("{x}}{ {", "7}{ {"),
+    ],
+)
+def test_a_template_may_contain_braces(file: Path, template: str, text: str) -> None:
+    write(file, [{"x": 7.0, "answer": "a"}])
+    assert [p.text for p in task_of(file, template=template).train()] == [text]
 
 
 def test_a_renamed_column_that_is_missing_makes_a_row_bad(file: Path) -> None:

