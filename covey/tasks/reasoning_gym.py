@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
@@ -94,8 +95,19 @@ def entry_of(info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
     if origin is None:
         raise ValueError("the prompt has no info['reasoning_gym']: it is of another task")
     dataset = create(origin["dataset"], origin["options"], origin["seed"], origin["size"])
-    entry: Mapping[str, Any] = origin.get("entry") or dataset[origin["index"]]
-    return dataset, entry
+    return dataset, origin.get("entry") or _made(dataset, origin["seed"], origin["index"])
+
+
+def _made(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
+    """Generate an entry, the same one every time."""
+    state = random.getstate()
+    random.seed(f"{seed}/{index}")  # list_functions draws from the random numbers of all
+    try:
+        with redirect_stdout(sys.stderr):  # bf and codeio print while they generate
+            entry: Mapping[str, Any] = dataset[index]
+    finally:
+        random.setstate(state)
+    return entry
 
 
 def score_of(info: Mapping[str, Any], answer: str) -> float:
@@ -215,8 +227,7 @@ class ReasoningGym:
             seed = FIRST_SEED[split] + attempt * MAX_SIZE
             dataset = create(self.dataset, self.options or {}, seed, size)
             try:
-                with redirect_stdout(sys.stderr):  # bf and codeio print while they generate
-                    entry: Mapping[str, Any] = dataset[index]
+                entry = _made(dataset, seed, index)
             except IndexError:
                 # word_ladder finds no words now and then, and takes that for its end ever after.
                 dataset.size = size

@@ -126,6 +126,18 @@ def test_a_data_set_that_asks_one_question_cannot_be_split() -> None:
         print(task.train()[0], task.held_out()[0])
 
 
+def test_a_data_set_that_draws_from_the_random_numbers_of_all_is_repeatable_too() -> None:
+    def texts() -> list[str]:
+        return [p.text for p in ReasoningGym(dataset="list_functions", train_size=40).train()]
+
+    random.seed(1)
+    first, drawn = texts(), random.random()
+    random.seed(2)
+    assert texts() == first
+    random.seed(1)
+    assert random.random() == drawn  # and it leaves them alone
+
+
 def test_a_prompt_depends_on_its_index_alone() -> None:
     task = gym("leg_counting")
     order = list(range(20))
