@@ -21,7 +21,7 @@ def algorithms_command(
     from covey.objective import ALGORITHMS  # imports torch, which takes seconds
     from covey.objective.describe import describe
 
-    console = Console(soft_wrap=name is not None)
+    console = Console(soft_wrap=name is not None, emoji=False)
     if as_json:
         names = [name] if name else list(ALGORITHMS)
         described = [describe(n)._asdict() for n in names]

@@ -151,12 +151,15 @@ def _grown(folder: Path, asked: Asked, algorithms: tuple[str, ...], seeds: int |
 
 def _tell_plan(folder: Path, record: Record) -> None:
     """Say what is compared, how the arms differ, and what is known beforehand."""
-    console = Console(soft_wrap=True)
+    from covey.compare.words import count
+
+    console = Console(soft_wrap=True, emoji=False)
     runs = len(record.arms) * len(record.seeds)
     seeds = ", ".join(str(seed) for seed in record.seeds)
     console.print(
-        f"{runs} runs of {record.amount} {record.budget}: {len(record.arms)} arms, seeds {seeds}, "
-        f"{record.threads} threads each, in {folder}",
+        f"{count(runs, 'run')} of {record.amount} {record.budget}: "
+        f"{count(len(record.arms), 'arm')}, seeds {seeds}, "
+        f"{count(record.threads, 'thread')} each, in {folder}",
         markup=False,
         highlight=False,
     )
@@ -212,7 +215,7 @@ def _watching(record: Record) -> Iterator[Watching]:
 
     from covey.compare.watch import LiveWatch, PlainWatch
 
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, emoji=False)
     if not console.is_terminal:
         yield PlainWatch(console=console, budget=record.budget, amount=record.amount)
         return
@@ -227,7 +230,7 @@ def _write_report(folder: Path) -> None:
 
     comparison = load_comparison(folder)
     write_reports(folder, comparison)
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, emoji=False)
     console.print(terminal_table(comparison))
     for run in comparison.outcomes:
         if run.state == "failed":

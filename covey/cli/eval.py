@@ -88,7 +88,7 @@ def eval_command(  # noqa: PLR0913 - one argument for each flag
     if as_json:
         typer.echo(json.dumps(measured(models, evaluations, by)))
     else:
-        show_measured(models, evaluations, by, Console(soft_wrap=True))
+        show_measured(models, evaluations, by, Console(soft_wrap=True, emoji=False))
 
 
 def _config(target: str, source: str | None, settings: list[str], smoke: bool) -> Config:

@@ -27,7 +27,7 @@ LEAST_WIDTH = 120
 
 def wide_console() -> Console:
     """Return a console on which tables are never cut."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, emoji=False)
     console.width = max(console.width, LEAST_WIDTH)
     return console
 

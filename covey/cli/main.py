@@ -94,5 +94,6 @@ def run(arguments: list[str]) -> int:
 
 def _fail(message: str, code: int) -> int:
     line = " ".join(message.split())
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"covey: {line}", markup=False)
+    console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+    console.print(f"covey: {line}", markup=False)
     return code

@@ -59,7 +59,7 @@ def plan_command(
         data = {"text": plan.paragraph(), "plan": plan.row(), "memory": kept}
         typer.echo(json.dumps({**data, "memory_unknown": reason, "findings": rows}))
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     _show_plan(plan, console)
     said = memory.text() if memory else f"memory: not known, {reason}"
     console.print(said, markup=False, soft_wrap=True)

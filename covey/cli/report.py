@@ -166,7 +166,7 @@ class LiveReporter(PlainReporter):
 
 def make_reporter(run: RunFolder) -> PlainReporter:
     """Return what suits standard output."""
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, emoji=False)
     return LiveReporter(run, console) if sys.stdout.isatty() else PlainReporter(run, console)
 
 

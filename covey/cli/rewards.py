@@ -57,7 +57,7 @@ def list_command(
     if as_json:
         typer.echo(json.dumps(rows if name is None else rows[0]))
         return
-    console = Console(soft_wrap=name is not None)
+    console = Console(soft_wrap=name is not None, emoji=False)
     if name is None:
         table = Table(Column("name", no_wrap=True), Column("what it judges"), box=SIMPLE)
         for row in rows:
@@ -211,7 +211,7 @@ def lab_command(
 
 
 def _show(who: str, config: Config, checks: list[Check]) -> None:
-    console = Console()
+    console = Console(emoji=False)
     table = Table(Column("", no_wrap=True), "check", "found", box=SIMPLE,
                   title=f"{who} on task {config.task.name}", title_justify="left")  # fmt: skip
     for check in checks:

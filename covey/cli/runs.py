@@ -37,7 +37,7 @@ def runs_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the runs in a folder, or show one run's evaluations or the answers of one step."""
-    console = Console(soft_wrap=step is not None)
+    console = Console(soft_wrap=step is not None, emoji=False)
     if not (path / "config.toml").is_file():
         _list(list_runs(path), path, console, as_json)
         return

@@ -108,7 +108,8 @@ def run_key(config: Config, common: Config, *, start: str, data: str, threads: i
 
 
 def _digest(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(data, sort_keys=True, default=repr)  # TOML has dates, JSON has not
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.compare.outcome import Arm, BudgetKind, State
-from covey.config import toml_value
+from covey.config import toml_lines, toml_value
 from covey.errors import RunError
 from covey.run.files import write_text
 
@@ -128,11 +128,11 @@ def write_record(folder: Path, record: Record) -> None:
 def _tables(name: str, settings: Mapping[str, Any]) -> list[str]:
     """Write settings as tables under a name."""
     alone = {k: v for k, v in settings.items() if not isinstance(v, Mapping)}
-    lines = [f"\n[{name}]", *(f"{k} = {toml_value(v)}" for k, v in alone.items())]
+    lines = [f"\n[{name}]", *toml_lines(alone)]
     for section, values in settings.items():
         if isinstance(values, Mapping):
             lines.append(f"\n[{name}.{section}]")
-            lines += [f"{k} = {toml_value(v)}" for k, v in values.items() if v is not None]
+            lines += toml_lines(values)
     return lines
 
 

@@ -39,6 +39,7 @@ from covey.compare.tables import (
     reach_table,
     result_table,
 )
+from covey.compare.words import count
 
 
 def page(facts: Facts) -> str:
@@ -77,16 +78,17 @@ def _section(name: str, heading: str, content: Html) -> Html:
 def _header(facts: Facts, sections: list[tuple[str, str]]) -> Html:
     comparison, verdict = facts.comparison, facts.verdict
     about = (
-        f"{len(comparison.arms)} arms, {len(comparison.seeds)} seeds each, "
+        f"{count(len(comparison.arms), 'arm')}, {count(len(comparison.seeds), 'seed')} each, "
         f"{comparison.amount:,} {comparison.budget} a run"
     )
     links = (element("li", element("a", heading, href=f"#{name}")) for name, heading in sections)
     cautions = element("div", *(element("p", text) for text in verdict.cautions), class_="caution")
-    first, *rest = re.split(r"[:.] ", verdict.headline, maxsplit=1)
+    # What follows a colon may begin with an arm's name: it is not made a sentence of its own.
+    first, *rest = re.split(r"(?<=[:.]) ", verdict.headline, maxsplit=1)
     return element(
         "header",
         element("h1", f"{comparison.name}: which is better?"),
-        element("p", f"{first.removesuffix('.')}.", class_="headline"),
+        element("p", first, class_="headline"),
         *(element("p", text) for text in rest),
         *([cautions] if verdict.cautions else []),
         element("p", about, class_="quiet"),

@@ -37,6 +37,8 @@ def _legend(comparison: Comparison) -> Html:
 
 def curves_section(comparison: Comparison, curves: tuple[Curve, ...], charts: bool) -> Html:
     """Learning curves over an axis of the reader's choice, and the numbers they are drawn from."""
+    if not any(each.lines for each in curves):
+        return element("p", "No run has been evaluated yet.", class_="quiet")
     numbers = details(
         "The numbers of these curves", join(_curve_table(each) for each in curves if each.mean)
     )

@@ -78,7 +78,7 @@ def of_pair(pair: PairVerdict, tested: int) -> str:
     both = f"{pair.first} and {pair.second}"
     if pair.decision == "nothing to compare":
         return f"{both} have no finished seed in common: there is nothing to compare."
-    seeds = _count(len(pair.seeds), "seed")
+    seeds = count(len(pair.seeds), "seed")
     if pair.decision == "same policy":
         return f"{both} are the same policy, bit for bit, in {seeds}."
     if pair.decision == "one seed":
@@ -226,7 +226,12 @@ def _turned(estimate: Estimate, turned: bool) -> Estimate:
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 
 
-def _count(number: int, what: str) -> str:
+def count(number: int, what: str) -> str:
+    """Return a number of things in words.
+
+    >>> count(1, "arm"), count(2, "arm")
+    ('1 arm', '2 arms')
+    """
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 

@@ -1,6 +1,13 @@
 """Configuration: plain data, checked, with errors that name the field."""
 
-from covey.config.load import load_config, parse_config, recipe_names, to_toml, toml_value
+from covey.config.load import (
+    load_config,
+    parse_config,
+    recipe_names,
+    to_toml,
+    toml_lines,
+    toml_value,
+)
 from covey.config.schema import Config
 from covey.config.smoke import load_smoke
 
@@ -11,5 +18,6 @@ __all__ = [
     "parse_config",
     "recipe_names",
     "to_toml",
+    "toml_lines",
     "toml_value",
 ]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from datetime import date, time
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -155,9 +157,21 @@ def to_toml(config: Config) -> str:
         values = section.model_dump()
         if isinstance(section, Named):
             values = {"name": section.name, **section.options}
-        # TOML has no null; what is None by default is None when it is left out.
-        lines += [f"{k} = {toml_value(v)}" for k, v in values.items() if v is not None]
+        lines += toml_lines(values)
     return "\n".join(lines) + "\n"
+
+
+def toml_lines(values: Mapping[str, Any]) -> list[str]:
+    """Write a table's keys and values, one a line.
+
+    TOML has no null; what is None by default is None when it is left out.
+    """
+    return [f"{_key(k)} = {toml_value(v)}" for k, v in values.items() if v is not None]
+
+
+def _key(key: str) -> str:
+    """Write a key; Python has more letters for names than TOML has for keys without quotes."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
 def toml_value(value: Any) -> str:
@@ -172,4 +186,6 @@ def toml_value(value: Any) -> str:
     if isinstance(value, Mapping):
         pairs = (f"{toml_value(k)} = {toml_value(v)}" for k, v in value.items() if v is not None)
         return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, date | time):  # a datetime is a date
+        return value.isoformat()
     return repr(value)

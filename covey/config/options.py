@@ -36,14 +36,13 @@ def resolve_options(
 
     `defaults` stand in where the function itself has none.
     """
-    parameters = {
-        name: p for name, p in inspect.signature(function).parameters.items() if name != "name"
-    }
-    types = typing.get_type_hints(function)
-    for key in section.options:
-        if key not in parameters:
-            what = f"{where}.{key} is not an option of {section.name}"
-            raise ConfigError(f"config: {what}{nearest(key, parameters)}")
+    parameters, rest = _parameters(function)
+    types = _types(function)
+    others = {key: value for key, value in section.options.items() if key not in parameters}
+    if others and rest is None:
+        key = next(iter(others))
+        what = f"{where}.{key} is not an option of {section.name}"
+        raise ConfigError(f"config: {what}{nearest(key, parameters)}")
     resolved = {}
     for key, parameter in parameters.items():
         if key in section.options:
@@ -54,7 +53,29 @@ def resolve_options(
             resolved[key] = defaults[key]
         else:
             raise ConfigError(f"config: {where}.{key} must be given for {section.name}")
+    for key, value in others.items():
+        resolved[key] = _checked(types.get(rest or "", Any), value, f"{where}.{key}")
     return resolved
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], str | None]:
+    """Return what can be given by name, and what takes all other names, such as `**options`."""
+    parameters = inspect.signature(function).parameters
+    rest = [key for key, p in parameters.items() if p.kind is p.VAR_KEYWORD]
+    named = {
+        key: p
+        for key, p in parameters.items()
+        if key != "name" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    return named, next(iter(rest), None)
+
+
+def _types(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of the options; none, and so no check, where they cannot be found out."""
+    try:
+        return typing.get_type_hints(function)
+    except (NameError, TypeError):  # a user's annotations may be there for type checkers only
+        return {}
 
 
 def _checked(kind: Any, value: Any, where: str) -> Any:

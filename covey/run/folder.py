@@ -164,7 +164,7 @@ class RunFolder:
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Return the complete checkpoints, oldest first."""
-        folders = (self.path / "checkpoints").iterdir()
+        folders = self.path.glob("checkpoints/*")
         return sorted((int(f.name), f) for f in folders if f.name.isdecimal())
 
     def prune_checkpoints(self, keep: int) -> None:

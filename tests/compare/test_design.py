@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,13 @@ def test_a_record_reads_back_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "comparison.toml").write_text("seeds = [1]\n")
     with pytest.raises(RunError, match="cannot be read"):
         read_record(tmp_path)
+
+
+def test_a_record_holds_options_of_any_name_and_dates(tmp_path: Path) -> None:
+    options = {"name": "mine.task", "größe": 2, "since": date(2024, 2, 29)}
+    record = replace(planned("grpo"), given={"task": options}, common={"task": options})
+    write_record(tmp_path, record)
+    assert read_record(tmp_path) == record
 
 
 def test_a_request_is_known_again_with_fewer_arms_and_other_seeds() -> None:

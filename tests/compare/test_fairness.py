@@ -67,6 +67,13 @@ def test_a_run_is_known_by_its_data_and_by_who_judges_it(tmp_path: Path) -> None
     assert len({before, judged_otherwise, edited, key()}) == 4
 
 
+def test_a_run_is_known_by_dates_too() -> None:
+    written = ("2024-02-28", "2024-02-29", "'2024-02-29'")
+    configs = [load_config("arithmetic", [f"task.since={value}"]) for value in written]
+    keys = {run_key(c, c, start="", data="", threads=1) for c in configs}
+    assert len(keys) == 3
+
+
 def test_what_arms_are_measured_by_is_said_where_they_differ() -> None:
     arms = ("form: reward.name=think_answer_form", "long: rollout.max_tokens=96")
     asked = Asked(source="arithmetic", algorithms=("grpo",), arms=tuple(map(parse_arm, arms)))

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from covey.compare import facts as facts_module
 from covey.compare import report_text
-from covey.compare.charts import MISSING
+from covey.compare.charts import MISSING, page_file
 from covey.compare.facts import Facts, facts_of
 from covey.compare.listings import runs_table
 from covey.compare.report import SCHEMA, report_data, terminal_table, write_reports
@@ -124,6 +124,49 @@ def test_a_page_without_plotly_has_its_tables_and_names_the_extra(facts: Facts) 
         "2 arms, 3 seeds each, 20,000 tokens a run",
     ):  # fmt: skip
         assert told in read.text
+
+
+@pytest.mark.usefixtures("no_plotly")
+@pytest.mark.parametrize(
+    ("headline", "shown"),
+    [
+        ("No run has finished: nothing is known.", ["No run has finished:", "nothing is known."]),
+        ("None is best: a beats b. So.", ["None is best:", "a beats b. So."]),
+        ("The arms are alike. The most is +1.0.", ["The arms are alike.", "The most is +1.0."]),
+        ("a.b and c:d are the same.", ["a.b and c:d are the same."]),
+    ],
+)
+def test_a_headline_is_shown_in_two_parts_with_every_letter_as_it_is(
+    facts: Facts, headline: str, shown: list[str]
+) -> None:
+    read = check_page(page(replace(facts, verdict=replace(facts.verdict, headline=headline))))
+    after = read.texts.index("small: which is better?") + 1
+    assert read.texts[after : after + len(shown)] == shown
+
+
+@pytest.mark.usefixtures("no_plotly")
+def test_one_arm_and_one_seed_are_not_several(facts: Facts) -> None:
+    alone = replace(facts.comparison, seeds=(1,))
+    assert "2 arms, 1 seed each, 20,000" in check_page(page(replace(facts, comparison=alone))).text
+
+
+def test_a_comparison_without_evaluations_has_no_empty_chart(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    read = check_page(page(facts_of(tmp_path, made.comparison(outcomes=()))))
+    assert "No run has been evaluated yet." in read.text
+    assert [
+        tag for tag, attrs in read.tags if tag == "input" or "chart" in attrs.get("class", "")
+    ] == []
+    # The program draws the other charts all the same.
+    assert 'if (!document.getElementById("chart-curves")) return;' in page_file("report.js")
+
+
+def test_a_long_name_is_folded_on_a_narrow_screen() -> None:
+    narrow = page_file("report.css").partition("@media (max-width: 40rem) {")[2].partition("\n}")[0]
+    (rule,) = re.findall(r"tbody th \{(.*?)\}", narrow)
+    assert {"white-space: normal", "overflow-wrap: anywhere", "max-width: 40vw"} <= {
+        part.strip() for part in rule.split(";")
+    }
 
 
 @pytest.mark.usefixtures("no_plotly")

@@ -187,6 +187,30 @@ def test_control_characters_read_back_as_they_were_written(tmp_path: Path) -> No
     assert through_a_file(config, tmp_path) == config
 
 
+@pytest.mark.parametrize("key", ["größe", "a.b", "", 'q"', "two words", "a-b", "_1", "\n"])
+def test_any_key_reads_back_as_it_was_written(tmp_path: Path, key: str) -> None:
+    config = parse_config({"task": {"name": "a", key: 1, "inner": {key: 2}}})
+    back = through_a_file(config, tmp_path)
+    assert back == config
+    assert back.task.options == {key: 1, "inner": {key: 2}}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "2024-02-29", "07:32:00", "07:32:00.000001", "2024-02-29T07:32:00",
+        "2024-02-29 07:32:00.5Z", "2024-02-29T07:32:00-08:00",
+    ],
+)  # fmt: skip
+def test_dates_and_times_read_back_as_they_were_written(tmp_path: Path, written: str) -> None:
+    config = load_config(None, [f"task.since={written}", f"task.all=[{written}]"])
+    since = config.task.options["since"]
+    assert since == tomllib.loads(f"x = {written}")["x"]
+    assert not isinstance(since, str)
+    back = through_a_file(config, tmp_path)
+    assert repr(back) == repr(config)
+
+
 def test_the_round_trip_above_varies_every_field() -> None:
     varied = {name: set(values) for name, values in VALUES.items()}
     fields = {name: set(kind.model_fields) for name, kind in SECTIONS.items()}

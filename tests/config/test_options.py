@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -13,6 +13,9 @@ from covey.errors import ConfigError
 from covey.rewards.build import REWARDS
 from covey.tasks import TASKS
 from covey.train.assemble import objective_of, resolve, reward_of, task_of
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 
 def blend(
@@ -115,6 +118,45 @@ def test_a_bad_option_is_named_with_its_value(
 def test_the_name_of_a_dataclass_is_not_an_option() -> None:
     assert "name" not in resolve_options(Blender, section(rate=1.0), "task")
     assert "name" not in error_of(Blender, rate=1.0, zzz=1)
+
+
+def half_known(*, share: Fraction | None = None, rounds: int = 3) -> None:
+    """Have an annotation that only type checkers can read."""
+
+
+def anything(rate: float, *others: int, **options: Any) -> None:
+    """Take any option."""
+
+
+def numbers(**options: int) -> None:
+    """Take any option that is a whole number."""
+
+
+def listed(rate: float, *others: int) -> None:
+    """Take what has no name, which a configuration cannot give."""
+
+
+def test_types_that_cannot_be_found_out_are_not_checked() -> None:
+    given = {"share": 0.5, "rounds": 2}
+    assert resolve_options(half_known, section(**given), "task") == given
+    assert resolve_options(half_known, section(), "task") == {"share": None, "rounds": 3}
+    message = "config: task.round is not an option of blend; did you mean 'rounds'?"
+    assert error_of(half_known, round=2) == message
+
+
+def test_a_function_of_any_options_is_given_them_all() -> None:
+    given = {"rate": 0.5, "options": 1, "others": [2]}
+    assert resolve_options(anything, section(**given), "task") == given
+    assert resolve_options(anything, section(rate=1), "task") == {"rate": 1.0}
+    assert error_of(anything, zzz=1) == "config: task.rate must be given for blend"
+    assert resolve_options(numbers, section(a=1, b=2), "task") == {"a": 1, "b": 2}
+    assert error_of(numbers, a="x").startswith("config: task.a = 'x': input should be a valid int")
+
+
+def test_what_has_no_name_is_not_an_option() -> None:
+    assert resolve_options(listed, section(rate=1), "task") == {"rate": 1.0}
+    message = "config: task.others is not an option of blend; choose from rate"
+    assert error_of(listed, rate=1, others=[2]) == message
 
 
 def test_a_section_names_its_function() -> None:

@@ -164,6 +164,12 @@ def test_checkpoints_come_oldest_first_by_number_and_only_complete_ones(run: Run
     assert all((path / "model.bin").read_text() == str(step) for step, path in run.checkpoints())
 
 
+def test_a_run_without_its_folder_of_checkpoints_has_none(run: RunFolder) -> None:
+    (run.path / "checkpoints").rmdir()
+    assert run.checkpoints() == []
+    run.prune_checkpoints(1)
+
+
 @pytest.mark.parametrize(("keep", "kept"), [(1, [4]), (2, [3, 4]), (4, [1, 2, 3, 4])])
 def test_pruning_keeps_the_newest(run: RunFolder, keep: int, kept: list[int]) -> None:
     for step in (1, 2, 3, 4):

@@ -51,6 +51,7 @@ function curveTraces(axis) {
 }
 
 function drawCurves() {
+  if (!document.getElementById("chart-curves")) return;  // no run has been evaluated
   const chosen = document.querySelector("input[name=axis]:checked").value;
   const percent = { yaxis: { ...layout("", "").yaxis, tickformat: ".0%", rangemode: "tozero",
                              title: { text: "held-out accuracy" } } };
