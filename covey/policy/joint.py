@@ -164,7 +164,8 @@ def collect_by(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) ->
     """Give gradients to this hook, and to none of an optimizer that was there before."""
     if (former := getattr(parameter, "grad_hook", None)) is not None:
         former.remove()
-    parameter.grad_hook = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[attr-defined]
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.grad_hook = handle  # type: ignore[attr-defined]
 
 
 def _collector(sink: GradSink, number: int) -> Any:
