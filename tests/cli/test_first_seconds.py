@@ -85,7 +85,7 @@ def test_a_terminal_shows_what_is_waited_for_and_the_result_stays_pure() -> None
     os.close(shows)
     assert process.returncode == 0
     assert json.loads(out)["findings"] == []
-    for text in (b"starting torch", b"looking at the task", b"measuring embedded"):
+    for text in (b"starting torch", b"measuring embedded"):  # the first and the last of them
         assert text in seen
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -220,16 +221,19 @@ def test_law_10_a_sampler_that_agrees_needs_no_correction(
     assert torch.equal(corrected[1], plain[1])
 
 
+def narrow(correction: str) -> dict[str, Any]:
+    """Return the options of a correction that changes some tokens, and leaves others alone."""
+    low, high = (0.0, 0.02) if correction == "divergence_mask" else (0.8, 1.15)
+    return {"correction": correction, "correction_low": low, "correction_high": high}
+
+
 @NAMED
 @settings(max_examples=15)
 @given(seed=seeds, correction=st.sampled_from(sorted(CORRECTIONS)))
 def test_law_10_a_correction_is_a_constant_weight_and_denominators_stay(
     case: str, seed: int, correction: str
 ) -> None:
-    options = {"correction": correction, "correction_low": 0.8, "correction_high": 1.15}
-    if correction == "divergence_mask":
-        options = {"correction": correction, "correction_high": 0.02}
-    objective, step = objective_of(case, beta=0.0, **options), make_step(seed)
+    objective, step = objective_of(case, beta=0.0, **narrow(correction)), make_step(seed)
     assert step.batch.old_logp is not None
     # Where log-probabilities carry a gradient, none of it may come through.
     old = step.batch.old_logp.clone().requires_grad_()
@@ -262,7 +266,7 @@ def test_law_10_a_correction_leaves_the_penalty_and_the_bonus_alone(
     case: str, seed: int, correction: str
 ) -> None:
     step, both = make_step(seed), {"beta": 0.3, "kl_in": "loss", "entropy_bonus": 0.1}
-    correct = {"correction": correction, "correction_low": 0.8, "correction_high": 1.15}
+    correct = narrow(correction)
     corrected, plain = (
         gradient_of(objective_of(case, **both, **more), step)
         - gradient_of(objective_of(case, beta=0.0, **more), step)

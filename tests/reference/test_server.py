@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from covey.cli.reference import _serve
+from covey.cli.reference import _bound, _serve
 from covey.errors import ConfigError, ModelError
 from covey.policy.layout import micro_batches
 from covey.policy.model import LanguageModel
@@ -262,7 +262,7 @@ def test_an_overloaded_server_says_when_to_come_again(
 
     def serve() -> int:
         Worker._compute = hang
-        _serve(make_app(embedded, settings), "127.0.0.1", 0, "slow")
+        _serve(make_app(embedded, settings), _bound("127.0.0.1", 0), "slow")
         return 0
 
     slow = Server(forked(serve, output), wait_for_text(output, "http://.*"))
