@@ -183,7 +183,8 @@ def main() -> None:
             lambda rounded: logp_of(model, answers, rounded), lambda line: print(line, flush=True)
         )
     about = described(0, "cpu", torch.get_num_threads())
-    result = {**about, "model": arguments.model, "tokens": count, "rows": rows}
+    name = Path(arguments.model).name  # without the folders of this machine
+    result = {**about, "model": name, "tokens": count, "rows": rows}
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
