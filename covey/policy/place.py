@@ -63,8 +63,8 @@ def _looks_local(path: str) -> bool:
     first, slash, rest = path.partition("/")
     if path.startswith((".", "/", "~")) or "/" in rest:
         return True
-    # A folder of models may be called as their maker is on the hub, who has others as well.
-    return bool(slash) and Path(first).is_dir() and not any(Path(first).glob("*/config.json"))
+    # A folder may be called as a maker of models on the hub is; one that holds runs is ours.
+    return bool(slash) and any(Path(first).glob("*/config.toml"))
 
 
 def _absent(place: Path) -> str:

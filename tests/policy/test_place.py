@@ -24,6 +24,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "runs/young/config.toml").touch()
     (tmp_path / "maker/small").mkdir(parents=True)
     (tmp_path / "maker/small/config.json").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").touch()
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").touch()
     (tmp_path / "my.toml").touch()
@@ -59,7 +61,8 @@ def test_what_is_no_model_is_told_by_what_it_is(path: str, words: str, here: Pat
 @pytest.mark.parametrize(
     "path",
     ["embedded", "smollm2", "maker/small", "adapter", "tiny.gguf", "runs/sums-grpo-1/checkpoints/000010",
-     "gpt2", "someone/model", "maker/large"],
+     "gpt2", "someone/model", "maker/large",
+     "other/model"],
 )  # fmt: skip
 def test_models_and_names_of_the_hub_are_left_alone(path: str, here: Path) -> None:
     check_model_path(path)
