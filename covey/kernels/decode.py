@@ -15,10 +15,10 @@ import triton.language as tl
 LEAST_ROWS = 16
 """The fewest rows that the matrix units take: queries that share keys are padded to it."""
 FEW_PROGRAMS = 512
-WIDE, NARROW = (128, 4, 2), (32, 2, 2)
+WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
 """Positions read at a time, warps and stages of a program: while programs are few each should have
 much under way; many of them are faster the less each holds. Measured on an H200, heads of 64 and
-128."""
+128. In float32 the compiler writes products out, and more at a time would take it four seconds."""
 STAGE_BYTES = 64 * 2**10
 """Keys and values that a program has under way at a time: large heads are read in shorter pieces,
 or they would not fit in a multiprocessor's own memory."""
@@ -26,10 +26,12 @@ SMALLEST_HEAD = 32
 """Of 16-bit numbers: a head is taken in halves, and the matrix units take no fewer than 16."""
 
 
-def pieces(programs: int, position_bytes: int) -> tuple[int, int, int]:
-    """Return positions read at a time, warps and stages, for keys and values of so many bytes."""
+def pieces(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
+    """Return positions read at a time, warps and stages, for keys and values of some kind."""
     block, warps, stages = WIDE if programs <= FEW_PROGRAMS else NARROW
-    return min(block, STAGE_BYTES // position_bytes), warps, stages
+    if kind == torch.float32:
+        block, warps, stages = EXACT
+    return min(block, STAGE_BYTES // (2 * head * kind.itemsize)), warps, stages
 
 
 @triton.jit
@@ -203,7 +205,7 @@ def decode_attention(
     shared = heads.shape[1] // size // key_heads - 2
     attended = heads.new_empty(slots, key_heads * shared * size)
     query_gain, key_gain, eps = (heads, heads, 0.0) if norms is None else norms
-    block, warps, stages = pieces(slots * key_heads, 2 * size * keys.element_size())
+    block, warps, stages = pieces(slots * key_heads, size, keys.dtype)
     _decode_attention[(slots, key_heads)](
         heads,
         *rope,

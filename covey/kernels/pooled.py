@@ -184,7 +184,7 @@ def pooled_attention(
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
     attended = torch.empty((slots, heads, size), dtype=query.dtype, device=query.device)
     room = max(LEAST_ROWS, triton.next_power_of_2(size))
-    block, warps, stages = pieces(slots * key_heads, 2 * room * stored.keys.element_size())
+    block, warps, stages = pieces(slots * key_heads, room, stored.keys.dtype)
     _pooled_attention[(slots, key_heads)](
         query, key, value,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],

@@ -16,7 +16,7 @@ LEAST_SHARED_MEMORY = 99 * 2**10
 
 # In a process of its own: here kernels may be interpreted. What is no number is a pointer.
 COMPILE = """
-import json, sys, triton
+import json, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from covey.kernels.decode import _decode_attention as kernel, pieces
@@ -26,8 +26,8 @@ KINDS = {"cosine": "*fp32", "sine": "*fp32", "prompt_row": "*i64", "prompt_lengt
          "prompt_capacity": "i32", "capacity": "i32"}
 found = {}
 for size in (32, 64, 128, 256):
-    for kind, width in (("bf16", 2), ("fp32", 4)):
-        block, warps, stages = pieces(100, 2 * size * width)
+    for kind, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        block, warps, stages = pieces(100, size, dtype)
         known = dict(key_heads=2, shared=6, size=size, rows=16, block=block, norms=False,
                      precision="ieee" if kind == "fp32" else "tf32")
         signature = {name: "constexpr" if name in known else KINDS.get(name, "*" + kind)

@@ -66,20 +66,22 @@ def test_attention_is_that_over_prompt_and_answer(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("programs", "head", "width", "block"),
+    ("programs", "head", "kind", "block"),
     [
-        (100, 64, 2, 128),
-        (100, 128, 2, 128),
-        (100, 128, 4, 64),
-        (100, 256, 4, 32),
-        (9000, 128, 4, 32),
+        (100, 64, torch.bfloat16, 128),
+        (100, 128, torch.bfloat16, 128),
+        (100, 256, torch.bfloat16, 64),
+        (9000, 128, torch.bfloat16, 32),
+        (9000, 1024, torch.bfloat16, 16),
+        (100, 64, torch.float32, 16),
+        (9000, 256, torch.float32, 16),
     ],
 )
 def test_large_heads_are_read_in_pieces_that_fit(
-    programs: int, head: int, width: int, block: int
+    programs: int, head: int, kind: torch.dtype, block: int
 ) -> None:
     from covey.kernels.decode import pieces
 
-    found, _, _ = pieces(programs, 2 * head * width)
+    found, _, _ = pieces(programs, head, kind)
     assert found == block
-    assert found * 2 * head * width <= 64 * 2**10
+    assert found * 2 * head * kind.itemsize <= 64 * 2**10
