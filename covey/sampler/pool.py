@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from transformers import DynamicCache
 
-from covey.policy.spans import sent
+from covey.policy.spans import row_of_each, sent
 from covey.sampler.slots import KeyShape
 
 if TYPE_CHECKING:
@@ -97,9 +97,10 @@ class PooledCache:
         read: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         """Copy prompts to free rows; `read` has each layer's keys and values [tokens, K, D]."""
-        rows = self._rows_for(questions, lengths)
-        row = torch.tensor(rows).repeat_interleave(torch.tensor(lengths))
-        at = torch.cat([torch.arange(length) for length in lengths])
+        counts = torch.tensor(lengths)
+        which = row_of_each(counts)
+        row = torch.tensor(self._rows_for(questions, lengths))[which]
+        at = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
         row, at = sent([row, at], self.place.device)
         for number, (keys, values) in enumerate(read):
             self.prompt_keys[number][row, :, at] = keys
