@@ -42,7 +42,8 @@ def train(name: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:
         raise SystemExit(f"{name}: {done.stderr}")
     run = RunFolder.open(folder / name)
     first, last = run.evaluations()[0], run.evaluations()[-1]
-    numbers = [v for row in run.steps() for v in row.values()]
+    # The identity of the reward is the one entry that is no number; None: one that was not finite.
+    numbers = [v for row in run.steps() for name, v in row.items() if name != "reward_id"]
     result = {
         "algorithm": name,
         "before": first["greedy"]["value"],

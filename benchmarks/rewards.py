@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -92,14 +92,21 @@ def intervals(count: int) -> list[Job]:
 def programs(count: int) -> list[Job]:
     task = Code()
     prompts = [*task.train(), *task.held_out()]
-    asked = [prompts[n % len(prompts)] for n in range(count)]
-    return [Job(prompt=p, texts=(str(p.info["solution"]),), share=1.0) for p in asked]
+    asked = [(n, prompts[n % len(prompts)]) for n in range(count)]
+    # There are fewer questions than answers, each of which is to be new.
+    return [Job(prompt=p, texts=(f"{p.info['solution']}\n# {n}\n",), share=1.0) for n, p in asked]
 
 
-def rate(reward: Reward, jobs: Sequence[Job], workers: int) -> dict[str, float]:
+def rate(
+    reward: Reward, make: Callable[[int], Sequence[Job]], count: int, workers: int
+) -> dict[str, float]:
+    """Judge so many answers, after others with which every process has imported what it needs."""
+    warm = 8 * workers  # questions have up to eight answers
+    jobs = make(count + warm)
+    first, jobs = jobs[:warm], jobs[warm:]  # what was judged before is remembered
     with closing(Pool(reward, "benchmark", workers=workers, timeout=60.0)) as pool:
-        for future in [pool.submit(job) for job in jobs[: 4 * workers]]:
-            future.result()  # every process has started and imported what it needs
+        for future in [pool.submit(job) for job in first]:
+            future.result()
         started = time.perf_counter()
         verdicts = [future.result()[0] for future in [pool.submit(job) for job in jobs]]
         seconds = time.perf_counter() - started
@@ -169,11 +176,11 @@ def main() -> None:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("covey", "math-verify", "sympy")},
         "workers": workers,
-        "numbers": rate(MathAnswer(), numbers(20_000), workers),
-        "formulas": rate(MathAnswer(), formulas(1_500), workers),
-        "equations": rate(MathAnswer(), equations(800), workers),
-        "intervals": rate(MathAnswer(), intervals(100), workers),
-        "programs": rate(CodeTests(), programs(96), workers),
+        "numbers": rate(MathAnswer(), numbers, 20_000, workers),
+        "formulas": rate(MathAnswer(), formulas, 1_500, workers),
+        "equations": rate(MathAnswer(), equations, 800, workers),
+        "intervals": rate(MathAnswer(), intervals, 100, workers),
+        "programs": rate(CodeTests(), programs, 96, workers),
         "sampling": beside_sampling(),
     }
     print(json.dumps(found, indent=2))

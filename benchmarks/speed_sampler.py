@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -223,20 +225,21 @@ def ragged(sizes: Sizes, report: Report) -> None:
     prompts = asked(sizes, sampler.model, answers)
     at_once = slots // sizes.group
     batches = [prompts[i : i + at_once] for i in range(0, len(prompts), at_once)]
-    # Once to warm up: all numbers of slots come up while a batch ends.
-    sampler.generate(batches[0], step=0, sampling=sampling)
     parts = {"refill": [prompts], "static": batches}
     lengths: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}
-    for who, calls in parts.items():
-        lengths[who] = []
 
-        def once(calls: list[list[Question]] = calls, into: list[int] = lengths[who]) -> None:
-            for call in calls:
-                found = sampler.generate(call, step=0, sampling=sampling)
-                into.extend(len(rollout.tokens) for group in found for rollout in group)
+    def all_of(who: str) -> None:
+        found = [sampler.generate(call, step=0, sampling=sampling) for call in parts[who]]
+        answers = chain.from_iterable(chain.from_iterable(found))
+        lengths[who] = [len(rollout.tokens) for rollout in answers]
 
-        seconds[who] = seconds_of(once, sizes.device)
+    # Both once to warm up: a call with more prompts makes new memory, for which all graphs are
+    # recorded again, and each call comes by other numbers of slots while it ends.
+    for who in parts:
+        all_of(who)
+    for who in parts:
+        seconds[who] = seconds_of(partial(all_of, who), sizes.device)
     for who, found in lengths.items():
         speed = sum(found) / seconds[who]
         ratio = None if who == "refill" else sum(lengths["refill"]) / seconds["refill"] / speed

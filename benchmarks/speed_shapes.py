@@ -159,15 +159,19 @@ def step_bytes(
     return weights + size * shape.key_numbers * (answers // group * prompt + answers * written)
 
 
-def flops(shape: Shape, tokens: int, *, shared: int = 1) -> float:
-    """Return what one update needs by arithmetic: three times the forward pass."""
+def flops(shape: Shape, tokens: int, *, shared: float | None = None) -> float:
+    """Return what one update needs by arithmetic: three times the forward pass.
+
+    `shared` says how many answers a reading of a prompt serves, where the head is for answers
+    alone. None: every prompt is read for every answer, and the head is for all tokens.
+    """
     config = shape.config
     size, heads = shape.head_size, config.num_attention_heads
     keys = config.num_key_value_heads
     layer = config.hidden_size * (size * (2 * heads + 2 * keys) + 3 * config.intermediate_size)
     trained = shape.answers * shape.completion
     length = shape.prompt + shape.completion
-    pairs = length**2 / 2 - (1 - 1 / shared) * shape.prompt**2 / 2
+    pairs = length**2 / 2 - (1 - 1 / (shared or 1)) * shape.prompt**2 / 2
     attention = 4 * shape.answers * pairs * heads * size * config.num_hidden_layers
-    head = 2 * config.vocab_size * config.hidden_size * (tokens if shared == 1 else trained)
+    head = 2 * config.vocab_size * config.hidden_size * (tokens if shared is None else trained)
     return 3 * (2 * layer * config.num_hidden_layers * tokens + head + attention)

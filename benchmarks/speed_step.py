@@ -90,7 +90,7 @@ class Run:
     rows: Sequence[Mapping[str, Any]]
     """The metrics of each step."""
     startup: float
-    """Seconds from nothing to the end of the first step, less a usual step."""
+    """Seconds from nothing to the end of the steps that warm up, less as many usual ones."""
 
     def median(self, name: str) -> float:
         return statistics.median(row[name] for row in self.rows)

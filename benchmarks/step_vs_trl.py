@@ -83,8 +83,8 @@ def floor_gflop(length: float) -> dict[str, float]:
     """Count the arithmetic that a step cannot do without, for answers of the given mean length.
 
     Sampling: each prompt is read once for its group, and every answer token but the last is read
-    to get the next. Training: forward, and twice that backward, over every prompt and answer but
-    its last token, the head on the answers alone. Attention is counted at mean lengths.
+    to get the next. Training: forward, and twice that backward, over the same tokens, the head on
+    the answers alone. Attention is counted at mean lengths.
     """
     from covey.embedded import CHECKPOINT
     from covey.tasks import Arithmetic
@@ -102,11 +102,10 @@ def floor_gflop(length: float) -> dict[str, float]:
         seen = (end * (end + 1) - start * (start + 1)) / 2
         return layers * (2 * projections * (end - start) + 4 * heads * seen)
 
-    end = question + length - 1
-    read = PROMPTS * (body(0, question) + head)
-    written = ANSWERS * (body(question, end) + head * (length - 1))
-    trained = 3 * ANSWERS * (body(0, end) + head * length)
-    return {"sampling": (read + written) / 1e9, "training": trained / 1e9}
+    once = PROMPTS * body(0, question) + ANSWERS * body(question, question + length - 1)
+    sampling = once + head * (PROMPTS + ANSWERS * (length - 1))
+    training = 3 * (once + head * ANSWERS * length)
+    return {"sampling": sampling / 1e9, "training": training / 1e9}
 
 
 def report(

@@ -106,8 +106,15 @@ def make_batch(shape: Shape, group: int, device: str) -> Batch:
     ).to(device)
 
 
-def packed_tokens(shape: Shape, group: int) -> int:
-    return shape.answers // group * shape.prompt + shape.answers * (shape.completion - 1)
+def readings(batch: Batch, budget: int) -> int:
+    """Count how often prompts are read: once in each micro-batch that has answers to them."""
+    group = batch.group.cpu()
+    return sum(len(group[rows.cpu()].unique()) for rows in micro_batches(batch, budget))
+
+
+def packed_tokens(shape: Shape, read: int) -> int:
+    """Return how many tokens the model sees if prompts are read so often."""
+    return read * shape.prompt + shape.answers * (shape.completion - 1)
 
 
 def replays(policy: Policy) -> list[str]:
@@ -157,7 +164,8 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
     if setting.profile:
         profile(once)
     counted = shape.answers * (shape.prompt + shape.completion)
-    seen = packed_tokens(shape, setting.group)
+    read = readings(batch, budget)
+    seen = packed_tokens(shape, read)
     return {
         "shape": name,
         "checkpointing": setting.checkpointing,
@@ -177,7 +185,7 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
         "packed": seen,
         "tokens_per_s": round(counted / seconds),
         "mfu": round(flops(shape, counted) / seconds / PEAK, 3),
-        "work": round(flops(shape, seen, shared=setting.group) / seconds / PEAK, 3),
+        "work": round(flops(shape, seen, shared=shape.answers / read) / seconds / PEAK, 3),
         **peaks(device),
         "replays": replays(policy),
     }

@@ -19,6 +19,7 @@ from covey.objective.correction import CORRECTIONS
 from covey.objective.penalty import PENALTIES
 from covey.rewards.build import REWARDS, make_reward
 from covey.run.metrics import table
+from covey.sampler.pool import WIDTHS
 from covey.tasks import TASKS
 from covey.train.assemble import objective_of, resolve, task_of
 
@@ -159,3 +160,9 @@ def test_the_lines_of_the_package_are_about_as_many_as_the_page_says() -> None:
     files = (ROOT / "covey").rglob("*.py")
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
     assert lines == pytest.approx(int(said.replace(",", "")), rel=0.1)
+
+
+def test_the_page_on_memory_lists_the_numbers_of_slots() -> None:
+    page = " ".join((ROOT / "docs/memory.md").read_text().split())
+    *listed, last = WIDTHS
+    assert f"the next of {', '.join(map(str, listed))} and multiples of {last}" in page

@@ -48,4 +48,4 @@ def add_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> N
     elif _has_out_dtype(left.device):
         _addmm(left, right, out)
     else:
-        out += left @ right
+        out.addmm_(left.to(out.dtype), right.to(out.dtype))

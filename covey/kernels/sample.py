@@ -97,10 +97,11 @@ def _draw(
         upto = tl.cumsum(sums, axis=0)
         # The first stretch that passes the wanted mass; rounding may leave none, then the last
         # that has any.
-        passing = (upto > wanted) & known
-        filled = tl.max(tl.where(known & (sums > 0), part, 0))
+        passing = (upto > wanted) & (sums > 0)
+        filled = tl.max(tl.where(sums > 0, part, 0))
         chosen = tl.minimum(tl.min(tl.where(passing, part, most_parts)), filled)
-        before = tl.sum(tl.where(part < chosen, sums, 0.0))
+        # Added in another order it might be more than is wanted, which the first token then has.
+        before = tl.max(tl.where(part < chosen, upto, 0.0))
     column = chosen * stretch + tl.arange(0, stretch)
     inside = column < vocabulary
     line = logits + row * vocabulary
@@ -113,7 +114,7 @@ def _draw(
         weights = tl.exp(values - top)
         inner = before + tl.cumsum(weights, axis=0)
         place_in = tl.arange(0, stretch)
-        least = tl.min(tl.where(inner > wanted, place_in, stretch))
+        least = tl.min(tl.where((inner > wanted) & (weights > 0), place_in, stretch))
         final = tl.max(tl.where(weights > 0, place_in, 0))
         index = tl.minimum(least, final)
         token = chosen * stretch + index

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,11 @@ from covey.config import Config
 from covey.numerics.causes import TOTAL, Cause
 from covey.numerics.gap import ClipRange, Gap, gap_of
 from covey.numerics.ways import alone_logp, common_prefix, log_kept, trainer_logp, wide_logp
+from covey.objective import Objective
 from covey.objective.ratio import one, token
+from covey.objective.surrogate import geometric_clipped, trust_mask
 from covey.train.assemble import Parts
+from covey.train.budget import Budget, Used
 from covey.train.collate import collate
 from covey.train.gather import gather
 from covey.train.learn import batch_of, objective_now
@@ -69,7 +73,9 @@ def measure(
     parts: Parts, state: State, reporter: Reporter, *, updates: int, alone: int = ALONE
 ) -> Report:
     """Sample the next step's answers and measure every cause; the weights have changed after."""
-    gathered = gather(parts, reporter, state.step + 1)
+    budget = Budget(settings=parts.config.train)
+    used = Used(steps=state.step, tokens=state.tokens, updates=parts.policy.version)
+    gathered = gather(parts, reporter, state.step + 1, share=budget.spent(used))
     groups = gathered.selected.groups or gathered.collected.groups
     clip = clip_range(parts)
     few = _first(groups, alone)
@@ -78,10 +84,11 @@ def measure(
         **_over_all(parts, groups, few, clip),
         **_over_solo(parts, few, solo, clip),
     }
-    stale, notes = _stale(parts, groups, state, updates, clip)
-    if "low" not in parts.config.objective.options:
+    settings = budget.paced(parts.update_settings, used)
+    stale, notes = _stale(parts, groups, state, settings, updates, clip)
+    if not _clips_ratios(parts):
         name = parts.config.objective.name
-        notes = (*notes, f"outside: {name} has no clip range; that of grpo stands for it")
+        notes = (*notes, f"outside: {name} has no clip range of ratios; that of grpo stands for it")
     order = (TOTAL, "precision", "micro_batch", "slots", "truncation", "kernel")
     weight = parts.policy.model.head.linear.weight
     return Report(
@@ -99,14 +106,26 @@ def measure(
 
 def clip_range(parts: Parts) -> ClipRange:
     """Return the ratios that the objective leaves as they are."""
-    options = parts.config.objective.options
+    options = parts.config.objective.options if _clips_ratios(parts) else {}
     low, high = (float(options.get(name, CLIP)) for name in ("low", "high"))
     bounds = 1.0 - low, 1.0 + high
-    if parts.config.objective.name == "gmpo":  # whose bounds are of the logarithm
+    if _surrogate(parts.objective) is geometric_clipped:  # whose bounds are of the logarithm
         bounds = math.exp(-low), math.exp(high)
     # An objective that takes every ratio for 1 is no less wrong where it is not.
     ratio = token if parts.objective.ratio is one else parts.objective.ratio
     return ClipRange(low=bounds[0], high=bounds[1], ratio=ratio)
+
+
+def _clips_ratios(parts: Parts) -> bool:
+    """Tell whether `low` and `high` bound ratios; of trust_mask they bound probabilities."""
+    bounded = "low" in parts.config.objective.options
+    return bounded and _surrogate(parts.objective) is not trust_mask
+
+
+def _surrogate(objective: Objective) -> Any:
+    """Return the surrogate without its options."""
+    piece = objective.surrogate
+    return piece.func if isinstance(piece, partial) else piece
 
 
 def default_updates(config: Config) -> int:
@@ -177,11 +196,16 @@ def _over_solo(
 
 
 def _stale(
-    parts: Parts, groups: Sequence[Group], state: State, updates: int, clip: ClipRange
+    parts: Parts,
+    groups: Sequence[Group],
+    state: State,
+    settings: UpdateSettings,
+    updates: int,
+    clip: ClipRange,
 ) -> tuple[list[Cause], tuple[str, ...]]:
     """Take real optimizer steps on the answers, and measure after each how far they are."""
     policy, objective = parts.policy, objective_now(parts, state)
-    once, notes = _learning(parts, replace(parts.update_settings, mini_batches=1, epochs=1))
+    once, notes = _learning(parts, replace(settings, mini_batches=1, epochs=1))
     batch = batch_of(parts, groups, state, replace(once, epochs=2))
     before = trainer_logp(policy, batch, once.token_budget)
     found = []
@@ -198,10 +222,12 @@ def _stale(
         after = trainer_logp(policy, batch, once.token_budget)
         gap = gap_of(after - before, batch.mask, clip)
         found.append(Cause(name="staleness", gap=gap, updates=number))
-    if not _teaches(batch):
+    # A penalty or an entropy bonus may move the policy all the same.
+    still = objective.only_surrogate or found[-1].gap.max == 0
+    if still and not _teaches(batch):
         notes += (
-            "staleness: all answers of a group have the same reward, so these steps taught "
-            "nothing; a step with other answers moves further",
+            "staleness: no trained token has an advantage, so these steps taught nothing; a step "
+            "with other answers moves further",
         )
     return (found[1:] or found), notes if updates else ()
 

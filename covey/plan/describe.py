@@ -11,8 +11,8 @@ from covey.config import Config
 from covey.objective import Objective
 from covey.objective.penalty import PENALTIES
 from covey.plan.finding import Seen
-from covey.plan.length import least_steps, most_evaluations, most_tokens
-from covey.train.assemble import objective_of, reward_of, total_updates
+from covey.plan.length import least_steps, most_evaluations, most_steps, most_tokens
+from covey.train.assemble import objective_of, reward_of
 
 REFERENCES = {
     "frozen": "the starting weights",
@@ -31,7 +31,8 @@ class Plan:
     algorithm: str
     steps: int
     at_least: bool
-    """Whether steps and updates may be more: short answers make a budget of tokens last longer."""
+    """Whether steps and updates may be more: short answers make a budget of tokens last longer, and
+    one of updates lasts while dynamic sampling finds nothing to learn from."""
     prompts: int
     samples: int
     rounds: int
@@ -156,14 +157,15 @@ def describe(config: Config, seen: Seen | None = None) -> Plan:
     return Plan(
         algorithm=config.objective.name,
         steps=steps,
-        at_least=by_tokens,
+        at_least=by_tokens or most_steps(config) > steps,
         prompts=rollout.prompts,
         samples=rollout.samples,
         rounds=config.select.max_rounds if config.select.dynamic else 1,
         max_tokens=rollout.max_tokens,
         mini_batches=train.mini_batches,
         epochs=train.epochs,
-        total_updates=steps * train.updates if by_tokens else total_updates(train),
+        # A step that is begun is taken whole, also where a budget of updates ends in it.
+        total_updates=steps * train.updates,
         total_tokens=most_tokens(config),
         reward=config.reward.name,
         reward_counts=_first_sentence(reward),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from covey.config import Config
+from covey.train.budget import PATIENCE
 
 
 def step_tokens(config: Config) -> int:
@@ -22,9 +23,13 @@ def least_steps(config: Config) -> int:
 
 
 def most_steps(config: Config) -> int:
-    """Return how many steps it takes at most: with a budget of tokens, if answers have one each."""
-    if config.train.budget != "tokens":
-        return least_steps(config)
+    """Return how many steps it takes at most: with a budget of tokens, if answers have one each.
+
+    With one of updates, if dynamic sampling leaves nothing to learn from until a run gives up.
+    """
+    budget, least = config.train.budget, least_steps(config)
+    if budget != "tokens":
+        return PATIENCE * least + 1 if budget == "updates" and config.select.dynamic else least
     return math.ceil(config.train.amount / (config.rollout.prompts * config.rollout.samples))
 
 
@@ -32,7 +37,7 @@ def most_tokens(config: Config) -> int:
     """Return how many tokens are sampled for training at most; the last step may go over."""
     whole = step_tokens(config)
     train = config.train
-    return train.amount + whole - 1 if train.budget == "tokens" else least_steps(config) * whole
+    return train.amount + whole - 1 if train.budget == "tokens" else most_steps(config) * whole
 
 
 def most_evaluations(config: Config) -> int:

@@ -213,7 +213,7 @@ class _Facts:
         checkpointing = config.model.gradient_checkpointing
         how = f"{'packed' if batch.packed else 'padded'}{', recomputed' if checkpointing else ''}"
         asked = self.objective.needs_reference and config.reference.kind != "server"
-        reads = config.train.updates > 1 or self.objective.needs_old_entropy
+        reads = config.train.updates > 1 or self.objective.reads_old_policy
         # What the policy reads by a graph is read where the activations are.
         reads = asked or (reads and not self.recorded)
         stays = " in a recorded graph, which stays" if self.recorded else ""

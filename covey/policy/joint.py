@@ -98,11 +98,14 @@ class GradSink:
         It takes the place of the last one: two would need twice the memory, and what was recorded
         in a graph goes on writing to the same address.
         """
-        rows = [m.shape[0] for m in self.masters]
+        first, *others = self.masters
+        # Of one alone the shape is taken as it is: a scalar has no rows.
+        rows = [m.shape[0] for m in self.masters] if others else []
         if self._total is None:
-            first = self.masters[0]
-            self._total = torch.empty(sum(rows), *first.shape[1:], device=first.device)
-        for master, part in zip(self.masters, self._total.split(rows), strict=True):
+            shape = (sum(rows), *first.shape[1:]) if others else first.shape
+            self._total = torch.empty(shape, device=first.device)
+        parts = self._total.split(rows) if others else [self._total]
+        for master, part in zip(self.masters, parts, strict=True):
             master.grad = part
         return self._total
 

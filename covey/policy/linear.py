@@ -21,8 +21,8 @@ from covey.policy.trial import is_silu
 
 
 def plain(module: Any) -> nn.Linear:
-    """Return a linear layer, or the one inside of a layer with an adapter."""
-    found = getattr(module, "base_layer", module)
+    """Return a linear layer, or the one inside of a layer with an adapter or with a copy."""
+    found = getattr(module, "base_layer", getattr(module, "original_module", module))
     assert isinstance(found, nn.Linear)
     return found
 

@@ -98,7 +98,10 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
         return sum(t.nbytes for t in (*self.layer_keys, *self.layer_values))
 
     def emptied(self) -> SlotCache:
-        """Free all slots. Old keys may stay: what is not written yet is not looked at."""
+        """Free all slots."""
+        # What is masked is multiplied by 0, and what a call that failed has left may be NaN.
+        for tensor in (*self.layer_keys, *self.layer_values):
+            tensor.zero_()
         self.width, self.reach = self.slots, 0
         self.prompts.clear()
         self.place.zero_()

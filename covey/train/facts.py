@@ -37,6 +37,10 @@ class RowFacts:
         """Count the given rows."""
         return Totals.counted(self.group[index], self.tokens[index])
 
+    def any_useful(self, index: torch.Tensor) -> bool:
+        """Tell whether some of the given rows has an advantage."""
+        return bool(self.useful[index].any())
+
     def with_gradient(self, index: torch.Tensor) -> torch.Tensor:
         """Return which of the given rows have some advantage.
 

@@ -65,6 +65,7 @@ def without_truncated(batch: Batch) -> Batch:
     """Train no token of answers that were cut off: overlong filtering, DAPO section 3.4.
 
     To be called after advantages are filled in: the answers stay in their group's statistics, and
-    in the number of sequences, so that masking shrinks the step rather than weighs up the rest.
+    in the number of sequences, so that masking shrinks a mean over answers rather than weighs up
+    the rest. A mean over tokens, of the step or of a group, is over those that are left.
     """
     return replace(batch, mask=batch.mask & ~batch.truncated[:, None])

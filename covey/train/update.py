@@ -100,7 +100,7 @@ def prepare(
 
 
 def _with_useful_old_logp(batch: Batch, policy: Policy, settings: UpdateSettings) -> Batch:
-    """Fill in old_logp of the rows that have a gradient; nobody reads that of the others."""
+    """Fill in old_logp of the rows that have a gradient; no loss and no metric is of the others."""
     useful = RowFacts.of(batch).with_gradient(torch.arange(len(batch)))
     old = whole_batch(batch.rows(useful), settings.token_budget, policy.logp).logp
     (rows,) = sent([useful], old.device)
@@ -146,12 +146,15 @@ def update(
         if settings.skips_rows(objective):
             useful = facts.with_gradient(index)
             mini, index = mini.rows(useful), index[useful]
+        # A row that only stands for a step without any may have no old_logp to be held against.
+        counts = not settings.skips_rows(objective) or facts.any_useful(index)
         losses.append([])
         for rows in micro_batches(mini, settings.token_budget):
             micro = mini.rows(rows)
             output, now = _backward(policy, objective, micro)
             losses[-1].append(output.loss)
-            observe(meter, objective, micro, output, now.entropy)
+            if counts:
+                observe(meter, objective, micro, output, now.entropy)
             if number == 0:
                 observe_sampler(meter, micro, now.logp)
             if watch is not None:

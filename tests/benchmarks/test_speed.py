@@ -64,6 +64,27 @@ def test_flops_are_six_a_weight_and_token_and_attention() -> None:
     assert flops(shape, seen, shared=8) == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_group_of_one_needs_no_head_for_its_prompt_either() -> None:
+    from speed_shapes import flops, shapes
+
+    shape = shapes()["smollm2"]
+    tokens, head = 128 * (128 + 255), 49_152 * 576
+    expected = flops(shape, tokens) - 6 * head * (tokens - 128 * 256)
+    assert flops(shape, tokens, shared=1) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_prompt_is_read_again_in_every_micro_batch_that_answers_it() -> None:
+    from speed_shapes import tiny_shapes
+    from update_gpu import Setting, run
+
+    # Two groups of 8 answers, 8 + 16 tokens each: padded, 16 answers make 384 tokens, and 4 make 96.
+    shape = tiny_shapes()["smollm2"]
+    for budget, parts, seen in ((384, 1, 2 * 8 + 16 * 15), (96, 4, 4 * 8 + 16 * 15)):
+        found = run("smollm2", shape, Setting(device="cpu", budget=budget, repeat=1))
+        assert found["micro_batches"] == parts
+        assert found["packed"] == seen
+
+
 def test_a_result_names_no_folder_of_the_machine_that_it_is_from() -> None:
     from described import anywhere
 
@@ -122,6 +143,40 @@ def test_refilled_slots_and_waiting_batches_write_the_same_answers() -> None:
     # 64 lengths of a geometric law with mean 12: their mean is 12 with a deviation of 1.4.
     assert refill["mean_length"] == pytest.approx(12, abs=4)
     assert static["ratio"] == pytest.approx(static["seconds"] / refill["seconds"])
+
+
+def test_all_memory_is_there_before_refilled_slots_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    import speed_sampler
+    from speed_report import Report
+    from speed_sizes import sizes_for
+
+    from covey.policy.model import LanguageModel
+    from covey.sampler.native import NativeSampler
+    from tests.sampler.test_graph import by_graph
+
+    made: list[NativeSampler] = []
+    kept: list[bool] = []
+
+    def sampler(model: LanguageModel) -> NativeSampler:
+        made.append(by_graph(model))
+        return made[0]
+
+    def seconds_of(call: Any, device: str) -> float:
+        before = made[0].stepper.memory
+        call()
+        kept.append(made[0].stepper.memory is before)
+        return 1.0
+
+    monkeypatch.setattr(speed_sampler, "NativeSampler", sampler)
+    monkeypatch.setattr(speed_sampler, "seconds_of", seconds_of)
+    few = {"ragged_answers": 8, "ragged_slots": 4, "ragged_longest": 3, "ragged_mean": 2}
+    report = Report.at(None, ENVIRONMENT)
+    with report.section("ragged"):
+        speed_sampler.ragged(sizes_for("cpu", **few), report)
+    assert kept == [True, True]  # graphs hold its addresses, and would be recorded again
 
 
 def test_a_step_is_the_whole_loop_and_every_token_is_counted() -> None:

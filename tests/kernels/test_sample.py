@@ -79,6 +79,24 @@ def test_the_ends_of_the_uniforms_draw_tokens_that_have_mass(device: torch.devic
     assert torch.isfinite(state.logps).all()
 
 
+def test_rounding_where_stretches_meet_draws_no_token_without_mass(device: torch.device) -> None:
+    """Every stretch begins with tokens that have none; uniforms fall on where one begins."""
+    from covey.kernels.sample import STRETCH, draw
+
+    torch.manual_seed(2)
+    logits = torch.full((40, STRETCH), -torch.inf, device=device)
+    logits[:, 1000:1003] = torch.randn(40, 3).to(device)
+    tops = logits.amax(dim=1)
+    sums = (logits - tops[:, None]).exp().sum(dim=1) * (tops - tops.max()).exp()
+    begins = (sums.cumsum(dim=0) / sums.sum())[-SLOTS - 1 : -1]
+    for ulps in (-1, 0):
+        uniforms = (begins.view(torch.int32) + ulps).view(torch.float32)
+        state = written(device, uniforms[:, None].repeat(1, ROOM))
+        stops = torch.tensor([-1], device=device)
+        draw(logits.flatten().repeat(SLOTS, 1), state, temperature=1.0, stop_ids=stops)
+        assert torch.isfinite(state.logps).all()
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("wrong", [slice(None), slice(2100, 2101)], ids=["all", "one"])

@@ -167,6 +167,15 @@ def test_steps_that_teach_nothing_say_so() -> None:
     report = report_of("rollout.max_tokens=2", updates=1, alone=2)
     assert lines(report)["staleness"].max == 0.0
     assert [note.partition(":")[0] for note in report.notes] == ["staleness"]
+    # A bonus for entropy moves the policy without any advantage.
+    moved = report_of("rollout.max_tokens=2", "objective.entropy_bonus=0.1", updates=1, alone=2)
+    assert lines(moved)["staleness"].max > 0.0
+    assert not moved.notes
+
+
+def test_bounds_that_are_not_of_ratios_say_so() -> None:
+    report = report_of("objective.name=dppo", "rollout.max_tokens=2", updates=0, alone=2)
+    assert [note.partition(":")[0] for note in report.notes] == ["outside"]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +184,14 @@ def test_steps_that_teach_nothing_say_so() -> None:
         (("objective.high=0.28",), 0.8, 1.28, False),
         (("objective.name=gspo",), 1 - 3e-4, 1 + 4e-4, True),
         (("objective.name=gmpo",), 0.670320, 1.491825, False),  # exp(-0.4), exp(0.4)
+        (
+            ("objective.name=composed", "objective.surrogate=geometric_clipped"),
+            0.670320,
+            1.491825,
+            False,
+        ),
+        # Bounds of probabilities, which say nothing of ratios: grpo's stand for them.
+        (("objective.name=dppo", "objective.low=0.05", "objective.high=0.05"), 0.8, 1.2, False),
         (("objective.name=rloo",), 0.8, 1.2, True),
         (("objective.name=gpg",), 0.8, 1.2, False),
     ],
@@ -252,3 +269,21 @@ def test_after_the_end_of_a_schedule_answers_get_stale_at_its_peak() -> None:
     still = report_of("optimizer.learning_rate=0")
     assert lines(still)["staleness"].max == 0
     assert not any("peak" in note for note in still.notes)
+
+
+def test_a_budget_of_tokens_says_where_the_schedule_stands() -> None:
+    settings = (
+        "optimizer.schedule=linear", "train.steps=10", "train.budget=tokens",
+        "train.amount=100000", "train.mini_batches=1",
+    )  # fmt: skip
+    reports = []
+    # As many updates as the schedule nominally has, and a tenth of the tokens.
+    for rate, tokens in ("1e-4", 10_000), ("9e-5", 0):
+        parts = parts_of(*settings, f"optimizer.learning_rate={rate}")
+        parts.policy.version = 10
+        state = State(step=10, tokens=tokens, beta=0.0)
+        reports.append(measure(parts, state, Notes(), updates=1, alone=2))
+    tenth, whole = (lines(report)["staleness"] for report in reports)
+    assert whole.mean > 0
+    assert tenth.mean == pytest.approx(whole.mean, rel=1e-6)
+    assert not any(report.notes for report in reports)

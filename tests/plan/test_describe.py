@@ -14,6 +14,7 @@ from covey.config import load_config
 from covey.embedded import CHECKPOINT
 from covey.plan.describe import Plan, describe
 from covey.plan.finding import Seen
+from covey.run.folder import RunFolder
 from covey.train.assemble import resolve
 
 
@@ -57,7 +58,8 @@ def test_the_packaged_recipe_in_words() -> None:
         (["evaluate.every=0"], "Nothing is measured on the way."),
         (["evaluate.every=30"], "It is measured 5 times on the held-out prompts."),
         (["train.budget=updates", "train.amount=42"], "Each of 11 steps"),
-        (["train.budget=updates", "train.amount=42"], "In all that is 42 updates"),
+        (["train.budget=updates", "train.amount=42"], "In all that is 44 updates"),
+        (["train.budget=updates", "train.amount=42", "select.dynamic=true"], "Each of at least 11 steps"),
         (["train.budget=tokens", "train.amount=100000"], "at most 106,143 sampled tokens"),
         (["train.budget=tokens", "train.amount=5000000", "train.steps=10"], "Each of at least 814 steps"),
         (["train.budget=tokens", "train.amount=5000000", "train.steps=10"],
@@ -146,3 +148,33 @@ def test_training_says_what_does_nothing_before_it_begins_and_else_nothing(
     assert "drops nothing" not in "".join(plain)
     assert len(noted) == len(plain) + 1  # nothing of what is merely the same
     assert noted.index(note) < next(n for n, line in enumerate(noted) if "step" in line)
+
+
+def test_a_budget_of_updates_ends_with_a_whole_step(tmp_path: Path) -> None:
+    settings = (
+        "train.budget=updates", "train.amount=3", "train.mini_batches=2", "rollout.prompts=2",
+        "rollout.samples=2", "rollout.max_tokens=4", "evaluate.every=0", "model.device=cpu",
+    )  # fmt: skip
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert run(["train", "--run", str(tmp_path / "run"), *words]) == 0
+    last = RunFolder.open(tmp_path / "run").steps()[-1]
+    told = plan_of(*settings)
+    assert (last["step"], last["updates"]) == (told.steps, told.total_updates) == (2, 4)
+
+
+def test_tokens_are_at_most_those_of_a_run_that_finds_nothing_to_learn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # No answer of two tokens is right, so no group is mixed.
+    settings = (
+        "train.budget=updates", "train.amount=1", "train.mini_batches=1", "select.dynamic=true",
+        "select.max_rounds=1", "rollout.prompts=2", "rollout.samples=2", "rollout.max_tokens=2",
+        "evaluate.every=0", "model.device=cpu",
+    )  # fmt: skip
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert run(["train", "--run", str(tmp_path / "run"), *words]) != 0
+    assert "most steps have nothing to learn from" in capsys.readouterr().err
+    last = RunFolder.open(tmp_path / "run").steps()[-1]
+    told = plan_of(*settings)
+    assert (last["step"], last["tokens"]) == (21, 168)
+    assert told.total_tokens == 168

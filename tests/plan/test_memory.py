@@ -233,6 +233,13 @@ def test_a_reference_takes_what_its_kind_takes(
     assert part.phases == phases
 
 
+def test_old_logp_is_read_wherever_training_reads_it() -> None:
+    once = ("model.dtype=bfloat16", "train.mini_batches=1", "objective.beta=0")
+    for options in (("objective.correction=token_truncate",), ("train.epochs=2",)):
+        assert bytes_of(forecast(config_of(*once, *options), CPU), "reading") > 0
+    assert bytes_of(forecast(config_of(*once), CPU), "reading") == 0
+
+
 def test_the_optimizer_of_a_model_in_bfloat16() -> None:
     parameters = shape_of(config_of()).parameters
     on_gpu, on_cpu = forecast(config_of(), GPU), forecast(config_of(), CPU)

@@ -259,6 +259,16 @@ def assert_same_masters(one: Optimizer, other: Optimizer) -> None:
     assert all(torch.equal(m, other.masters[n]) for n, m in one.masters.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scalar_is_a_parameter_too(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.tensor(1.0, dtype=dtype))
+    optimizer = CompactAdamW([("w", parameter)], **SETTINGS, seed=0)
+    for _ in range(2):  # passes, whose gradients add up
+        (2 * parameter).backward()
+    assert optimizer.step(1e-2).grad_norm == 4.0
+    assert optimizer.masters["w"].item() == pytest.approx(1 - 1e-2 * (1 + 0.1), rel=1e-6)
+
+
 def test_a_reference_moves_towards_exact_weights() -> None:
     policy = make(build("llama", torch.bfloat16))
     reference = MovingReference(

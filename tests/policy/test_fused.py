@@ -137,6 +137,21 @@ def test_an_adapter_is_part_of_it(on: bool) -> None:
     assert float((ours - own).detach().abs().max()) < 1e-5 * float(own.detach().abs().max())
 
 
+def test_heads_that_are_trained_in_full_beside_an_adapter_are_part_of_it() -> None:
+    plain = build("llama")
+    join_weights(plain.backbone)
+    also_train = ["q_proj", "k_proj", "v_proj"]
+    model = add_adapter(plain, rank=2, targets=["o_proj"], also_train=also_train)
+    with stirred(model):
+        ours, own = both_ways(model, shared_batch(), flash=False)
+        torch.testing.assert_close(ours, own, atol=1e-4, rtol=1e-5)
+        expected, found = gradients(model, own), gradients(model, ours)
+    assert set(expected) == set(found)
+    scale = max(float(g.abs().max()) for g in expected.values())
+    for name, grad in expected.items():
+        assert float((found[name] - grad).abs().max()) < 1e-5 * scale, name
+
+
 def test_checkpointing_recomputes_and_changes_nothing() -> None:
     model = build("llama")
     model.model.train()

@@ -175,6 +175,23 @@ def test_logits_that_are_not_numbers_are_an_error(temperature: float) -> None:
         NativeSampler(model).generate(ragged_questions(1), step=0, sampling=sampling)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_weights_that_were_no_numbers_leave_nothing_to_the_next_call(architecture: str) -> None:
+    model = build(architecture)
+    questions, sampler = ragged_questions(3), NativeSampler(model)
+    sampling = Sampling(samples=2, max_tokens=6, slots=4)
+    expected = sampler.generate(questions, step=0, sampling=sampling)
+    weight = model.model.get_input_embeddings().weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+        with pytest.raises(ModelError, match="not numbers"):
+            # The longest prompt in the slots that have the shortest afterwards.
+            sampler.generate(questions[1:], step=0, sampling=sampling)
+        weight.copy_(before)
+    assert sampler.generate(questions, step=0, sampling=sampling) == expected
+
+
 def test_trainer_and_sampler_share_their_weights() -> None:
     model = build("llama")
     sampler = NativeSampler(model)

@@ -184,3 +184,26 @@ def test_a_gradient_that_is_not_finite_is_counted_and_spoils_no_other_metric() -
     assert metrics["optim/skipped"] == 1
     assert math.isfinite(metrics["optim/grad_norm"])
     assert all(p.isfinite().all() for p in policy.model.model.parameters())
+
+
+def test_rows_that_are_skipped_leave_no_ratios_behind() -> None:
+    policy, objective = make_policy(), build_objective("grpo", beta=0.0)
+    batch = make_batch(rows=8, groups=2)
+    # A sampler that truncates says more of its tokens than the policy; one group is all alike.
+    batch = replace(
+        batch,
+        rewards=batch.rewards.where(batch.group == 0, 1.0),
+        sampler_logp=batch_logp(policy.model, batch).logp.detach() + 0.5,
+    )
+    still = settings(mini_batches=2, skip_zero_gradient=True, learning_rate=lambda version: 0.0)
+    batch = prepare(
+        with_advantage(objective, batch), policy=policy, objective=objective, reference=None,
+        settings=still,
+    )  # fmt: skip
+    metrics = update(batch, policy=policy, objective=objective, settings=still, step=1)
+    assert metrics["val/ratio_min"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["policy/approxkl_avg"] == pytest.approx(0.0, abs=1e-9)
+    flat = with_advantage(objective, replace(batch, rewards=torch.ones(8).double()))
+    nothing = update(flat, policy=policy, objective=objective, settings=still, step=1)
+    assert nothing["loss/policy_avg"] == nothing["optim/grad_norm"] == 0.0
+    assert "val/ratio" not in nothing
