@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,16 +26,16 @@ from covey.config import Config
 from covey.numerics.causes import TOTAL, Cause
 from covey.numerics.gap import ClipRange, Gap, gap_of
 from covey.numerics.ways import alone_logp, common_prefix, log_kept, trainer_logp, wide_logp
-from covey.objective import Objective
+from covey.objective.compose import function_of
 from covey.objective.ratio import one, token
 from covey.objective.surrogate import geometric_clipped, trust_mask
 from covey.train.assemble import Parts
-from covey.train.budget import Budget, Used
+from covey.train.budget import Budget
 from covey.train.collate import collate
 from covey.train.gather import gather
 from covey.train.learn import batch_of, objective_now
 from covey.train.report import Reporter
-from covey.train.state import State
+from covey.train.state import State, used_by
 from covey.train.update import UpdateSettings, update
 from covey.types import Batch, Group
 
@@ -74,7 +73,7 @@ def measure(
 ) -> Report:
     """Sample the next step's answers and measure every cause; the weights have changed after."""
     budget = Budget(settings=parts.config.train)
-    used = Used(steps=state.step, tokens=state.tokens, updates=parts.policy.version)
+    used = used_by(parts, state)
     gathered = gather(parts, reporter, state.step + 1, share=budget.spent(used))
     groups = gathered.selected.groups or gathered.collected.groups
     clip = clip_range(parts)
@@ -109,7 +108,7 @@ def clip_range(parts: Parts) -> ClipRange:
     options = parts.config.objective.options if _clips_ratios(parts) else {}
     low, high = (float(options.get(name, CLIP)) for name in ("low", "high"))
     bounds = 1.0 - low, 1.0 + high
-    if _surrogate(parts.objective) is geometric_clipped:  # whose bounds are of the logarithm
+    if function_of(parts.objective.surrogate) is geometric_clipped:  # bounds of the logarithm
         bounds = math.exp(-low), math.exp(high)
     # An objective that takes every ratio for 1 is no less wrong where it is not.
     ratio = token if parts.objective.ratio is one else parts.objective.ratio
@@ -119,13 +118,7 @@ def clip_range(parts: Parts) -> ClipRange:
 def _clips_ratios(parts: Parts) -> bool:
     """Tell whether `low` and `high` bound ratios; of trust_mask they bound probabilities."""
     bounded = "low" in parts.config.objective.options
-    return bounded and _surrogate(parts.objective) is not trust_mask
-
-
-def _surrogate(objective: Objective) -> Any:
-    """Return the surrogate without its options."""
-    piece = objective.surrogate
-    return piece.func if isinstance(piece, partial) else piece
+    return bounded and function_of(parts.objective.surrogate) is not trust_mask
 
 
 def default_updates(config: Config) -> int:

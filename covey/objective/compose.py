@@ -49,6 +49,11 @@ DEFAULTS: Mapping[str, str] = MappingProxyType(
 )
 
 
+def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a piece of an objective without its options."""
+    return piece.func if isinstance(piece, partial) else piece
+
+
 def composer(given: Mapping[str, Any]) -> Callable[..., Objective]:
     """Return a function of all options of the pieces that `given` names, or of the default ones."""
     chosen = {kind: _chosen(kind, given.get(kind, DEFAULTS[kind])) for kind in PIECES}

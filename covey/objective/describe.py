@@ -12,13 +12,12 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from covey.objective.algorithms import ALGORITHMS
 from covey.objective.build import algorithm, build, extended
-from covey.objective.compose import PIECES, options_of
+from covey.objective.compose import PIECES, function_of, options_of
 from covey.objective.loss import Objective
 from covey.objective.options import OPTIONS
 from covey.objective.penalty import PENALTIES
@@ -87,7 +86,7 @@ def _text(value: Any) -> str:
 
 
 def _piece_name(kind: str, piece: Callable[..., Any]) -> str:
-    function = piece.func if isinstance(piece, partial) else piece
+    function = function_of(piece)
     names = {f: n for n, f in PIECES[kind].items()}
     return names.get(function, getattr(function, "__name__", "own"))
 

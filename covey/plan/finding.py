@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from covey.config import Config
 from covey.objective import Objective
+from covey.objective.compose import function_of
 from covey.train.assemble import objective_of, sampling_of
 
 Kind = Literal["same", "idle", "risk"]
@@ -110,8 +110,3 @@ def in_float32(config: Config) -> bool:
         return config.model.dtype == "float32"
     gpu = config.model.device.startswith("cuda")
     return not gpu and not (config.model.device == "auto" and torch.cuda.is_available())
-
-
-def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a piece of an objective without its options."""
-    return piece.func if isinstance(piece, partial) else piece

@@ -16,9 +16,9 @@ from covey.config import Config
 from covey.errors import ConfigError
 from covey.objective import ALGORITHMS, Objective, advantage, algorithm, penalty, ratio, weights
 from covey.objective import surrogate as gains
-from covey.objective.compose import options_of
+from covey.objective.compose import function_of, options_of
 from covey.objective.shaping import entropy_shaped_answers, entropy_shaped_tokens
-from covey.plan.finding import Setup, function_of
+from covey.plan.finding import Setup
 
 ONE_TO_AN_ANSWER = frozenset(
     {*advantage.ADVANTAGES.values(), entropy_shaped_answers} - {advantage.returns_whitened}

@@ -33,7 +33,7 @@ from covey.train.report import (
     rollout_metrics,
     selection_metrics,
 )
-from covey.train.state import State, restore, save
+from covey.train.state import State, restore, save, used_by
 
 
 @dataclass(slots=True)
@@ -75,10 +75,10 @@ def train(parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal) ->
     if state.step == 0 and config.evaluate.every:
         measure(parts, run, reporter, step=0)
     saved = state.step
-    while not budget.over(used := _used(parts, state)) and stop.received is None:
+    while not budget.over(used := used_by(parts, state)) and stop.received is None:
         state.step += 1
         _step(parts, run, reporter, state, budget, used)
-        now = _used(parts, state)
+        now = used_by(parts, state)
         last = budget.over(now)
         every = config.evaluate.every
         if every and (budget.passed(every, used, now) or last):
@@ -89,10 +89,6 @@ def train(parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal) ->
     if saved < state.step:
         save(parts, run, state)
     return state.step
-
-
-def _used(parts: Parts, state: State) -> Used:
-    return Used(steps=state.step, tokens=state.tokens, updates=parts.policy.version)
 
 
 def _step(

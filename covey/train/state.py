@@ -9,6 +9,7 @@ from covey.errors import RunError
 from covey.policy.checkpoint import load_policy, save_policy
 from covey.run.folder import RunFolder
 from covey.train.assemble import Parts
+from covey.train.budget import Used
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +25,11 @@ class State:
     """Weight of the KL, which an objective may adapt."""
     flat: list[float] = field(default_factory=list)
     """Share of groups with equal rewards in each of the last steps."""
+
+
+def used_by(parts: Parts, state: State) -> Used:
+    """Return how much of its budget a run has used."""
+    return Used(steps=state.step, tokens=state.tokens, updates=parts.policy.version)
 
 
 def restore(parts: Parts, run: RunFolder) -> State:

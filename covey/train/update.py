@@ -143,11 +143,12 @@ def update(
         totals = facts.totals(index)
         mini = ready(batch.rows(index), policy, objective, settings, totals)
         observe_correction(meter, mini)
+        counts = True
         if settings.skips_rows(objective):
+            # A row that only stands for a step without any may have no old_logp to be held against.
+            counts = facts.any_useful(index)
             useful = facts.with_gradient(index)
             mini, index = mini.rows(useful), index[useful]
-        # A row that only stands for a step without any may have no old_logp to be held against.
-        counts = not settings.skips_rows(objective) or facts.any_useful(index)
         losses.append([])
         for rows in micro_batches(mini, settings.token_budget):
             micro = mini.rows(rows)
