@@ -48,14 +48,19 @@ def group(limits: Limits, parent: Path | None) -> Iterator[Path | None]:
     except OSError as error:
         raise RewardError(f"sandbox: no cgroup could be made: {error}") from None
     try:
-        for name, text in settings(limits).items():
-            _set(folder / name, text)
+        _limit(folder, limits)
         yield folder
-    except OSError as error:
-        raise RewardError(f"sandbox: a cgroup could not be limited: {error}") from None
     finally:
         remove(folder)
         os.close(lock)
+
+
+def _limit(folder: Path, limits: Limits) -> None:
+    try:
+        for name, text in settings(limits).items():
+            _set(folder / name, text)
+    except OSError as error:
+        raise RewardError(f"sandbox: a cgroup could not be limited: {error}") from None
 
 
 def settings(limits: Limits) -> dict[str, str]:
@@ -141,18 +146,25 @@ def _open_up(folder: Path) -> bool:
 
 def _move_down(folder: Path) -> bool:
     below = folder / _MAIN
-    session = os.getsid(0)
     for _ in range(10):  # a process that is being moved may have started another
         members = (folder / "cgroup.procs").read_text().split()
         if not members:
             return True
-        if any(os.getsid(int(pid)) != session for pid in members):
+        if not all(map(_is_of_our_session, members)):
             return False
         below.mkdir(exist_ok=True)
         for pid in members:
             with contextlib.suppress(ProcessLookupError):
                 _set(below / "cgroup.procs", pid)
     return False
+
+
+def _is_of_our_session(pid: str) -> bool:
+    """Whether a process is of our session, or gone. It is 0 if it is not in our namespace."""
+    try:
+        return pid != "0" and os.getsid(int(pid)) == os.getsid(0)
+    except ProcessLookupError:
+        return True
 
 
 def _make(parent: Path) -> tuple[Path, int]:
