@@ -222,35 +222,40 @@ def uses_too_much(job: dict[str, Any]) -> bool:
     disk = os.statvfs(job["place"])
     if disk.f_files - disk.f_ffree > FILES:
         return True
-    pids = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-    used = sum(map(memory_of, pids)) + job["socket_bytes"] * sockets_seen_by(pids)
-    return bool(used > job["memory_bytes"])
+    used = sockets = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit() and name != "1":
+            memory, seen = held_by(f"/proc/{name}")
+            used, sockets = used + memory, max(sockets, seen)
+    return bool(used + sockets * job["socket_bytes"] > job["memory_bytes"])
 
 
-def memory_of(pid: str) -> int:
-    """Bytes of memory that a process has written to; 0 if it is gone."""
-    names = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
-    return sum(
-        int(line.split()[1]) << 10
-        for line in lines_of(f"/proc/{pid}/status")
-        if line.startswith(names)
-    )
+def held_by(process: str) -> tuple[int, int]:
+    """Bytes that a process has written to, and the sockets that it sees: those of all; or (0, 0).
 
-
-def sockets_seen_by(pids: list[str]) -> int:
-    """How many sockets there are, those included that are themselves on their way in a socket."""
-    for pid in pids:  # all see the same; our own folder is covered up
-        lines = lines_of(f"/proc/{pid}/net/protocols")
+    Every thread shows the same, except for one that has ended: that can be the main one.
+    """
+    for thread in names_in(f"{process}/task"):
+        place = f"{process}/task/{thread}"
+        lines = numbers_in(f"{place}/status", (b"RssAnon:", b"RssShmem:", b"VmSwap:"), 1)
         if lines:
-            return sum(int(line.split()[2]) for line in lines if line.startswith(b"UNIX"))
-    return 0
+            return sum(lines) << 10, sum(numbers_in(f"{place}/net/protocols", b"UNIX", 2))
+    return 0, 0
 
 
-def lines_of(path: str) -> list[bytes]:
-    """The lines of a file of a process; none if it is gone."""
+def names_in(folder: str) -> list[str]:
+    """The names in a folder; none if it is gone."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:
+    """The numbers in a column of those lines of a file that start so; none if it is gone."""
     try:
         with open(path, "rb") as file:
-            return file.read().split(b"\n")
+            return [int(line.split()[column]) for line in file if line.startswith(starts)]
     except OSError:
         return []
 

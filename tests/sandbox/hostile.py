@@ -248,6 +248,21 @@ time.sleep(100)
 """,
         KILLED,
     ),
+    "memory behind a dead thread": Hostile(
+        "hidden memory",
+        """
+def stay():
+    time.sleep(0.2)
+    data = b"x" * (30 << 20)
+    time.sleep(100)
+for _ in range(7):
+    if os.fork() == 0: break
+threading.stack_size(1 << 18)
+threading.Thread(target=stay).start()
+libc.syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # the end of this thread alone
+""",
+        KILLED,
+    ),
     "memory of one": Hostile("memory of one", "data = b'x' * (100 << 20)\nprint('DONE')"),
     "maps of one": Hostile(
         "memory of one",
