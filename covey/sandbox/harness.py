@@ -222,22 +222,42 @@ def uses_too_much(job: dict[str, Any]) -> bool:
     disk = os.statvfs(job["place"])
     if disk.f_files - disk.f_ffree > FILES:
         return True
-    used = 0
+    used = sockets = 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
-            used += memory_of(name)
-    return bool(used > job["memory_bytes"])
+            memory, seen = held_by(f"/proc/{name}")
+            used, sockets = used + memory, max(sockets, seen)
+    return bool(used + sockets * job["socket_bytes"] > job["memory_bytes"])
 
 
-def memory_of(pid: str) -> int:
-    """Bytes of memory that a process has written to; 0 if it is gone."""
+def held_by(process: str) -> tuple[int, int]:
+    """Bytes that a process has written to, and the sockets that it sees: those of all; or (0, 0).
+
+    Every thread shows the same, except for one that has ended: that can be the main one.
+    """
+    for thread in names_in(f"{process}/task"):
+        place = f"{process}/task/{thread}"
+        lines = numbers_in(f"{place}/status", (b"RssAnon:", b"RssShmem:", b"VmSwap:"), 1)
+        if lines:
+            return sum(lines) << 10, sum(numbers_in(f"{place}/net/protocols", b"UNIX", 2))
+    return 0, 0
+
+
+def names_in(folder: str) -> list[str]:
+    """The names in a folder; none if it is gone."""
     try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            lines = file.read().split(b"\n")
+        return os.listdir(folder)
     except OSError:
-        return 0
-    names = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(names))
+        return []
+
+
+def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:
+    """The numbers in a column of those lines of a file that start so; none if it is gone."""
+    try:
+        with open(path, "rb") as file:
+            return [int(line.split()[column]) for line in file if line.startswith(starts)]
+    except OSError:
+        return []
 
 
 def empty(place: str) -> None:
@@ -336,7 +356,7 @@ def set_limits(job: dict[str, Any]) -> None:
     }
     if job["isolated"]:
         # One more than allowed, because the harness is one too.
-        limits |= {"NPROC": job["processes"] + 1, "MSGQUEUE": 0, "MEMLOCK": 0}
+        limits |= {"NPROC": job["processes"] + 1, "MSGQUEUE": 0, "MEMLOCK": 0, "SIGPENDING": 1000}
     for name, limit in limits.items():
         try:
             lower(getattr(resource, f"RLIMIT_{name}"), limit, limit)

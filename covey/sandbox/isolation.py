@@ -4,18 +4,21 @@ Not root: bubblewrap makes a user namespace, in which the limit on processes cou
 Root: such limits do not bind root, not even under another name in a user namespace. So there is no
 user namespace, bubblewrap leaves just the right to change users, and the harness uses it up: it
 becomes a user that nobody else is, because outside of user namespaces the limit counts all
-processes of a user wherever they run.
+processes of a user wherever they run. Where root has no other user to become, as in some
+containers, it is not root to the machine, and is treated as if it were not.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
 import shutil
 import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
+
+from covey.sandbox import uids
 
 PLACE = "/tmp"
 ENVIRONMENT = {
@@ -31,8 +34,16 @@ ENVIRONMENT = {
 }
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
-_runs = itertools.count()
+_DEVICES = ("null", "full", "random", "urandom")
+"""Not zero: mapped as shared it gives memory that belongs to no process, and nothing counts it."""
+_LAST_PIECE = 64 << 10
+"""A socket takes one more piece as long as it is not full."""
+_ENTER = """
+{ echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null
+[ -z "$1" ] || echo $$ >"$1/cgroup.procs" || exit 1
+shift
+exec "$@"
+"""
 
 
 def interpreter() -> str:
@@ -60,28 +71,37 @@ def command(file_bytes: int) -> list[str]:
     return [program, *_namespaces(), *_file_system(), *_own_files(file_bytes)]
 
 
-def own_uid() -> int | None:
-    """A user id that no other sandbox has at the moment; None where we are not root."""
-    if os.geteuid() != 0:
-        return None
-    run = next(_runs)
-    if _mapped_uids() > 1 << 31:
-        return (1 << 30) + (os.getpid() << 7) + (run & 127)
-    return 60_000 + run % 5_000
+def entering(group: Path | None) -> list[str]:
+    """Return what goes before the command, to be in a control group from its first moment.
+
+    Where the machine runs out of memory, a sandbox is also the first to go. Inside, nobody can
+    change that: the files of processes are read only.
+    """
+    return ["/bin/sh", "-c", _ENTER, "sh", str(group or "")]
 
 
 @cache
-def _mapped_uids() -> int:
-    """How many user ids there are, which in a container can be few."""
-    lines = Path("/proc/self/uid_map").read_text().splitlines()
-    return sum(int(line.split()[2]) for line in lines)
+def socket_bytes() -> int:
+    """The most memory that the kernel holds for what was written into a socket and not read."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path("/proc/sys/net/core/wmem_default").read_text()) + _LAST_PIECE
+    return 212_992 + _LAST_PIECE
+
+
+def own_uid() -> int | None:
+    """A user id that no other sandbox has while this process lives; None where we are not root.
+
+    `uids.leased` is for a sandbox that ends sooner.
+    """
+    taken = uids.take()
+    return None if taken is None else taken[0]
 
 
 def _namespaces() -> list[str]:
     arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--as-pid-1", "--new-session", "--die-with-parent"]
     arguments += ["--cap-drop", "ALL"]
-    if os.geteuid() == 0:
+    if uids.span_here() is not None:
         arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         arguments += ["--unshare-user"]
@@ -136,6 +156,7 @@ def _own_files(file_bytes: int) -> list[str]:
     arguments = ["--proc", "/proc", *_parents("/dev/null")]
     # The harness is process 1; through its folder its memory could be read and written.
     arguments += ["--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
+    arguments += ["--remount-ro", "/proc"]
     for name in _DEVICES:
         arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     arguments += ["--symlink", "/proc/self/fd", "/dev/fd"]

@@ -20,7 +20,7 @@ class Limits:
     total_seconds: float = 30.0
     """For all cases together; those that are not reached count as timed out."""
     memory_bytes: int = 512 << 20
-    """Of each process, and in isolation of all together."""
+    """Of each process, and in isolation of all together, what is in their sockets included."""
     processes: int = 32
     """Threads count too. Holds in isolation only."""
     file_bytes: int = 16 << 20

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from covey.errors import ConfigError, RewardError
-from covey.sandbox import harness, isolation
+from covey.sandbox import cgroup, harness, isolation, uids
 from covey.sandbox.limits import Case, Limits, Outcome
 from covey.sandbox.seccomp import filter_program
 
@@ -59,6 +59,7 @@ def run(
         "cases": [{"stdin": c.stdin.encode(errors="surrogatepass"), "call": c.call} for c in cases],
         "paths": isolation.package_folders() if unsafe else isolation.package_places(),
         "isolated": not unsafe,
+        "socket_bytes": 0 if unsafe else isolation.socket_bytes(),
     }
     with _started(job, limits, unsafe) as process:
         most = len(cases) * (3 * limits.output_bytes + 100)
@@ -114,13 +115,16 @@ def _started(
         place = isolation.PLACE
         prefix: list[str] = []
         passed: tuple[int, ...] = ()
+        uid = None
         if unsafe:
             place = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         else:
             passed = (stack.enter_context(_filter_file()),)
             prefix = isolation.command(limits.file_bytes)
             prefix[1:1] = ["--seccomp", str(passed[0])]
-        uid = None if unsafe else isolation.own_uid()
+            group = stack.enter_context(cgroup.group(limits, cgroup.parent_here()))
+            prefix = [*isolation.entering(group), *prefix]
+            uid = stack.enter_context(uids.leased())
         stdin = stack.enter_context(tempfile.TemporaryFile())
         stdin.write(marshal.dumps((_harness_code(), {**job, "place": place, "uid": uid})))
         stdin.seek(0)

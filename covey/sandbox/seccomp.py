@@ -1,75 +1,35 @@
-"""The system calls that the sandbox refuses, as a filter for the kernel (classic BPF).
+"""Which system calls a program may make, as a filter for the kernel (classic BPF).
 
-Namespaces and limits keep a program in; this closes what they leave open. Sockets of some kinds
-are not part of a network namespace. Memory can be had where no limit counts it: in nameless
-files, System V memory, or a file system mounted in a user namespace of one's own. And much of the
-kernel that no ordinary program needs is better not reached at all.
+Namespaces and limits keep a program in; this closes what they leave open. It is a list of what is
+allowed: a call that is not on it fails, whatever it does. So memory cannot be had where no limit
+counts it (nameless files, System V objects, message queues, shared memory without a file), nor
+sockets that reach out, nor the many parts of the kernel that no ordinary program needs.
 """
 
 from __future__ import annotations
 
 import platform
 import struct
+from collections.abc import Iterable
 from functools import cache
+
+from covey.sandbox.calls import ALLOWED, CHECKED, MISSING, NEWER, numbers
+
+Step = tuple[int, int, int, int]
 
 _ALLOW = 0x7FFF0000
 _KILL = 0x80000000
-_ERROR = 0x00050000
-_EPERM, _ENOSYS = 1, 38
-_LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+_EPERM, _ENOSYS = 0x00050000 | 1, 0x00050000 | 38
+_LOAD, _EQUAL, _ABOVE, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x54, 0x06
+_NUMBER, _ARCHITECTURE = 0, 4
 _NEW_NAMESPACES = 0x7E020080
-_TTY_INPUT = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX, which type into a terminal for its owner."""
-
-# name: (number on x86-64, number on the machines that share the kernel's generic table)
-_REFUSED = {
-    "acct": (163, 89),
-    "add_key": (248, 217),
-    "bpf": (321, 280),
-    "chroot": (161, 51),
-    "delete_module": (176, 106),
-    "finit_module": (313, 273),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fsopen": (430, 430),
-    "fspick": (433, 433),
-    "init_module": (175, 105),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "io_uring_setup": (425, 425),
-    "kcmp": (312, 272),
-    "kexec_file_load": (320, 294),
-    "kexec_load": (246, 104),
-    "keyctl": (250, 219),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "mount": (165, 40),
-    "mount_setattr": (442, 442),
-    "move_mount": (429, 429),
-    "msgget": (68, 186),
-    "open_by_handle_at": (304, 265),
-    "open_tree": (428, 428),
-    "perf_event_open": (298, 241),
-    "pidfd_getfd": (438, 438),
-    "pivot_root": (155, 41),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "ptrace": (101, 117),
-    "quotactl": (179, 60),
-    "reboot": (169, 142),
-    "request_key": (249, 218),
-    "setns": (308, 268),
-    "shmget": (29, 194),
-    "socket": (41, 198),
-    "swapoff": (168, 225),
-    "swapon": (167, 224),
-    "syslog": (103, 116),
-    "umount2": (166, 39),
-    "unshare": (272, 97),
-    "userfaultfd": (323, 282),
-}
-_CLONE, _CLONE3, _IOCTL = (56, 220), (435, 435), (16, 29)
+_ANONYMOUS, _KIND_AND_HUGE, _PRIVATE = 0x20, 0x4000F, 0x02
+_TERMINAL_AND_FILE = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
+"""TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2."""
+_OWN_NAME_AND_STATE = (1, 2, 3, 15, 16, 21, 23, 38, 39, 0x53564D41)
+"""PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), GET_SECCOMP, CAPBSET_READ, NO_NEW_PRIVS
+(set, get), SET_VMA. Not SET_DUMPABLE, which hides a process from whoever looks after it."""
+_AF_UNIX, _PRIO_PROCESS, _HARNESS = 1, 0, 1
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1), "riscv64": (0xC00000F3, 1)}
 
 
@@ -80,35 +40,83 @@ def filter_program(machine: str = "") -> bytes | None:
     if known is None:
         return None
     architecture, column = known
-    steps = [
+    steps: list[Step] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
     ]
-    if column == 0:
-        # The x32 calls are the same calls under other numbers.
-        steps += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERROR | _ENOSYS)]
-    for numbers in _REFUSED.values():
-        steps += _refuse(numbers[column], _EPERM)
-    # Its flags are out of a filter's sight; without it the C library takes `clone`.
-    steps += _refuse(_CLONE3[column], _ENOSYS)
-    steps += [
-        (_EQUAL, 0, 5, _CLONE[column]),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        (_AND, 0, 0, _NEW_NAMESPACES),
-        (_EQUAL, 1, 0, 0),
-        (_RETURN, 0, 0, _ERROR | _EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-        (_EQUAL, 0, 4, _IOCTL[column]),
-        (_LOAD, 0, 0, _SECOND_ARGUMENT),
-        (_EQUAL, 1, 0, _TTY_INPUT[0]),
-        (_EQUAL, 0, 1, _TTY_INPUT[1]),
-        (_RETURN, 0, 0, _ERROR | _EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+    checks = _checks()
+    for name, number in numbers(CHECKED, column).items():
+        steps += [(_EQUAL, 0, len(checks[name]), number), *checks[name]]
+    for first, last in _runs(numbers(ALLOWED, column).values()):
+        steps += [(_AT_LEAST, 0, 2, first), (_ABOVE, 1, 0, last), (_RETURN, 0, 0, _ALLOW)]
+    for number in numbers(MISSING, column).values():
+        steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ENOSYS)]
+    # The calls of x32, the same ones under other numbers, are among those that are too high.
+    steps += [(_AT_LEAST, 0, 1, NEWER), (_RETURN, 0, 0, _ENOSYS), (_RETURN, 0, 0, _EPERM)]
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
 
-def _refuse(number: int, error: int) -> list[tuple[int, int, int, int]]:
-    return [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | error)]
+def _checks() -> dict[str, list[Step]]:
+    """What is looked at in the arguments of a call. Every way through ends with an answer."""
+    for_others = [_argument(0), *_unless(_HARNESS)]
+    return {
+        # No namespaces of its own: in them it would have rights, and so all of the kernel.
+        "clone": [_argument(0), (_AND, 0, 0, _NEW_NAMESPACES), *_only(0)],
+        # Memory that is shared and in no file belongs to no process: it stays where it is when
+        # each of them has let go of its own view, and then nothing counts it. Huge pages neither.
+        "mmap": [
+            _argument(3),
+            (_AND, 0, 0, _ANONYMOUS),
+            (_EQUAL, 0, 1, 0),
+            (_RETURN, 0, 0, _ALLOW),
+            _argument(3),
+            (_AND, 0, 0, _KIND_AND_HUGE),
+            *_only(_PRIVATE),
+        ],
+        # Not what types into a terminal, nor what any driver may offer.
+        "ioctl": [_argument(1), *_only(*_TERMINAL_AND_FILE)],
+        "prctl": [_argument(0), *_only(*_OWN_NAME_AND_STATE)],
+        "socketpair": [_argument(0), *_only(_AF_UNIX)],
+        # The harness is of the same user, and could be starved by whoever may set its share.
+        "setpriority": [
+            _argument(0),
+            (_EQUAL, 1, 0, _PRIO_PROCESS),
+            (_RETURN, 0, 0, _EPERM),
+            _argument(1),
+            *_unless(_HARNESS),
+        ],
+        "prlimit64": for_others,
+        "sched_setaffinity": for_others,
+        "sched_setattr": for_others,
+        "sched_setparam": for_others,
+        "sched_setscheduler": for_others,
+    }
+
+
+def _argument(number: int) -> Step:
+    """Load the low half of an argument; the calls that are checked use no more of it."""
+    return (_LOAD, 0, 0, 16 + 8 * number)
+
+
+def _only(*values: int) -> list[Step]:
+    """Allow the call for these values."""
+    tests = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
+    return [*tests, (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _unless(value: int) -> list[Step]:
+    """Allow the call for all other values."""
+    return [(_EQUAL, 1, 0, value), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _EPERM)]
+
+
+def _runs(values: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first and last of each run of numbers without a gap."""
+    runs: list[tuple[int, int]] = []
+    for value in sorted(values):
+        if runs and value == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], value)
+        else:
+            runs.append((value, value))
+    return runs

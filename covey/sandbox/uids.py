@@ -1,0 +1,110 @@
+"""A user id for each sandbox that root starts: limits on processes count all that a user has.
+
+Workers do not know of each other, so an id is taken by locking its byte in one file. The kernel
+gives the lock back when its holder ends, however that happens. Containers that share user ids but
+no files cannot see each other's locks; there the ids are many, and one is taken at random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import stat
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from covey.errors import RewardError
+
+_MANY = range(1 << 30, (1 << 30) + (1 << 29))
+_FEW = 5_000
+_LOWEST, _BELOW_NOBODY = 1_000, 65_000
+_NAME = "covey-sandbox-uids"
+_FOLDERS = ("/run", "/tmp")
+
+
+@contextlib.contextmanager
+def leased() -> Iterator[int | None]:
+    """A user id that no other sandbox has meanwhile; None where there are none to be had."""
+    taken = take()
+    if taken is None:
+        yield None
+        return
+    uid, file = taken
+    try:
+        yield uid
+    finally:
+        # A process forked meanwhile has the file open too, so closing it here is not enough.
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, uid))
+        os.close(file)
+
+
+def take() -> tuple[int, int] | None:
+    """Take a user id. It is ours until the file that is returned with it is closed.
+
+    Raises RewardError where every one is taken, or where no lock can be had.
+    """
+    span = span_here()
+    if span is None:
+        return None
+    file = _open_locks((*_FOLDERS, tempfile.gettempdir()))
+    start = secrets.randbelow(len(span))
+    for step in range(min(len(span), _FEW)):
+        uid = span[(start + step) % len(span)]
+        with contextlib.suppress(BlockingIOError, PermissionError):
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK, uid))
+            return uid, file
+    os.close(file)
+    raise RewardError(f"sandbox: all {len(span)} user ids for sandboxes are in use; run fewer")
+
+
+def span_here() -> range | None:
+    """Return the user ids that sandboxes may have; None where we cannot change to another."""
+    return None if os.geteuid() != 0 else span_of(_uid_map())
+
+
+def span_of(uid_map: str) -> range | None:
+    """Return the ids for sandboxes out of those that are mapped, which in a container can be few.
+
+    >>> span_of("0 0 4294967295").start, span_of("0 100000 65536"), span_of("0 1000 1")
+    (1073741824, range(60000, 65000), None)
+    """
+    for line in uid_map.splitlines():
+        first, _, count = map(int, line.split())
+        end = first + count
+        if first <= _MANY.start and _MANY.stop <= end:
+            return _MANY
+        high = end if first > _BELOW_NOBODY else min(end, _BELOW_NOBODY)
+        low = max(first, _LOWEST, high - _FEW)
+        if low < high:
+            return range(low, high)
+    return None
+
+
+@cache
+def _uid_map() -> str:
+    return Path("/proc/self/uid_map").read_text()
+
+
+def _open_locks(folders: Sequence[str]) -> int:
+    """Open the file of locks in the first folder where that can be done."""
+    for folder in folders:
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            file = os.open(f"{folder}/{_NAME}", flags, 0o600)
+        except OSError:
+            continue
+        found = os.fstat(file)
+        if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
+            return file
+        os.close(file)  # whoever put it there could hold every lock
+    raise RewardError(f"sandbox: no file for locks could be made in any of {', '.join(folders)}")
+
+
+def _lock(kind: int, uid: int) -> bytes:
+    """A `struct flock` for the byte of a user id."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, uid, 1, 0)
