@@ -194,11 +194,16 @@ class RunFolder:
         return self.numbered("checkpoints", "")
 
     def saved_steps(self, note: Note = to_stderr) -> list[int] | None:
-        """Return of which steps checkpoints were saved; None: an older version did not say."""
+        """Return of which steps checkpoints were saved; None: the run does not say.
+
+        That is so of a run of an older version, and of one whose list is damaged.
+        """
+        told: list[str] = []
         path = self.path / "checkpoints.jsonl"
-        if not path.exists():
-            return None
-        return [row["step"] for row in usable_lines(path, SAVED, note)]
+        rows = usable_lines(path, SAVED, told.append)
+        for text in told:
+            note(text)
+        return None if told or not path.exists() else [row["step"] for row in rows]
 
     def prune_checkpoints(self, keep: int) -> None:
         """Remove all but the newest `keep`."""

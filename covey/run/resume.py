@@ -73,18 +73,20 @@ def _asked_for(run: RunFolder, found: dict[int, Path], step: int) -> Start:
 
 
 def _missing(run: RunFolder, newest: int | None, save_every: int) -> str | None:
-    """Say what should be there and is not: a disk may not be mounted."""
-    recorded = _last_recorded(run)
-    saved = run.saved_steps()
-    if saved is None:  # of an older version: told by how far its records go
-        behind = recorded - (newest or 0)
-        lost = recorded > 0 if newest is None else 0 < save_every < behind
+    """Say what should be there and is not: a disk may not be mounted.
+
+    The run says itself what it has saved; where it does not, its records tell.
+    """
+    saved, recorded = run.saved_steps(), _last_recorded(run)
+    last = max(saved or [], default=0)
+    if last > (newest or 0):
+        what = f"{run.path} has saved a checkpoint of step {last}"
+    elif (saved is None and newest is None and recorded > 0) or (
+        # Killed while it saved, a run is as far behind as this, and no farther.
+        0 < save_every < recorded - (newest or 0)
+    ):
         what = f"{run.path} has records up to step {recorded}"
     else:
-        last = max(saved, default=0)
-        lost = last > (newest or 0)
-        what = f"{run.path} has saved a checkpoint of step {last}"
-    if not lost:
         return None
     there = "no checkpoint" if newest is None else f"none after step {newest}"
     return f"{what}, but {run.path / 'checkpoints'} holds {there}: mount its disk or put it back"
@@ -141,11 +143,11 @@ def put_aside_after(run: RunFolder, start: Start) -> Path | None:
                 if step > keep:
                     (aside / folder).mkdir(parents=True, exist_ok=True)
                     shutil.move(path, aside / folder / path.name)
-        for name, (kept, removed) in zip(RECORDS, trimmed, strict=True):
+        for name, (before, kept, removed) in zip(RECORDS, trimmed, strict=True):
             if removed.strip():
                 aside.mkdir(parents=True, exist_ok=True)
                 write_bytes(aside / name, removed)
-            if not is_missing(run.path / name):
+            if kept != before:
                 write_bytes(run.path / name, kept)
         # What a killed process had not finished is of no use to anyone.
         for leftover in (run.path / "checkpoints").glob(".*.partial"):
@@ -160,10 +162,10 @@ def _next_aside(run: RunFolder) -> Path:
     return next(path for path in numbered if is_missing(path))
 
 
-def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes]:
-    """Return what stays of a file: lines up to a step, and those that cannot be read; and the rest.
+def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
+    """Return a file, what stays of it, and the rest, which ends with what was never finished.
 
-    The rest ends with what was never finished.
+    Lines up to a step stay, and those that cannot be read.
     """
     lines = scan_lines(path, shape)
     kept, removed = [], []
@@ -171,5 +173,5 @@ def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes]:
         later = line.row is not None and line.row["step"] > keep
         (removed if later else kept).append(line.raw + b"\n")
     read = sum(len(line.raw) + 1 for line in lines)
-    rest = b"" if is_missing(path) else read_bytes(path)[read:]
-    return b"".join(kept), b"".join(removed) + rest
+    before = b"" if is_missing(path) else read_bytes(path)
+    return before, b"".join(kept), b"".join(removed) + before[read:]
