@@ -93,8 +93,9 @@ def train_one(arm: str, seed: int) -> dict[str, Any]:
 
     from covey.config import load_config, to_toml
     from covey.run.folder import RunFolder
+    from covey.stopping import StopSignal
     from covey.train.assemble import assemble, resolve
-    from covey.train.loop import StopSignal, train
+    from covey.train.loop import train
 
     torch.set_num_threads(1)
     started = time.process_time()

@@ -74,8 +74,9 @@ def time_covey(warmup: int, steps: int) -> Steps:
     """Train with covey and time its steps."""
     from covey.config import load_config, to_toml
     from covey.run.folder import RunFolder
+    from covey.stopping import StopSignal
     from covey.train.assemble import assemble, resolve
-    from covey.train.loop import StopSignal, train
+    from covey.train.loop import train
 
     config = resolve(load_config("arithmetic", _covey_settings(warmup + steps)))
     watch = Watch()

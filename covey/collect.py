@@ -12,6 +12,7 @@ from covey.policy.model import LanguageModel
 from covey.sampler.protocol import Question, Sampler, Sampling
 from covey.sampler.random import prompt_indices, refill_order
 from covey.scoring import Job, Pending, Scorer, Verdict
+from covey.stopping import may_be_given_up
 from covey.types import Group, Prompt, Rollout
 
 
@@ -131,8 +132,11 @@ class _Judging:
     def group(self, question: int) -> list[Verdict]:
         """Wait for the verdicts on all answers to a question."""
         if self.scorer.whole_groups:
-            return self.futures[question, -1].result()
-        return [self.futures[question, sample].result()[0] for sample in range(self.samples)]
+            futures = [self.futures[question, -1]]
+        else:
+            futures = [self.futures[question, sample] for sample in range(self.samples)]
+        with may_be_given_up():
+            return [verdict for future in futures for verdict in future.result()]
 
 
 def collect(

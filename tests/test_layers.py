@@ -20,6 +20,7 @@ LAYERS: dict[str, set[str]] = {
     "types": PLAIN,
     "dotted": {"errors"},
     "garbage": set(),
+    "stopping": set(),
     "objective": {"dotted", *PLAIN},
     "functional": {"objective", *PLAIN},
     "config": {"errors"},
@@ -34,8 +35,8 @@ LAYERS: dict[str, set[str]] = {
     "kernels": set(),
     "policy": {"embedded", "kernels", "run.files", *PLAIN},
     "sampler": {"kernels", "policy", *PLAIN},
-    "reference": {"_version", "config", "policy", *PLAIN},
-    "collect": {"policy", "sampler", "scoring", *PLAIN},
+    "reference": {"_version", "config", "policy", "stopping", *PLAIN},
+    "collect": {"policy", "sampler", "scoring", "stopping", *PLAIN},
     "evaluate": {"collect", "sampler", "scoring", *PLAIN},
 }
 LAYERS["train"] = {*LAYERS, "train"} - {"", "cli"}

@@ -12,10 +12,12 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from covey.cli.opening import STARTING, Smoke, loaded, waiting
+from covey.cli.opening import STARTING, Smoke, loaded, tell_edited, waiting
+from covey.cli.weights import run_around, weights_of
 from covey.config import Config, toml_value
 from covey.errors import ConfigError
 from covey.policy.place import check_model_path
+from covey.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from covey.evaluate.evaluate import Evaluation
@@ -95,6 +97,7 @@ def _config(target: str, source: str | None, settings: list[str], smoke: bool) -
     """Return the settings of a target, which names the model."""
     run = _run_of(target)
     if run is not None:
+        tell_edited(RunFolder(run))
         source = source or str(run / "config.toml")
     model = f"model.path={toml_value(_model(target))}"
     return loaded(source or "arithmetic", [*settings, model], smoke=smoke)
@@ -102,20 +105,12 @@ def _config(target: str, source: str | None, settings: list[str], smoke: bool) -
 
 def _run_of(target: str) -> Path | None:
     path = Path(target)
-    return next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
+    return run_around(path)
 
 
 def _model(target: str) -> str:
     """Return what to load: of a run, its newest checkpoint."""
-    from covey.errors import RunError
-    from covey.run.folder import RunFolder
-
-    if _run_of(target) != Path(target):
-        return target
-    checkpoints = RunFolder(Path(target)).checkpoints()
-    if not checkpoints:
-        raise RunError(f"{target} has no checkpoint yet")
-    return str(checkpoints[-1][1])
+    return str(weights_of(Path(target), "covey eval {}")) if _run_of(target) else target
 
 
 def _evaluations(config: Config, models: list[str], by: str | None, show: bool) -> list[Evaluation]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from covey.cli.opening import STARTING, waiting
+from covey.cli.opening import STARTING, tell_edited, waiting
 from covey.errors import ConfigError
 from covey.run.folder import RunFolder
 
@@ -70,6 +70,7 @@ def explain_command(
     if options and algorithms is None:
         raise ConfigError("--set gives options to the algorithms of --replay, which is not there")
     run = RunFolder.open(path)
+    tell_edited(run)
     run.answers(step)  # a step that is not there is said before anything is loaded
     if algorithms is not None:
         _replay(run, step, algorithms, options or [], exact, as_json)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from covey.cli.opening import STARTING, waiting
+from covey.cli.opening import STARTING, tell_edited, waiting
+from covey.cli.weights import run_around, weights_of
 from covey.config import Config, load_config
 from covey.errors import RunError
 from covey.policy.place import check_model_path
@@ -35,12 +37,14 @@ def export_command(
 
     An adapter is merged into the weights of its base model.
     """
-    run = _run_of(Path(target))
-    source = target
-    if run is not None and run.path == Path(target):
-        source = str(_checkpoint(run, step))
-    elif step is not None:
+    found = run_around(Path(target))
+    run = None if found is None else RunFolder(found)
+    if step is not None and found != Path(target):
         raise RunError(f"--step {step} needs a run, and {target} is none")
+    source = target
+    if run is not None:
+        tell_edited(run)
+        source = str(weights_of(Path(target), "covey export {} " + shlex.quote(str(folder)), step))
     check_model_path(source)
     check_free(folder)
     config = Config() if run is None else load_config(str(run.config_file))
@@ -67,28 +71,11 @@ def export_command(
     typer.echo(f"{source} is exported to {folder}, in {chosen}")
 
 
-def _run_of(path: Path) -> RunFolder | None:
-    """Return the run that a path is, or of which it is a checkpoint."""
-    found = next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
-    return None if found is None else RunFolder(found)
-
-
-def _checkpoint(run: RunFolder, step: int | None) -> Path:
-    checkpoints = dict(run.checkpoints())
-    if not checkpoints:
-        raise RunError(f"{run.path} has no checkpoint yet")
-    wanted = max(checkpoints) if step is None else step
-    if wanted not in checkpoints:
-        kept = ", ".join(str(s) for s in checkpoints)
-        raise RunError(f"--step {step}: {run.path} has checkpoints of the steps {kept}")
-    return checkpoints[wanted]
-
-
 def _dtype(asked: str, config: Config, run: RunFolder | None) -> str:
     """Return the type of the weights: what was measured is what is exported."""
     if asked != "auto":
         return asked
     if config.model.dtype != "auto":
         return config.model.dtype
-    device = "cpu" if run is None else str(run.environment().get("device", "cpu"))
+    device = "cpu" if run is None else str(run.environment().get("device") or "cpu")
     return "bfloat16" if device.startswith("cuda") else "float32"

@@ -22,6 +22,8 @@ from covey.cli.opening import (
 )
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder
+from covey.run.reading import to_stderr
+from covey.run.resume import last_good
 
 if TYPE_CHECKING:
     from covey.config import Config
@@ -95,10 +97,10 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
     say(f"loading {config.model.path}")
     parts = assemble(config)
     with closing(parts.scorer):
-        checkpoints = [] if run is None else run.checkpoints()
         state = State(beta=parts.objective.beta)
-        if checkpoints:
-            state = load_state(parts, *checkpoints[-1])
+        found = None if run is None else last_good(run, note=to_stderr)
+        if found is not None and found.checkpoint is not None:
+            state = load_state(parts, found.step, found.checkpoint)
         wanted = default_updates(config) if updates is None else updates
         answers = config.rollout.prompts * config.rollout.samples
         return measure(parts, state, _Notes(say, answers), updates=wanted)

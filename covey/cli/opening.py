@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from covey.config import Config, load_config, load_smoke, toml_value
+from covey.errors import ConfigError
 from covey.policy.place import check_model_path
+from covey.run.edited import edited_settings
 
 if TYPE_CHECKING:
     from covey.run.folder import RunFolder
@@ -38,6 +40,16 @@ Model = Annotated[
 Smoke = Annotated[
     bool, typer.Option("--smoke", help="Make it so small that it runs in a minute or two.")
 ]
+ResumeStep = Annotated[
+    int | None,
+    typer.Option(
+        "--step",
+        min=0,
+        metavar="N",
+        help="With --resume: go on from the checkpoint of this step; 0: from the start. Later "
+        "records are kept in RUN/superseded. Default: the newest.",
+    ),
+]
 
 
 Say = Callable[[str], None]
@@ -53,6 +65,12 @@ def waiting(text: str) -> Iterator[Say]:
     """
     with Console(stderr=True).status(escape(text)) as status:
         yield lambda then: status.update(escape(then))
+
+
+def check_no_step(step: int | None) -> None:
+    """Refuse a step to go on from where there is no run to go on with."""
+    if step is not None:
+        raise ConfigError(f"--step {step} goes with --resume RUN; train.steps says how many steps")
 
 
 def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
@@ -108,20 +126,30 @@ def tell_notes(reporter: Reporter, folder: RunFolder, parts: Begun) -> None:
 
     reporter.note(f"sampling: {parts.sampler.way}")
     environment = folder.environment()
+    changed = edited_settings(folder, environment)
+    if changed is not None:
+        reporter.note(changed)
     threads, now = environment.get("threads"), torch.get_num_threads()
-    if threads != now:
+    if threads is not None and threads != now:
         reporter.note(
             f"this run was started with {threads} threads and goes on with {now}: results may "
             "differ in the last bits"
         )
     if parts.bad_rows:
         reporter.note(f"{len(parts.bad_rows)} bad rows skipped; the first: {parts.bad_rows[0]}")
-    judged_by = environment.get("reward", parts.scorer.identity)
+    judged_by = environment.get("reward") or parts.scorer.identity
     if judged_by != parts.scorer.identity:
         reporter.note(
             f"the reward has changed since this run was started: it was {judged_by} and is now "
             f"{parts.scorer.identity}"
         )
+
+
+def tell_edited(folder: RunFolder) -> None:
+    """Say on stderr if a run's configuration is not the one that it was started with."""
+    changed = edited_settings(folder, folder.environment())
+    if changed is not None:
+        typer.echo(f"covey: {changed}", err=True)
 
 
 def tell_findings(reporter: Reporter, parts: Parts, not_own: Collection[str] = ()) -> None:

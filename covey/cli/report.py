@@ -179,7 +179,8 @@ def before_and_after(run: RunFolder) -> Table | None:
     table = Table(title=f"{first['prompts']} held-out prompts, 95 % intervals")
     for heading in ("", f"before (step {first['step']})", f"after (step {last['step']})", "change"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for name in [n for n in first if isinstance(first[n], dict) and "value" in first[n]]:
+    estimates = [n for n in first if isinstance(first[n], dict) and "value" in first[n]]
+    for name in [n for n in estimates if n in last]:
         a, b = first[name], last[name]
         table.add_row(
             name, _interval(a), _interval(b), f"{100 * (b['value'] - a['value']):+.1f} points"

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from covey.cli.opening import tell_edited
 from covey.errors import RunError
 from covey.run.folder import RunFolder, list_runs
 
@@ -42,14 +43,15 @@ def runs_command(
         _list(list_runs(path), path, console, as_json)
         return
     run = RunFolder(path)
+    tell_edited(run)
     if step is None:
         _evaluations(run, console, as_json)
     else:
         _answers(run, step, console, as_json)
 
 
-def _overview(run: RunFolder) -> dict[str, Any]:
-    steps, evaluations = run.steps(), run.evaluations()
+def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    steps = run.steps()
     return {
         "run": str(run.path),
         "steps": len(steps),
@@ -61,7 +63,7 @@ def _overview(run: RunFolder) -> dict[str, Any]:
 
 
 def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) -> None:
-    rows = [_overview(run) for run in runs]
+    rows = [_overview(run, run.evaluations()) for run in runs]
     if as_json:
         typer.echo(json.dumps(rows))
         return
@@ -99,11 +101,12 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
+    evaluations = run.evaluations()
     if as_json:
-        typer.echo(json.dumps({**_overview(run), "evaluations": run.evaluations()}))
+        typer.echo(json.dumps({**_overview(run, evaluations), "evaluations": evaluations}))
         return
     table = Table("step", "greedy", "95 % interval", "tokens", title=str(run.path))
-    for row in run.evaluations():
+    for row in evaluations:
         greedy = row["greedy"]
         table.add_row(
             str(row["step"]),
@@ -115,7 +118,7 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
 
 
 def _answers(run: RunFolder, step: int, console: Console, as_json: bool) -> None:
-    rows = run.answers(step)
+    rows = run.usable_rollouts(step)
     if as_json:
         typer.echo(json.dumps(rows))
         return

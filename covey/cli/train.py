@@ -12,8 +12,10 @@ from covey.cli.opening import (
     STARTING,
     Model,
     Overrides,
+    ResumeStep,
     Smoke,
     Source,
+    check_no_step,
     resolved,
     settings_of,
     tell_findings,
@@ -24,6 +26,8 @@ from covey.config import Config, to_toml
 from covey.config.smoke import changed_by_smoke
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder, check_new_run, next_run_path
+from covey.run.resume import Start, start_of
+from covey.stopping import stop_signal
 
 if TYPE_CHECKING:
     from covey.train.assemble import Parts
@@ -39,6 +43,7 @@ def train_command(  # noqa: PLR0913 - one argument for each flag
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Go on with this run, with its own settings.")
     ] = None,
+    step: ResumeStep = None,
     skip_bad_rows: Annotated[
         bool, typer.Option("--skip-bad-rows", help="Skip and count rows that cannot be used.")
     ] = False,
@@ -50,13 +55,14 @@ def train_command(  # noqa: PLR0913 - one argument for each flag
     """Train a model by sampling groups of answers and judging them against each other.
 
     Everything is written to a run folder: configuration, metrics, evaluations, every answer, and
-    checkpoints. Ctrl-C saves and says how to go on.
+    checkpoints. Ctrl-C saves and says how to go on; the exit code is then 130, after SIGTERM 143.
     """
     if resume is not None:
         if source or overrides or model or run or skip_bad_rows or smoke:
             raise ConfigError("--resume takes its settings from the run; give it alone")
-        _resume(resume, print_config)
+        _resume(resume, step, print_config)
         return
+    check_no_step(step)
     if run is not None and not print_config:
         check_new_run(run)
     label, settings = source or "arithmetic", settings_of(overrides, model)
@@ -83,7 +89,9 @@ def _start(config: Config, path: Path | None, label: str, not_own: frozenset[str
     environment["reward"] = parts.scorer.identity
     environment["reference"] = parts.reference.identity if parts.reference else None
     with closing(parts.scorer):
-        _run(parts, RunFolder.create(path, to_toml(config), environment), not_own)
+        folder = RunFolder.create(path, to_toml(config), environment)
+        with folder.locked():
+            _run(parts, folder, Start(), not_own)
 
 
 def _assembled(config: Config) -> Parts:
@@ -94,7 +102,7 @@ def _assembled(config: Config) -> Parts:
         return assemble(config)
 
 
-def _resume(path: Path, print_config: bool) -> None:
+def _resume(path: Path, step: int | None, print_config: bool) -> None:
     folder = RunFolder.open(path)
     if folder.environment().get("kind") == "warmup":
         raise RunError(f"{path} is a warm-up; go on with: covey warmup --resume {path}")
@@ -103,24 +111,30 @@ def _resume(path: Path, print_config: bool) -> None:
     if print_config:
         typer.echo(to_toml(config), nl=False)
         return
-    parts = _assembled(config)
-    with closing(parts.scorer):
-        _run(parts, folder)
+    with folder.locked():
+        start = start_of(folder, step, save_every=config.save.every)
+        parts = _assembled(config)
+        with closing(parts.scorer):
+            _run(parts, folder, start)
 
 
-def _run(parts: Parts, folder: RunFolder, not_own: frozenset[str] = frozenset()) -> None:
+def _run(
+    parts: Parts, folder: RunFolder, start: Start, not_own: frozenset[str] = frozenset()
+) -> None:
     from covey.cli.report import make_reporter
     from covey.collect import prompt_notes
-    from covey.train.loop import stop_signal, train
+    from covey.train.loop import train
 
     reporter = make_reporter(folder)
     tell_notes(reporter, folder, parts)
     for note in prompt_notes(parts.policy.model, parts.train_prompts):
         reporter.note(note)
-    if not folder.checkpoints():
+    if start.checkpoint is None:
         tell_findings(reporter, parts, not_own)
-    with folder.locked(), stop_signal() as stop, reporter:
-        done = train(parts, folder, reporter, stop)
+    with stop_signal() as stop, reporter:
+        done = train(parts, folder, reporter, stop, start)
     # A budget of tokens or updates ends where it ends; only a signal leaves steps undone.
     steps = parts.config.train.steps if stop.received else done
     reporter.finished(done, steps, stop.received)
+    if done < steps:
+        raise typer.Exit(stop.exit_code)

@@ -12,8 +12,10 @@ from covey.cli.opening import (
     STARTING,
     Model,
     Overrides,
+    ResumeStep,
     Smoke,
     Source,
+    check_no_step,
     resolved,
     settings_of,
     tell_notes,
@@ -22,6 +24,8 @@ from covey.cli.opening import (
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder, check_new_run, next_run_path
+from covey.run.resume import Start, start_of
+from covey.stopping import stop_signal
 
 if TYPE_CHECKING:
     from covey.train.warmup import WarmupParts
@@ -40,6 +44,7 @@ def warmup_command(
         Path | None,
         typer.Option(metavar="RUN", help="Go on with this warm-up, with its own settings."),
     ] = None,
+    step: ResumeStep = None,
     smoke: Smoke = False,
 ) -> None:
     """Train a model on worked solutions: the task's own, or a file of questions and completions.
@@ -50,8 +55,9 @@ def warmup_command(
     if resume is not None:
         if source or overrides or model or run or smoke:
             raise ConfigError("--resume takes its settings from the run; give it alone")
-        _resume(resume)
+        _resume(resume, step)
         return
+    check_no_step(step)
     if run is not None:
         check_new_run(run)
     settings = settings_of(overrides, model)
@@ -72,7 +78,9 @@ def _start(config: Config, path: Path | None, label: str) -> None:
     )
     environment |= {"kind": KIND, "reward": parts.scorer.identity}
     with closing(parts.scorer):
-        _run(parts, RunFolder.create(path, to_toml(config), environment))
+        folder = RunFolder.create(path, to_toml(config), environment)
+        with folder.locked():
+            _run(parts, folder, Start())
 
 
 def _assembled(config: Config) -> WarmupParts:
@@ -82,24 +90,27 @@ def _assembled(config: Config) -> WarmupParts:
         return assemble_warmup(config)
 
 
-def _resume(path: Path) -> None:
+def _resume(path: Path, step: int | None) -> None:
     folder = RunFolder.open(path)
     if folder.environment().get("kind") != KIND:
         raise RunError(f"{path} is no warm-up; go on with: covey train --resume {path}")
     with waiting(STARTING):
         config = resolved(str(folder.config_file))
-    parts = _assembled(config)
-    with closing(parts.scorer):
-        _run(parts, folder)
+    with folder.locked():
+        start = start_of(folder, step, save_every=config.save.every)
+        parts = _assembled(config)
+        with closing(parts.scorer):
+            _run(parts, folder, start)
 
 
-def _run(parts: WarmupParts, folder: RunFolder) -> None:
+def _run(parts: WarmupParts, folder: RunFolder, start: Start) -> None:
     from covey.cli.report import make_reporter
-    from covey.train.loop import stop_signal
     from covey.train.warmup import warm_up
 
     reporter = make_reporter(folder)
     tell_notes(reporter, folder, parts)
-    with folder.locked(), stop_signal() as stop, reporter:
-        done = warm_up(parts, folder, reporter, stop)
+    with stop_signal() as stop, reporter:
+        done = warm_up(parts, folder, reporter, stop, start)
     reporter.finished(done, parts.steps, stop.received, command=KIND)
+    if done < parts.steps:
+        raise typer.Exit(stop.exit_code)

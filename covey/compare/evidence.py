@@ -14,7 +14,7 @@ from typing import Any
 
 from covey.compare.agreement import finished
 from covey.compare.outcome import Comparison, Outcome
-from covey.run.files import read_lines
+from covey.run.folder import RunFolder
 
 HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -114,8 +114,12 @@ def _common_seed(comparison: Comparison) -> int | None:
 
 
 def _last_answers(folder: Path, run: Outcome) -> dict[str, dict[str, Any]]:
-    file = folder / run.folder / "evaluations" / f"{run.points[-1].step:06d}.jsonl"
-    return {row["prompt_id"]: row for row in read_lines(file)}
+    rows = RunFolder(folder / run.folder).items(run.points[-1].step, note=_ignore)
+    return {row["prompt_id"]: row for row in rows}
+
+
+def _ignore(text: str) -> None:
+    """What is damaged was told when the outcomes were read."""
 
 
 def side_by_side(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Answered, ...]:
@@ -163,7 +167,7 @@ def _answer(row: Mapping[str, Any]) -> dict[str, Any]:
 def _health(folder: Path, comparison: Comparison) -> dict[str, tuple[Trend, ...]]:
     found: dict[str, list[Trend]] = {}
     for arm in comparison.arms:
-        logs = [read_lines(folder / run.folder / "steps.jsonl") for run in comparison.of(arm.name)]
+        logs = [RunFolder(folder / run.folder).steps(_ignore) for run in comparison.of(arm.name)]
         for panel, metrics in HEALTH.items():
             trends = (trend(arm.name, metric, logs) for metric in metrics)
             drawn = next((each for each in trends if each.steps), None)

@@ -120,8 +120,6 @@ def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
     and never removed.
     """
     path = job.path
-    if path.exists() and not (path / "config.toml").is_file() and not read_outcome(path):
-        shutil.rmtree(path)  # killed before it had begun
     if path.exists() and _key_of(path) != job.key:
         _put_aside(path)
     ended = read_outcome(path)
@@ -142,7 +140,7 @@ def _key_of(path: Path) -> str | None:
     ended = read_outcome(path)
     if ended is not None:
         return ended.key
-    key: str | None = RunFolder(path).environment().get("key")
+    key: str | None = RunFolder(path).environment(lambda text: None).get("key")
     return key
 
 
@@ -151,7 +149,8 @@ def _put_aside(path: Path) -> None:
         aside = path.with_name(f"{path.name}.aside-{number}")
         if not aside.exists():
             path.rename(aside)
-            log_path(path).unlink(missing_ok=True)
+            if log_path(path).exists():
+                log_path(path).rename(log_path(aside))
             return
     raise RunError(f"{path}: too many runs were put aside; remove some")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def load_comparison(folder: Path) -> Comparison:
             load_outcome(folder, arm.name, seed) for arm in record.arms for seed in record.seeds
         ),
         findings=record.findings,
-        environment=json.loads(environment.read_text()) if environment.is_file() else {},
+        environment=RunFolder(folder).environment() if environment.exists() else {},
         config_toml=to_toml(parse_config(record.common)),
     )
 
@@ -57,9 +56,9 @@ def _point(run: RunFolder, step: int, steps: list[dict[str, Any]]) -> Point:
     done = [row for row in steps if row["step"] <= step]
     return Point(
         step=step,
-        tokens=done[-1]["tokens"] if done else 0,
-        updates=done[-1]["updates"] if done else 0,
-        seconds=sum(row["time/total"] for row in done if row["step"] > 1),
+        tokens=done[-1].get("tokens") or 0 if done else 0,
+        updates=done[-1].get("updates") or 0 if done else 0,
+        seconds=sum(row.get("time/total") or 0.0 for row in done if row["step"] > 1),
         # What could not be scored counts as wrong: nothing can stand in for it.
         right={row["prompt_id"]: bool(row["right"]) for row in run.items(step)},
     )

@@ -21,10 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from covey.compare.outcome import Arm, BudgetKind, State
 from covey.config import toml_lines, toml_value
 from covey.errors import RunError
 from covey.run.files import write_text
+from covey.run.reading import Shape, is_missing, read_object, to_stderr
 
 RECORD_FILE, OUTCOME_FILE = "comparison.toml", "outcome.json"
 FIRST_ANSWERS = "first_answers.json"
@@ -78,6 +81,9 @@ class RunOutcome:
     first_answers: str = ""
 
 
+OUTCOME: Shape = TypeAdapter(RunOutcome)
+
+
 def run_path(folder: Path, arm: str, seed: int) -> Path:
     """Return the run folder of an arm and a seed."""
     return folder / "runs" / arm / f"seed-{seed}"
@@ -96,7 +102,14 @@ def write_outcome(run: Path, outcome: RunOutcome) -> None:
 def read_outcome(run: Path) -> RunOutcome | None:
     """Return what became of a run, or None if it has not ended."""
     file = run / OUTCOME_FILE
-    return RunOutcome(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    if is_missing(file):
+        return None
+    try:
+        found: RunOutcome = OUTCOME.validate_python(read_object(file, OUTCOME))
+        return found
+    except RunError as error:
+        to_stderr(f"{error}; the run counts as unfinished")
+        return None
 
 
 def write_record(folder: Path, record: Record) -> None:

@@ -5,7 +5,6 @@ Each is told its job on standard input, which stays open as long as this process
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from typing import Literal
 
 from covey.compare.jobs import Job, finished_runs, ready
 from covey.compare.record import RunOutcome, log_path, read_outcome, write_outcome
-from covey.errors import RunError
+from covey.run.folder import RunFolder
 
 POLL_SECONDS = 0.2
 Status = Literal["waiting", "running", "done", "failed", "stopped"]
@@ -143,9 +142,5 @@ def _why(code: int, log: Path) -> str:
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Hold a comparison for this process alone. The lock goes with the process."""
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(f"{folder} is in use by another process") from None
+    with RunFolder(folder).locked():
         yield

@@ -20,7 +20,8 @@ from typing import Any
 
 from covey.evaluate.evaluate import EVALUATION_STEP
 from covey.policy.policy import Policy
-from covey.run.files import read_lines, write_text
+from covey.run.files import write_text
+from covey.run.reading import read_lines
 from covey.sampler.protocol import Question, Sampler, Sampling
 from covey.types import Rollout
 

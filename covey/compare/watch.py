@@ -55,10 +55,10 @@ def _last(file: Path) -> dict[str, Any]:
         return {}
     for line in reversed(lines[:-1]):  # what follows the last end of line is not whole
         try:
-            row: dict[str, Any] = json.loads(line)
-        except ValueError:
-            return {}  # a line longer than what was read
-        return row
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            return {}  # a line longer than what was read, or damaged
+        return row if isinstance(row, dict) else {}
     return {}
 
 

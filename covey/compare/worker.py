@@ -30,8 +30,9 @@ from covey.errors import CoveyError
 from covey.evaluate.evaluate import Evaluation
 from covey.run.environment import describe_environment
 from covey.run.folder import RunFolder
+from covey.stopping import stop_signal
 from covey.train.assemble import Parts, assemble, scorer_of
-from covey.train.loop import stop_signal, train
+from covey.train.loop import train
 
 DONE, FAILED, STOPPED = 0, 1, 3
 """Exit codes; stopped: by a signal, after saving."""

@@ -22,6 +22,8 @@ from covey.policy.policy import Policy
 from covey.reference import Reference
 from covey.reference.build import make_reference
 from covey.run.folder import RunFolder
+from covey.run.reading import to_stderr
+from covey.run.resume import last_good
 from covey.train.assemble import (
     load_model,
     objective_of,
@@ -31,7 +33,7 @@ from covey.train.assemble import (
 )
 from covey.train.budget import Budget, Used
 from covey.train.learn import learn
-from covey.train.state import State
+from covey.train.state import State, state_of
 from covey.train.update import UpdateSettings
 from covey.types import Group, Prompt, Rollout
 
@@ -112,14 +114,18 @@ def _begins(rows: Sequence[dict[str, Any]]) -> list[int]:
 def _prompt(row: dict[str, Any]) -> Prompt:
     return Prompt(
         id=row["prompt_id"],
-        task=row["task"],
+        task=row.get("task", ""),
         messages=({"role": "user", "content": row["prompt"]},),
         answer=row["answer"],
-        info=row["info"],
+        info=row.get("info", {}),
     )
 
 
 def _rollout(row: dict[str, Any]) -> Rollout:
+    lacking = [name for name in Rollout.__slots__ if name not in row]
+    if lacking or len(row["tokens"]) != len(row["sampler_logp"]):
+        what = f"lacks {lacking[0]}" if lacking else "has more or fewer tokens than probabilities"
+        raise RunError(f"an answer of the step, to {row['prompt_id']}, {what}")
     values = {name: row[name] for name in Rollout.__slots__}
     for name in ("prompt_tokens", "tokens", "sampler_logp"):
         values[name] = tuple(row[name])
@@ -166,10 +172,10 @@ def bring_back(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     as learning them took, and ends in the same weights.
     """
     config = load_config(str(run.config_file))
-    found = [(number, folder) for number, folder in run.checkpoints() if number < step]
+    found = last_good(run, before=step, note=to_stderr)
     trainee = _at_start(config, step)
-    if found:
-        trainee = _at_checkpoint(trainee, *found[-1], step)
+    if found.checkpoint is not None:
+        trainee = _at_checkpoint(trainee, found.step, found.checkpoint, step)
     if exact:
         trainee = _caught_up(trainee, run, step)
     return trainee
@@ -200,12 +206,7 @@ def _at_checkpoint(trainee: Trainee, number: int, folder: Path, step: int) -> Tr
         trainee.reference.load(folder)
     return replace(
         trainee,
-        state=State(
-            step=number,
-            episode=saved["episode"],
-            tokens=saved.get("tokens", 0),
-            beta=saved["beta"],
-        ),
+        state=replace(state_of(saved, folder), step=number),
         origin=Origin(
             checkpoint=number, path=str(folder), learned_again=0, behind=step - 1 - number
         ),

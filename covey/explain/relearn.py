@@ -73,7 +73,8 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Watched, dict[str, fl
     """Take the recorded step's own optimizer steps, watching; return the metrics as well."""
     state = trainee.state
     state.step = recorded.step
-    state.beta = recorded.metrics.get("objective/beta", state.beta)
+    beta = recorded.metrics.get("objective/beta")
+    state.beta = state.beta if beta is None else beta
     settings = replace(settings_at(trainee), skip_zero_gradient=False)
     if not trainee.origin.exact:
         # What other weights once said would be taken for a move of the policy.

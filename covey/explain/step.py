@@ -139,7 +139,11 @@ def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
         raised=_share(-watched.gradient.clamp(max=0).sum(), size.sum()),
         half_from=_half_from(size),
         metrics=metrics,
-        logged={name: recorded.metrics[name] for name in metrics if name in recorded.metrics},
+        logged={
+            name: recorded.metrics[name]
+            for name in metrics
+            if recorded.metrics.get(name) is not None
+        },
     )
 
 

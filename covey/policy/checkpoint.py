@@ -77,12 +77,22 @@ def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
     try:
         weights = _read_weights(policy, folder)
         moments = load_file(folder / OPTIMIZER_FILE)
-        state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+        state = _read_state(folder / STATE_FILE)
         policy.optimizer.load(weights, moments)
         policy.version = state["version"]
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise RunError(f"checkpoint {folder} cannot be read: {error}") from None
     return state
+
+
+def _read_state(file: Path) -> dict[str, Any]:
+    try:
+        state: Any = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{file.name} is not JSON") from None
+    if not isinstance(state, dict) or type(state.get("version")) is not int:
+        raise ValueError(f"{file.name} does not say its version")
+    return {"step": None, **state}
 
 
 def _read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:

@@ -31,6 +31,7 @@ from covey.reference.wire import (
     decode_reply,
     encode_request,
 )
+from covey.stopping import may_be_given_up
 from covey.types import Batch
 
 AWAY = frozenset({502, 503, 504})
@@ -115,7 +116,8 @@ class ServerReference(Still):
         for index in padded_parts(batch, self.budget):
             rows = batch.rows(index)
             body = encode_request(rows, temperature=self.temperature, tokenizer=self.tokenizer)
-            reply = self._ask("POST", "/logp", body)
+            with may_be_given_up():
+                reply = self._ask("POST", "/logp", body)
             try:
                 part, weights = decode_reply(reply, rows.tokens.shape)
             except WireError as error:
@@ -134,7 +136,7 @@ class ServerReference(Still):
         """Refuse to go on against other weights than before."""
         try:
             before = json.loads((folder / RECORD_FILE).read_text())["weights"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(f"checkpoint {folder} does not say its reference: {error}") from None
         if before != self.weights:
             raise ModelError(self._other_weights(before, self.weights))

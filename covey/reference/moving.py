@@ -66,6 +66,8 @@ class MovingReference(FrozenReference):
         except (OSError, ValueError, SafetensorError) as error:
             raise RunError(f"checkpoint {folder} has no reference to go on with: {error}") from None
         for name, weight in self.weights.items():
+            if name not in saved or saved[name].shape != weight.shape:
+                raise RunError(f"checkpoint {folder}: {REFERENCE_FILE} lacks {name}")
             weight.copy_(saved[name])
         self._round_to_parameters()
 

@@ -18,6 +18,9 @@ from covey.run.folder import RunFolder
 HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """What the hub calls models that have a short name here."""
 
+UNKNOWN = "unknown"
+"""What a configuration that was edited no longer says."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
@@ -37,15 +40,16 @@ class Exported:
 def model_card(exported: Exported, run: RunFolder | None) -> str:
     """Return README.md for a model, with all that its run knows, if it has one."""
     config = {} if run is None else tomllib.loads(run.config_file.read_text(encoding="utf-8"))
+    environment = {} if run is None else run.environment()
     base = config.get("model", {}).get("path", exported.source)
-    training = None if run is None else _training(config, run.environment().get("kind"))
+    training = None if run is None else _training(config, environment.get("kind"))
     parts = [_front_matter(base, training), f"# {exported.name}"]
     parts.append(_origin(exported, base, training))
     parts.append(_use(exported, config.get("model", {})))
     if run is not None:
         parts.append(_results(run.evaluations(), exported.step))
         parts.append(_data(config))
-        parts.append(_made_with(run.environment()))
+        parts.append(_made_with(environment))
         settings = run.config_file.read_text(encoding="utf-8").strip()
         parts.append(f"## Configuration\n\n```toml\n{settings}\n```")
     return "\n\n".join(parts) + "\n"
@@ -61,15 +65,17 @@ class _Training:
 
 
 def _training(config: Mapping[str, Any], kind: str | None) -> _Training:
-    algorithm, task, reward = (config[part]["name"] for part in ("objective", "task", "reward"))
+    named = (config.get(part, {}) for part in ("objective", "task", "reward"))
+    algorithm, task, reward = (str(section.get("name", UNKNOWN)) for section in named)
     if kind == "warmup":
-        file = config["warmup"]["file"]
+        file = config.get("warmup", {}).get("file")
         solutions = f"the answers in `{file}`" if file else f"worked solutions of task `{task}`"
         return _Training(
             steps=f"steps of supervised learning with Covey, from {solutions}", tags=["sft"]
         )
+    steps = config.get("train", {}).get("steps", UNKNOWN)
     return _Training(
-        steps=f"of {config['train']['steps']} steps of reinforcement learning with Covey: "
+        steps=f"of {steps} steps of reinforcement learning with Covey: "
         f"algorithm `{algorithm}`, task `{task}`, reward `{reward}`",
         tags=["reinforcement-learning", *([algorithm] if re.fullmatch(r"\w+", algorithm) else [])],
     )
@@ -136,9 +142,11 @@ def _estimate(estimate: Mapping[str, float] | None) -> str:
 
 
 def _data(config: Mapping[str, Any]) -> str:
-    options = {k: v for k, v in config["task"].items() if k != "name"}
-    lines = [f"- {name}: `{value}`" for name, value in options.items()]
-    return f"## Data\n\nTask `{config['task']['name']}`\n\n" + "\n".join(lines or ["- no options"])
+    task = config.get("task", {})
+    name = task.get("name", UNKNOWN)
+    options = {k: v for k, v in task.items() if k != "name"}
+    lines = [f"- {option}: `{value}`" for option, value in options.items()]
+    return f"## Data\n\nTask `{name}`\n\n" + "\n".join(lines or ["- no options"])
 
 
 def _made_with(environment: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,15 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file under another name, then rename it into place."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file under another name, then rename it into place."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -65,11 +70,11 @@ def whole_folder(path: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         for file in [*partial.rglob("*"), partial]:
-            _sync(file)
+            sync(file)
         if path.exists():
             shutil.rmtree(path)
         partial.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _failed(path, error) from None
@@ -78,31 +83,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or a folder is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read JSON lines, leaving out a last line that a killed process did not finish."""
-    if not path.exists():
-        return []
-    rows = []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise
-    return rows
-
-
-def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file of JSON lines with those that `keep` accepts."""
-    if path.exists():
-        rows = [row for row in read_lines(path) if keep(row)]
-        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

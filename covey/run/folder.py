@@ -1,13 +1,15 @@
 """The run folder: everything that is known of a run, in files that any program can read.
 
     config.toml             the resolved configuration
-    environment.json        versions, machine, git commit, command, seed
+    environment.json        versions, machine, git commit, command, seed, config.toml at the start
     steps.jsonl             one line of metrics a step; docs/metrics.md says what each means
     eval.jsonl              one line an evaluation
     evaluations/000050.jsonl   what became of every held-out prompt at the evaluation of step 50
     rollouts/000012.jsonl   every answer of step 12, its text and reward first
     review/000100.md        the highest and lowest answers of step 100, for a person to read
     checkpoints/000050/     a Hugging Face folder with optimizer state; written whole or not at all
+    checkpoints.jsonl       one line a checkpoint that was saved, whether or not it is still there
+    superseded/1/           records that a resume did again or left behind: resume.py
 
 No torch here: the dashboard reads runs on machines that have none.
 """
@@ -18,22 +20,20 @@ import fcntl
 import itertools
 import json
 import math
+import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from covey.errors import DiskError, RunError
-from covey.run.files import (
-    append_line,
-    check_free,
-    keep_lines,
-    read_lines,
-    whole_folder,
-    write_text,
-)
+from covey.run.digests import write_digests
+from covey.run.files import append_line, check_free, whole_folder, write_text
+from covey.run.reading import Note, by_step, read_lines, read_object, to_stderr, usable_lines
+from covey.run.shapes import ENVIRONMENT, EVALUATION, ITEM, ROLLOUT, SAVED, STEP
 from covey.types import Group
 
 
@@ -52,7 +52,9 @@ class RunFolder:
             (path / "rollouts").mkdir(exist_ok=True)
         except OSError as error:
             raise DiskError(f"cannot make {path}: {error.strerror}") from None
-        write_text(path / "environment.json", json.dumps(environment, indent=2) + "\n")
+        about = {**environment, "config": config_toml}
+        write_text(path / "environment.json", json.dumps(about, indent=2) + "\n")
+        write_text(path / "checkpoints.jsonl", "")
         write_text(path / "config.toml", config_toml)
         return RunFolder(path)
 
@@ -72,10 +74,13 @@ class RunFolder:
         """The resolved configuration."""
         return self.path / "config.toml"
 
-    def environment(self) -> dict[str, Any]:
-        """Return where and how the run was started."""
-        environment: dict[str, Any] = json.loads((self.path / "environment.json").read_text())
-        return environment
+    def environment(self, note: Note = to_stderr) -> dict[str, Any]:
+        """Return where and how the run was started; nothing, and a note, if that is damaged."""
+        try:
+            return read_object(self.path / "environment.json", ENVIRONMENT)
+        except RunError as error:
+            note(str(error))
+            return {}
 
     def log_step(self, metrics: dict[str, Any]) -> None:
         """Append the metrics of a step. JSON has no NaN: what is not finite is null."""
@@ -95,17 +100,19 @@ class RunFolder:
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
         write_text(self.path / "evaluations" / f"{step:06d}.jsonl", text)
 
-    def items(self, step: int) -> list[dict[str, Any]]:
+    def items(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return what became of every held-out prompt at the evaluation after a step."""
-        return read_lines(self.path / "evaluations" / f"{step:06d}.jsonl")
+        return usable_lines(self.path / "evaluations" / f"{step:06d}.jsonl", ITEM, note)
 
-    def steps(self) -> list[dict[str, Any]]:
-        """Return the metrics of every step."""
-        return read_lines(self.path / "steps.jsonl")
+    def steps(self, note: Note = to_stderr) -> list[dict[str, Any]]:
+        """Return the metrics of every step that can be read."""
+        path = self.path / "steps.jsonl"
+        return by_step(path, usable_lines(path, STEP, note), note)
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Return every evaluation."""
-        return read_lines(self.path / "eval.jsonl")
+    def evaluations(self, note: Note = to_stderr) -> list[dict[str, Any]]:
+        """Return every evaluation that can be read."""
+        path = self.path / "eval.jsonl"
+        return by_step(path, usable_lines(path, EVALUATION, note), note)
 
     def write_rollouts(
         self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
@@ -133,8 +140,13 @@ class RunFolder:
         write_text(self.path / "rollouts" / f"{step:06d}.jsonl", "".join(lines))
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the answers of a step; none: they were not kept."""
-        return read_lines(self.path / "rollouts" / f"{step:06d}.jsonl")
+        """Return the answers of a step; none: they were not kept. RunError if one is damaged."""
+        return read_lines(self.path / "rollouts" / f"{step:06d}.jsonl", ROLLOUT)
+
+    def usable_rollouts(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
+        """Return those answers of a step that can be read, or say why there are none."""
+        rows = usable_lines(self.path / "rollouts" / f"{step:06d}.jsonl", ROLLOUT, note)
+        return rows or self.answers(step)
 
     def answers(self, step: int) -> list[dict[str, Any]]:
         """Return the answers of a step, or say why there are none and of which steps there are."""
@@ -145,7 +157,7 @@ class RunFolder:
             raise RunError(
                 f"{self.path} is a warm-up: it learns from solutions, samples no answers"
             )
-        steps = sorted(int(file.stem) for file in self.path.glob("rollouts/[0-9]*.jsonl"))
+        steps = sorted(number for number, _ in self.numbered("rollouts", ".jsonl"))
         kept = (
             f"it has steps {steps[0]} to {steps[-1]}"
             if steps
@@ -153,40 +165,61 @@ class RunFolder:
         )
         raise RunError(f"{self.path} has no answers of step {step}; {kept}")
 
+    def numbered(self, folder: str, suffix: str) -> list[tuple[int, Path]]:
+        """Return what a folder holds of each step, oldest first; files of others are let be."""
+        try:
+            found = list((self.path / folder).iterdir())
+        except OSError:  # none, or something else of that name
+            return []
+        ours = re.compile(rf"([0-9]{{6,}}){re.escape(suffix)}")
+        matches = ((ours.fullmatch(path.name), path) for path in found)
+        return sorted((int(match[1]), path) for match, path in matches if match)
+
     def write_review(self, step: int, page: str) -> None:
         """Write the page of a step's best and worst answers."""
         (self.path / "review").mkdir(exist_ok=True)
         write_text(self.path / "review" / f"{step:06d}.md", page)
 
-    def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
+    @contextmanager
+    def new_checkpoint(self, step: int) -> Iterator[Path]:
         """Give a folder to fill, which becomes the checkpoint of `step` once it is complete."""
-        return whole_folder(self.path / "checkpoints" / f"{step:06d}")
+        with whole_folder(self.path / "checkpoints" / f"{step:06d}") as folder:
+            yield folder
+            write_digests(folder)
+        # Last: what is written down as saved has been there, and if it is not, it was taken away.
+        append_line(self.path / "checkpoints.jsonl", {"step": step})
 
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """Return the complete checkpoints, oldest first."""
-        folders = self.path.glob("checkpoints/*")
-        return sorted((int(f.name), f) for f in folders if f.name.isdecimal())
+        """Return the complete checkpoints, oldest first; whether they are well is not looked at."""
+        return self.numbered("checkpoints", "")
+
+    def saved_steps(self, note: Note = to_stderr) -> list[int] | None:
+        """Return of which steps checkpoints were saved; None: the run does not say.
+
+        That is so of a run of an older version, and of one whose list is damaged.
+        """
+        told: list[str] = []
+        path = self.path / "checkpoints.jsonl"
+        rows = usable_lines(path, SAVED, told.append)
+        for text in told:
+            note(text)
+        return None if told or not path.exists() else [row["step"] for row in rows]
 
     def prune_checkpoints(self, keep: int) -> None:
         """Remove all but the newest `keep`."""
         for _, folder in self.checkpoints()[:-keep]:
             shutil.rmtree(folder)
 
-    def forget_after(self, step: int) -> None:
-        """Remove what was logged after `step`: it will be done again, and come out the same."""
-        keep_lines(self.path / "steps.jsonl", lambda row: bool(row["step"] <= step))
-        keep_lines(self.path / "eval.jsonl", lambda row: bool(row["step"] <= step))
-        kinds = ("rollouts/[0-9]*.jsonl", "evaluations/*.jsonl", "review/*.md")
-        for file in [file for kind in kinds for file in self.path.glob(kind)]:
-            if file.stem.isdecimal() and int(file.stem) > step:
-                file.unlink()
-        for leftover in (self.path / "checkpoints").glob(".*.partial"):
-            shutil.rmtree(leftover)
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run for this process alone. The lock goes with the process, however it ends."""
-        with (self.path / ".lock").open("w") as file:
+        path = self.path / ".lock"
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            why = f"{path} cannot be locked: {error.strerror}"
+            raise RunError(f"{why}; remove it if no other process uses the run") from None
+        with os.fdopen(handle, "rb", closefd=True) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -8,18 +8,16 @@ saves it with the policy: a run that is stopped and resumed goes on as if it had
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
+from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.garbage import old_objects_left_alone
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
+from covey.run.resume import Start, start_of
 from covey.run.review import review
+from covey.stopping import GivenUp, StopSignal
 from covey.train.assemble import Parts
 from covey.train.budget import Budget, Used
 from covey.train.gather import gather
@@ -36,59 +34,71 @@ from covey.train.report import (
 from covey.train.state import State, restore, save, used_by
 
 
-@dataclass(slots=True)
-class StopSignal:
-    """Ctrl-C or SIGTERM: the step in progress is finished and saved, then the loop ends."""
-
-    received: str | None = None
-
-
-@contextmanager
-def stop_signal() -> Iterator[StopSignal]:
-    """Turn the first SIGINT or SIGTERM into a flag; the second ends the process at once."""
-    stop = StopSignal()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.received is not None:
-            raise KeyboardInterrupt
-        stop.received = signal.Signals(number).name
-
-    previous = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 @old_objects_left_alone()
-def train(parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal) -> int:
-    """Train until the budget is spent, or a signal. Return the last step done."""
+def train(
+    parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal, start: Start | None = None
+) -> int:
+    """Train until the budget is spent, or a signal. Return the last step that is saved.
+
+    A run goes on from `start`, or else from its newest checkpoint.
+    """
     config = parts.config
-    state = restore(parts, run)
-    budget = Budget(settings=config.train)
+    if start is None:
+        start = start_of(run, save_every=config.save.every)
+    state = restore(parts, run, start, reporter.note)
     reporter.started(
         steps=config.train.steps,
         done=state.step,
         answers=config.rollout.prompts * config.rollout.samples,
     )
-    if state.step == 0 and config.evaluate.every:
-        measure(parts, run, reporter, step=0)
-    saved = state.step
+    progress = _Progress(state=state, saved=state.step)
+    try:
+        if state.step == 0 and config.evaluate.every:
+            measure(parts, run, reporter, step=0)
+        _steps(parts, run, reporter, stop, progress)
+    except GivenUp:
+        reporter.note(f"step {state.step} waited for others, and was given up")
+    if progress.good is not None and progress.saved < progress.good.step:
+        save(parts, run, progress.good)
+        progress.saved = progress.good.step
+    return progress.saved
+
+
+@dataclass(slots=True, kw_only=True)
+class _Progress:
+    """How far a run is."""
+
+    state: State
+    saved: int
+    """The step of the newest checkpoint."""
+    good: State | None = None
+    """What can be saved as it is: a step is done with all that belongs to it, and no other begun
+    to change the policy."""
+
+
+def _steps(
+    parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal, progress: _Progress
+) -> None:
+    config, state = parts.config, progress.state
+    budget = Budget(settings=config.train)
     while not budget.over(used := used_by(parts, state)) and stop.received is None:
         state.step += 1
-        _step(parts, run, reporter, state, budget, used)
+        try:
+            _step(parts, run, reporter, state, budget, used)
+        except GivenUp:
+            if parts.policy.version != used.updates:
+                progress.good = None
+            raise
+        progress.good = None
         now = used_by(parts, state)
         last = budget.over(now)
         every = config.evaluate.every
         if every and (budget.passed(every, used, now) or last):
             measure(parts, run, reporter, state.step)
+        progress.good = replace(state)
         if last or (config.save.every and state.step % config.save.every == 0):
             save(parts, run, state)
-            saved = state.step
-    if saved < state.step:
-        save(parts, run, state)
-    return state.step
+            progress.saved = state.step
 
 
 def _step(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from covey.errors import RunError
-from covey.policy.checkpoint import load_policy, save_policy
+from covey.policy.checkpoint import STATE_FILE, load_policy, save_policy
 from covey.run.folder import RunFolder
+from covey.run.reading import Note
+from covey.run.resume import Start, offer, put_aside_after
 from covey.train.assemble import Parts
 from covey.train.budget import Used
 
@@ -32,16 +37,30 @@ def used_by(parts: Parts, state: State) -> Used:
     return Used(steps=state.step, tokens=state.tokens, updates=parts.policy.version)
 
 
-def restore(parts: Parts, run: RunFolder) -> State:
-    """Load the newest checkpoint, if any, and return the state saved with it."""
-    checkpoints = run.checkpoints()
-    if not checkpoints:
-        run.forget_after(-1)  # the evaluation of step 0 comes again as well
-        return State(beta=parts.objective.beta)
-    step, folder = checkpoints[-1]
-    state = load_state(parts, step, folder)
-    run.forget_after(step)
+def restore(parts: Parts, run: RunFolder, start: Start, note: Note) -> State:
+    """Load the checkpoint that a run goes on from, if any, and return the state saved with it."""
+    state = State(beta=parts.objective.beta)
+    if start.checkpoint is not None:
+        with offering(run, start):
+            state = load_state(parts, start.step, start.checkpoint)
+    put_aside(run, start, note)
     return state
+
+
+@contextmanager
+def offering(run: RunFolder, start: Start) -> Iterator[None]:
+    """Add to what is wrong with a checkpoint which other one a run can go on from."""
+    try:
+        yield
+    except RunError as error:
+        raise RunError(f"{error}; {offer(run, before=start.step)}") from None
+
+
+def put_aside(run: RunFolder, start: Start, note: Note) -> None:
+    """Make room for the steps that are done again, and say where their records are."""
+    aside = put_aside_after(run, start)
+    if aside is not None:
+        note(f"records after step {start.step} are done again; those of before are in {aside}")
 
 
 def load_state(parts: Parts, step: int, folder: Path) -> State:
@@ -51,13 +70,21 @@ def load_state(parts: Parts, step: int, folder: Path) -> State:
         raise RunError(f"{folder} holds step {saved['step']}")
     if parts.reference is not None:
         parts.reference.load(folder)
-    return State(
-        step=step,
-        episode=saved["episode"],
-        tokens=saved.get("tokens", 0),
-        beta=saved["beta"],
-        flat=saved.get("flat", []),
-    )
+    return state_of(saved, folder)
+
+
+def state_of(saved: Mapping[str, Any], folder: Path) -> State:
+    """Return the state that a checkpoint holds. RunError if it lacks some of it."""
+    try:
+        return State(
+            step=int(saved["step"]),
+            episode=int(saved["episode"]),
+            tokens=int(saved.get("tokens", 0)),
+            beta=float(saved["beta"]),
+            flat=[float(share) for share in saved.get("flat", [])],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"checkpoint {folder} cannot be read: {STATE_FILE}: {error!r}") from None
 
 
 def save(parts: Parts, run: RunFolder, state: State) -> None:

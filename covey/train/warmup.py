@@ -19,10 +19,12 @@ from covey.policy.optimizer import learning_rate
 from covey.policy.policy import Policy
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
+from covey.run.resume import Start, start_of
 from covey.sampler.native import NativeSampler
 from covey.sampler.protocol import Sampler, Sampling
 from covey.sampler.random import solution_indices
 from covey.scoring import Scorer
+from covey.stopping import GivenUp, StopSignal
 from covey.tasks import bad_rows_of
 from covey.train.assemble import (
     held_out_of,
@@ -32,10 +34,10 @@ from covey.train.assemble import (
     scorer_of,
     task_of,
 )
-from covey.train.loop import StopSignal
 from covey.train.measure import measure
 from covey.train.report import Reporter
 from covey.train.solutions import Solutions, solutions_of
+from covey.train.state import offering, put_aside
 from covey.train.supervised import Example, encode_example, learn, stack
 from covey.types import Prompt
 
@@ -137,25 +139,36 @@ def step_examples(parts: WarmupParts, step: int) -> tuple[list[Example], list[in
     return examples, left_out
 
 
-def warm_up(parts: WarmupParts, run: RunFolder, reporter: Reporter, stop: StopSignal) -> int:
-    """Train until the configured number of steps, or a signal. Return the last step done."""
-    config, steps = parts.config, parts.steps
-    step = saved = _restore(parts, run)
-    every = config.warmup.evaluate_every
-    reporter.started(steps=steps, done=step, answers=config.warmup.solutions)
-    if step == 0 and every:
-        measure(parts, run, reporter, step=0)
-    while step < steps and stop.received is None:
-        step += 1
-        _step(parts, run, reporter, step)
-        if every and (step % every == 0 or step == steps):
-            measure(parts, run, reporter, step)
-        if step == steps or (config.save.every and step % config.save.every == 0):
-            _save(parts, run, step)
-            saved = step
-    if saved < step:
-        _save(parts, run, step)
-    return step
+def warm_up(
+    parts: WarmupParts,
+    run: RunFolder,
+    reporter: Reporter,
+    stop: StopSignal,
+    start: Start | None = None,
+) -> int:
+    """Train until the configured number of steps, or a signal. Return the last step saved."""
+    config = parts.config
+    if start is None:
+        start = start_of(run, save_every=config.save.every)
+    step = _restore(parts, run, start, reporter)
+    reporter.started(steps=parts.steps, done=step, answers=config.warmup.solutions)
+    saved, every = step, config.warmup.evaluate_every
+    try:
+        if step == 0 and every:
+            measure(parts, run, reporter, step=0)
+        while step < parts.steps and stop.received is None:
+            step += 1
+            _step(parts, run, reporter, step)
+            last = step == parts.steps
+            if every and (step % every == 0 or last):
+                measure(parts, run, reporter, step)
+            due = config.save.every and step % config.save.every == 0
+            if last or due or stop.received is not None:
+                _save(parts, run, step)
+                saved = step
+    except GivenUp:
+        reporter.note(f"the evaluation of step {step} waited for others, and was given up")
+    return saved
 
 
 def _step(parts: WarmupParts, run: RunFolder, reporter: Reporter, step: int) -> None:
@@ -204,17 +217,14 @@ def _learn(parts: WarmupParts, examples: Sequence[Example], started: float) -> d
     }
 
 
-def _restore(parts: WarmupParts, run: RunFolder) -> int:
-    """Load the newest checkpoint, if any, and return its step."""
-    checkpoints = run.checkpoints()
-    if not checkpoints:
-        run.forget_after(-1)  # the evaluation of step 0 comes again as well
-        return 0
-    step, folder = checkpoints[-1]
-    if load_policy(parts.policy, folder)["step"] != step:
-        raise RunError(f"{folder} does not hold step {step}")
-    run.forget_after(step)
-    return step
+def _restore(parts: WarmupParts, run: RunFolder, start: Start, reporter: Reporter) -> int:
+    """Load the checkpoint that a warm-up goes on from, if any, and return its step."""
+    if start.checkpoint is not None:
+        with offering(run, start):
+            if load_policy(parts.policy, start.checkpoint)["step"] != start.step:
+                raise RunError(f"{start.checkpoint} does not hold step {start.step}")
+    put_aside(run, start, reporter.note)
+    return start.step
 
 
 def _save(parts: WarmupParts, run: RunFolder, step: int) -> None:

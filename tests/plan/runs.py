@@ -11,8 +11,9 @@ import torch
 
 from covey.config import load_config
 from covey.run.folder import RunFolder
+from covey.stopping import StopSignal
 from covey.train.assemble import assemble, resolve
-from covey.train.loop import StopSignal, train
+from covey.train.loop import train
 from tests.train.test_rewards_that_fail import Notes
 
 SHORT = (

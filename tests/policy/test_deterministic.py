@@ -143,8 +143,7 @@ def test_on_a_gpu_runs_are_the_same_bit_for_bit(tmp_path: Path, dtype: str, top_
     _covey(*(command(tmp_path / name, *settings) for name in ("one", "other")))
     # Back to the checkpoint of step 2, and step 3 once more.
     shutil.copytree(tmp_path / "one", tmp_path / "resumed")
-    shutil.rmtree(tmp_path / "resumed/checkpoints/000003")
-    _covey(["train", "--resume", str(tmp_path / "resumed")])
+    _covey(["train", "--resume", str(tmp_path / "resumed"), "--step", "2"])
     one, other, resumed = (left_by(tmp_path / name) for name in ("one", "other", "resumed"))
     assert one[1] == other[1]  # what was sampled
     assert one[0] == other[0]  # what was learned

@@ -193,8 +193,7 @@ def test_a_run_with_a_moving_reference_resumes_bit_for_bit(tmp_path: Path) -> No
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert covey(["train", "--run", str(whole), *overrides]) == 0
     shutil.copytree(whole, cut)
-    shutil.rmtree(cut / "checkpoints/000004")
-    assert covey(["train", "--resume", str(cut)]) == 0
+    assert covey(["train", "--resume", str(cut), "--step", "2"]) == 0
     assert timeless(cut) == timeless(whole)
     saved = [load_file(p / "checkpoints/000004/reference.safetensors") for p in (whole, cut)]
     assert all(torch.equal(saved[0][n], saved[1][n]) for n in saved[0])

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.errors import DiskError
-from covey.run.files import append_line, keep_lines, read_lines, whole_folder, write_text
+from covey.errors import DiskError, RunError
+from covey.run.files import append_line, whole_folder, write_text
+from covey.run.reading import read_lines
 
 Row = dict[str, Any]
 ROWS: list[Row] = [{"step": 1, "text": 'a"}\n{'}, {"step": 2, "text": ""}, {"step": 3, "x": [{}]}]
@@ -227,40 +227,5 @@ def test_a_file_cut_anywhere_reads_as_the_rows_that_were_finished(tmp_path: Path
 def test_a_broken_line_that_is_not_the_last_is_an_error(tmp_path: Path, broken: str) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_text(f'{{"step": 1}}\n{broken}\n{{"step": 3}}\n')
-    with pytest.raises(ValueError):
+    with pytest.raises(RunError, match=f"^{path} line 2 cannot be read: "):
         read_lines(path)
-
-
-def odd(row: Row) -> bool:
-    return bool(row["step"] % 2 == 1)
-
-
-@pytest.mark.parametrize(
-    ("keep", "kept"),
-    [(odd, [ROWS[0], ROWS[2]]), (lambda row: True, ROWS), (lambda row: False, [])],
-    ids=["odd", "all", "none"],
-)
-def test_the_lines_that_are_kept_stay_in_order(
-    tmp_path: Path, keep: Callable[[Row], bool], kept: list[Row]
-) -> None:
-    path = tmp_path / "steps.jsonl"
-    path.write_bytes(lines_of(ROWS))
-    keep_lines(path, keep)
-    assert path.read_bytes() == lines_of(kept)
-    assert all_files(tmp_path) == ["steps.jsonl"]
-
-
-def test_keeping_lines_of_no_file_makes_none(tmp_path: Path) -> None:
-    keep_lines(tmp_path / "steps.jsonl", odd)
-    assert all_files(tmp_path) == []
-
-
-def test_after_keeping_a_file_cut_anywhere_can_be_appended_to(tmp_path: Path) -> None:
-    path = tmp_path / "steps.jsonl"
-    data = lines_of(ROWS)
-    for cut in range(0, len(data) + 1, 3):
-        path.write_bytes(data[:cut])
-        before = read_lines(path)
-        keep_lines(path, lambda row: True)
-        append_line(path, {"step": 9})
-        assert read_lines(path) == [*before, {"step": 9}]

@@ -9,6 +9,7 @@ import pytest
 
 from covey.errors import CoveyError, DiskError, RunError
 from covey.run.folder import RunFolder, list_runs, next_run_path
+from covey.run.resume import put_aside_after, start_of
 from covey.types import Group, Prompt, Rollout
 
 HOLDER = """
@@ -33,6 +34,11 @@ def run(tmp_path: Path) -> RunFolder:
 def checkpoint(run: RunFolder, step: int) -> None:
     with run.new_checkpoint(step) as folder:
         (folder / "model.bin").write_text(str(step))
+
+
+def evaluation(step: int) -> dict[str, object]:
+    greedy = {"value": 0.5, "low": 0.1, "high": 0.9}
+    return {"step": step, "prompts": 8, "greedy": greedy, "parts": {}, "mean_tokens": 9.5}
 
 
 def rollout(sample: int, trained: tuple[bool, ...] = (True, True), **changes: object) -> Rollout:
@@ -62,9 +68,11 @@ def group(*rollouts: Rollout) -> Group:
 
 def test_a_new_run_holds_its_configuration_and_environment(run: RunFolder) -> None:
     assert run.config_file.read_text() == "seed = 1\n"
-    assert run.environment() == {"threads": 2, "command": ["ü"]}
+    assert run.environment() == {"threads": 2, "command": ["ü"], "config": "seed = 1\n"}
     names = sorted(p.name for p in run.path.iterdir())
-    assert names == ["checkpoints", "config.toml", "environment.json", "rollouts"]
+    assert names == [
+        "checkpoints", "checkpoints.jsonl", "config.toml", "environment.json", "rollouts"
+    ]  # fmt: skip
     assert (run.steps(), run.evaluations(), run.checkpoints()) == ([], [], [])
     assert run.rollouts(1) == []
 
@@ -111,7 +119,7 @@ def test_only_a_folder_with_a_configuration_opens_as_a_run(run: RunFolder, tmp_p
 
 def test_steps_and_evaluations_read_back_in_order(run: RunFolder) -> None:
     steps = [{"step": n, "objective/scores": n / 3} for n in range(1, 4)]
-    evaluations = [{"step": 0, "accuracy": [0.1, 0.2]}]
+    evaluations = [evaluation(0)]
     for row in steps:
         run.log_step(row)
     for row in evaluations:
@@ -185,28 +193,36 @@ def test_pruning_with_fewer_than_are_kept_removes_nothing(run: RunFolder) -> Non
     assert [step for step, _ in run.checkpoints()] == [1]
 
 
-def test_forgetting_removes_what_came_after_and_keeps_what_came_before(run: RunFolder) -> None:
+def test_what_came_after_is_put_aside_and_what_came_before_stays(run: RunFolder) -> None:
     for step in range(1, 6):
         run.log_step({"step": step})
         run.write_rollouts(step, [group(rollout(step))], [[0.0]])
     for step in (0, 2, 4):
-        run.log_evaluation({"step": step})
+        run.log_evaluation(evaluation(step))
     checkpoint(run, 3)
     (run.path / "checkpoints" / ".000004.partial").mkdir()
     with (run.path / "steps.jsonl").open("a") as file:
         file.write('{"step": 6, "obj')
-    run.forget_after(3)
+    assert put_aside_after(run, start_of(run)) == run.path / "superseded/1"
     assert [row["step"] for row in run.steps()] == [1, 2, 3]
     assert [row["step"] for row in run.evaluations()] == [0, 2]
     assert [len(run.rollouts(step)) for step in range(1, 6)] == [1, 1, 1, 0, 0]
     assert [p.name for p in (run.path / "checkpoints").iterdir()] == ["000003"]
     run.log_step({"step": 4})
     assert [row["step"] for row in run.steps()] == [1, 2, 3, 4]
+    aside = run.path / "superseded/1"
+    assert (aside / "steps.jsonl").read_text() == '{"step": 4}\n{"step": 5}\n{"step": 6, "obj'
+    assert json.loads((aside / "eval.jsonl").read_text()) == evaluation(4)
+    assert [p.name for p in sorted((aside / "rollouts").iterdir())] == [
+        "000004.jsonl",
+        "000005.jsonl",
+    ]
+    assert put_aside_after(run, start_of(run)) == run.path / "superseded/2"
 
 
-def test_forgetting_in_a_fresh_run_makes_no_files(run: RunFolder) -> None:
+def test_resuming_a_fresh_run_makes_no_files(run: RunFolder) -> None:
     before = sorted(run.path.rglob("*"))
-    run.forget_after(0)
+    assert put_aside_after(run, start_of(run)) is None
     assert sorted(run.path.rglob("*")) == before
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -176,13 +175,9 @@ def test_a_run_writes_a_page_every_so_many_steps_and_a_resume_writes_it_again(
     ]
     assert f"Reward: `{rows[0]['reward_id']}`" in page
 
-    for step in (2, 3):
-        shutil.rmtree(run.path / f"checkpoints/00000{step}")
     (run.path / "review/000009.md").write_text("of a step that is no longer known")
     (run.path / "review/mine.md").write_text("a note of the user's own")
-    run.forget_after(1)
-    assert pages(run) == ["review/000001.md", "review/mine.md"]
-    assert covey(["train", "--resume", str(run.path)]) == 0
+    assert covey(["train", "--resume", str(run.path), "--step", "1"]) == 0
     assert pages(run) == [*(f"review/00000{step}.md" for step in (1, 2, 3)), "review/mine.md"]
     assert (run.path / "review/000003.md").read_text() == page
 

@@ -12,8 +12,9 @@ from covey.config import load_config
 from covey.objective import ALGORITHMS
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
+from covey.stopping import StopSignal
 from covey.train.assemble import assemble, resolve
-from covey.train.loop import StopSignal, train
+from covey.train.loop import train
 from tests.train.test_rewards_that_fail import Notes
 
 QUICK = [

@@ -15,10 +15,11 @@ from covey.policy.optimizer import Stepped
 from covey.policy.policy import LogProbs
 from covey.policy.spans import balanced
 from covey.run.folder import RunFolder
+from covey.stopping import StopSignal
 from covey.train import update as updating
 from covey.train.assemble import assemble, resolve
 from covey.train.facts import RowFacts
-from covey.train.loop import StopSignal, train
+from covey.train.loop import train
 from covey.train.update import prepare, update
 from covey.types import Batch, HostRows, Totals
 from tests.conftest import make_batch

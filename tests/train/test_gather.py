@@ -21,10 +21,11 @@ from covey.policy.policy import Policy
 from covey.rewards import Score, ThinkAnswer, as_reward
 from covey.run.folder import RunFolder
 from covey.scoring import Here
+from covey.stopping import StopSignal
 from covey.train.assemble import Parts, assemble, resolve
 from covey.train.gather import gather, punished
 from covey.train.learn import learn
-from covey.train.loop import StopSignal, train
+from covey.train.loop import train
 from covey.train.select import Selected, is_mixed, select, without_truncated
 from covey.train.state import State
 from covey.train.update import update

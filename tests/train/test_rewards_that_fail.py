@@ -12,8 +12,9 @@ from covey.config import load_config
 from covey.errors import RewardError
 from covey.rewards import Score, ThinkAnswer
 from covey.run.folder import RunFolder
+from covey.stopping import StopSignal
 from covey.train.assemble import Parts, assemble, resolve
-from covey.train.loop import StopSignal, train
+from covey.train.loop import train
 from covey.types import Prompt
 from tests.reporters import Notes
 

@@ -32,9 +32,9 @@ from covey.sampler.pick import Distribution
 from covey.sampler.protocol import Sampling
 from covey.sampler.random import solution_indices
 from covey.scoring import Here, Job
+from covey.stopping import StopSignal
 from covey.tasks import Arithmetic, Countdown
 from covey.train.assemble import resolve
-from covey.train.loop import StopSignal
 from covey.train.solutions import Solutions, solutions_of, write_solution
 from covey.train.supervised import Example, encode_example, learn, stack
 from covey.train.warmup import WarmupParts, assemble_warmup, step_examples, warm_up

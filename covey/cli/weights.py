@@ -1,0 +1,57 @@
+"""Which weights a run, or one of its checkpoints, stands for. No torch here."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from covey.errors import RunError
+from covey.run.digests import damage
+from covey.run.folder import RunFolder
+
+ONLY_FOR_TRAINING = ("optimizer.safetensors", "reference.safetensors", "covey.json")
+"""Files of a checkpoint that its weights are whole without."""
+
+
+def run_around(path: Path) -> Path | None:
+    """Return the run that a path is, or of which it is a checkpoint."""
+    return next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
+
+
+def weights_of(target: Path, command: str, step: int | None = None) -> Path:
+    """Return the checkpoint of a run that holds its weights: that of a step, or the newest.
+
+    Of a checkpoint, itself. One that is not as it was saved is refused; `command`, in which {}
+    stands for another, is what to try instead.
+    """
+    found = run_around(target)
+    assert found is not None, "it was asked before"
+    run = RunFolder(found)
+    chosen = target if found != target else _checkpoint(run, step)
+    problem = damage(chosen, but=ONLY_FOR_TRAINING)
+    if problem is None:
+        return chosen
+    others = [folder for _, folder in reversed(run.checkpoints()) if folder != chosen]
+    good = next((folder for folder in others if not damage(folder, but=ONLY_FOR_TRAINING)), None)
+    if good is None:
+        raise RunError(f"{problem}; the run has no other checkpoint")
+    instead = command.format(shlex.quote(str(good)))
+    raise RunError(f"{problem}; the last good checkpoint is {good}: {instead}")
+
+
+def _checkpoint(run: RunFolder, step: int | None) -> Path:
+    checkpoints = dict(run.checkpoints())
+    if not checkpoints:
+        saved = max(run.saved_steps() or [], default=None)
+        if saved is None:
+            raise RunError(f"{run.path} has no checkpoint yet")
+        where = run.path / "checkpoints"
+        raise RunError(
+            f"{run.path} has saved a checkpoint of step {saved}, but {where} holds none: mount its "
+            "disk or put it back"
+        )
+    wanted = max(checkpoints) if step is None else step
+    if wanted not in checkpoints:
+        kept = ", ".join(str(s) for s in checkpoints)
+        raise RunError(f"--step {step}: {run.path} has checkpoints of the steps {kept}")
+    return checkpoints[wanted]

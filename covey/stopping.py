@@ -1,0 +1,81 @@
+"""Ctrl-C and SIGTERM while a run goes on.
+
+The first signal lets the step in progress end. A step that waits for another process or machine
+may wait for minutes, and whoever sent the signal does not: some seconds after the signal such a
+wait is given up.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+GRACE_SECONDS = 3.0
+"""How long a wait may go on after a signal."""
+POLL_SECONDS = 0.25
+"""How often it is looked at whether the step has come to a wait since."""
+
+_waits = 0
+"""How many waits the main thread is in, one inside the other. Signals reach no other thread."""
+
+
+class GivenUp(BaseException):
+    """A wait was ended because a signal asked the run to stop. Never leaves the training loop."""
+
+
+@contextmanager
+def may_be_given_up() -> Iterator[None]:
+    """Mark a wait for others, which a signal ends with GivenUp."""
+    global _waits
+    _waits += 1
+    try:
+        yield
+    finally:
+        _waits -= 1
+
+
+@dataclass(slots=True)
+class StopSignal:
+    """Ctrl-C or SIGTERM: the step in progress is finished and saved, then the loop ends."""
+
+    received: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """What shells expect of a process that a signal ended: 130 or 143."""
+        assert self.received is not None
+        return exit_code(signal.Signals[self.received])
+
+
+def exit_code(number: int) -> int:
+    """Return the exit code of a process that a signal ended."""
+    return 128 + number
+
+
+@contextmanager
+def stop_signal() -> Iterator[StopSignal]:
+    """Turn the first SIGINT or SIGTERM into a flag; the second ends the process at once."""
+    stop = StopSignal()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.received is not None:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(exit_code(number))
+        stop.received = signal.Signals(number).name
+        signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS, POLL_SECONDS)
+
+    def look(number: int, frame: FrameType | None) -> None:
+        if _waits:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise GivenUp
+
+    handlers = {signal.SIGINT: handle, signal.SIGTERM: handle, signal.SIGALRM: look}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield stop
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
