@@ -235,20 +235,13 @@ def held_by(process: str) -> tuple[int, int]:
 
     Every thread shows the same, except for one that has ended: that can be the main one.
     """
-    for thread in names_in(f"{process}/task"):
+    _, threads, _ = next(os.walk(f"{process}/task"), ("", [], []))  # none if it is gone
+    for thread in threads:
         place = f"{process}/task/{thread}"
         lines = numbers_in(f"{place}/status", (b"RssAnon:", b"RssShmem:", b"VmSwap:"), 1)
         if lines:
             return sum(lines) << 10, sum(numbers_in(f"{place}/net/protocols", b"UNIX", 2))
     return 0, 0
-
-
-def names_in(folder: str) -> list[str]:
-    """The names in a folder; none if it is gone."""
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:

@@ -252,7 +252,7 @@ time.sleep(100)
         "hidden memory",
         """
 def stay():
-    time.sleep(0.2)
+    time.sleep(0.05)
     data = b"x" * (30 << 20)
     time.sleep(100)
 for _ in range(7):
