@@ -9,6 +9,7 @@ from covey.compare.outcome import Comparison, Outcome, Point
 from covey.compare.record import read_outcome, read_record, run_path
 from covey.config import parse_config, to_toml
 from covey.run.folder import RunFolder
+from covey.run.reading import to_stderr
 
 
 def load_comparison(folder: Path) -> Comparison:
@@ -48,17 +49,29 @@ def load_outcome(folder: Path, arm: str, seed: int) -> Outcome:
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:
+    """Return the evaluations of which every prompt is known; others cannot be compared."""
     steps = run.steps()
-    return tuple(_point(run, row["step"], steps) for row in run.evaluations())
+    points = []
+    for row in run.evaluations():
+        items = run.items(row["step"])
+        if len(items) == row["prompts"]:
+            points.append(_point(row["step"], steps, items))
+        else:
+            to_stderr(
+                f"{run.path}: the evaluation of step {row['step']} is left out, {len(items)} of "
+                f"its {row['prompts']} prompts can be read"
+            )
+    return tuple(points)
 
 
-def _point(run: RunFolder, step: int, steps: list[dict[str, Any]]) -> Point:
+def _point(step: int, steps: list[dict[str, Any]], items: list[dict[str, Any]]) -> Point:
     done = [row for row in steps if row["step"] <= step]
+    newest = done[-1] if done else {}
     return Point(
         step=step,
-        tokens=done[-1].get("tokens") or 0 if done else 0,
-        updates=done[-1].get("updates") or 0 if done else 0,
+        tokens=newest.get("tokens") or 0,
+        updates=newest.get("updates") or 0,
         seconds=sum(row.get("time/total") or 0.0 for row in done if row["step"] > 1),
         # What could not be scored counts as wrong: nothing can stand in for it.
-        right={row["prompt_id"]: bool(row["right"]) for row in run.items(step)},
+        right={row["prompt_id"]: bool(row["right"]) for row in items},
     )

@@ -29,6 +29,7 @@ SETTINGS = (
 )  # fmt: skip
 RECORDS = ("steps.jsonl", "eval.jsonl", "checkpoints.jsonl")
 NEWEST = "checkpoints/000003"
+ANSWERS = ("rollouts/", "evaluations/", "outcome.json")
 GARBAGE = bytes(range(128, 256)) * 8
 
 
@@ -41,6 +42,16 @@ class Damage:
     """The file that some command names on stderr."""
     offered: int | None = None
     """The step that a resume offers instead of going on; None: it goes on, or says what to do."""
+
+    @property
+    def of_records(self) -> bool:
+        """Whether only files were touched that measuring, exporting and planning do not open."""
+        return self.named is not None and self.named.startswith(("steps.jsonl", *ANSWERS))
+
+    @property
+    def of_answers(self) -> bool:
+        """Whether only files were touched that a finished run does not open when it is resumed."""
+        return self.named is not None and self.named.startswith(ANSWERS)
 
 
 def write(name: str, data: bytes | str) -> Callable[[Path], object]:
@@ -168,7 +179,6 @@ DAMAGES = {
     "steps: cut": Damage(cut("steps.jsonl", 700)),
     "steps: garbage": Damage(write("steps.jsonl", GARBAGE + b"\n" + GARBAGE), "steps.jsonl line 1"),
     "steps: a line that is no JSON": Damage(line("steps.jsonl", 2, "{"), "steps.jsonl line 2"),
-    "steps: a blank line": Damage(line("steps.jsonl", 1, ""), "steps.jsonl line 1"),
     "steps: not UTF-8": Damage(line("steps.jsonl", 2, b'{"step": "\xff"}'), "steps.jsonl line 2"),
     "steps: a list": Damage(line("steps.jsonl", 2, "[1, 2]"), "steps.jsonl line 2"),
     "steps: a huge line": Damage(
@@ -176,14 +186,12 @@ DAMAGES = {
     ),
     "steps: deep": Damage(line("steps.jsonl", 2, "[" * 200_000), "steps.jsonl line 2"),
     "steps: NaN": Damage(line("steps.jsonl", 3, '{"step": 3, "objective/scores": NaN}')),
-    "steps: infinity": Damage(value("steps.jsonl", 3, "lr", 1e999), None),
     "steps: too large": Damage(
         line("steps.jsonl", 3, '{"step": 3, "lr": 1e999}'), "steps.jsonl line 3"
     ),
     "steps: text for a number": Damage(
         value("steps.jsonl", 3, "objective/scores", "high"), "steps.jsonl line 3"
     ),
-    "steps: no step": Damage(line("steps.jsonl", 1, '{"lr": 1}'), "steps.jsonl line 1"),
     "steps: twice": Damage(order("steps.jsonl", 1, 2, 2, 3), "steps.jsonl: steps come twice"),
     "steps: out of order": Damage(order("steps.jsonl", 3, 1, 2), "steps.jsonl: steps come twice"),
     "steps: a folder": Damage(folder("steps.jsonl"), "steps.jsonl"),
@@ -192,7 +200,6 @@ DAMAGES = {
     # Evaluations.
     "eval: empty": Damage(write("eval.jsonl", "")),
     "eval: cut": Damage(cut("eval.jsonl", 90)),
-    "eval: garbage": Damage(write("eval.jsonl", GARBAGE + b"\n"), "eval.jsonl line 1"),
     "eval: an empty object": Damage(line("eval.jsonl", 2, "{}"), "eval.jsonl line 2"),
     "eval: no interval": Damage(
         value("eval.jsonl", 2, "greedy", {"value": 1}), "eval.jsonl line 2"
@@ -209,16 +216,13 @@ DAMAGES = {
     "rollouts: a token too large": Damage(value(ROLLOUTS, 2, "tokens", [-1]), f"{ROLLOUTS} line 2"),
     "rollouts: half a character": Damage(value(ROLLOUTS, 1, "text", "\ud800\x1b[2J")),
     "rollouts: a file": Damage(both(remove("rollouts"), write("rollouts", "mine"))),
-    "rollouts: missing": Damage(remove("rollouts")),
     # Environment and configuration.
-    "environment: empty": Damage(write("environment.json", ""), "environment.json"),
     "environment: missing": Damage(remove("environment.json"), "environment.json"),
     "environment: a list": Damage(write("environment.json", "[]"), "environment.json"),
     "environment: wrong types": Damage(
         write("environment.json", '{"threads": "x", "command": 3, "packages": []}'),
         "environment.json",
     ),
-    "environment: garbage": Damage(write("environment.json", GARBAGE), "environment.json"),
     "config: edited": Damage(
         replaced("config.toml", "max_grad_norm = 1.0", "max_grad_norm = 0.5"),
         "optimizer.max_grad_norm was 1.0 and is 0.5",
@@ -232,14 +236,12 @@ DAMAGES = {
     # The lock.
     "lock: stale": Damage(write(".lock", "12345")),
     "lock: a folder": Damage(folder(".lock"), ".lock"),
-    "lock: a loop": Damage(loop(".lock"), ".lock"),
     # Checkpoints.
     "checkpoints: missing": Damage(remove("checkpoints"), "checkpoints holds no checkpoint", 0),
     "checkpoints: a file": Damage(
         both(remove("checkpoints"), write("checkpoints", "mine")), "checkpoints holds no", 0
     ),
     "checkpoints: newest missing": Damage(remove(NEWEST), "checkpoints holds none after step 2", 2),
-    "checkpoints: newest a file": Damage(both(remove(NEWEST), write(NEWEST, "mine")), NEWEST, 2),
     "checkpoints: newest a loop": Damage(loop(NEWEST), NEWEST, 2),
     "checkpoints: missing, of an older version": Damage(
         both(remove("checkpoints"), remove("checkpoints.jsonl")), "checkpoints holds no", 0
@@ -247,7 +249,6 @@ DAMAGES = {
     "checkpoints: half written": Damage(cut(MODEL, 5000), MODEL, 2),
     "checkpoints: one bit": Damage(flip(MODEL), MODEL, 2),
     "checkpoints: one bit of moments": Damage(flip(MOMENTS), MOMENTS, 2),
-    "checkpoints: no moments": Damage(remove(MOMENTS), MOMENTS, 2),
     "checkpoints: no tokenizer": Damage(
         remove(f"{NEWEST}/tokenizer.json"), f"{NEWEST}/tokenizer.json", 2
     ),
@@ -259,7 +260,6 @@ DAMAGES = {
         lambda run: (run / SUMS).write_text("0" * 64 + (run / SUMS).read_text()[64:]), NEWEST, 2
     ),
     "checkpoints: digests of garbage": Damage(write(SUMS, GARBAGE), SUMS, 2),
-    "checkpoints: digests empty": Damage(write(SUMS, ""), SUMS, 2),
     "checkpoints: of another step": Damage(
         both(OLD, replaced(STATE, '"step": 3', '"step": 7')), NEWEST, 2
     ),
@@ -268,7 +268,6 @@ DAMAGES = {
         both(OLD, write(STATE, '{"step": 3, "version": 3, "episode": [], "beta": "x"}')), NEWEST, 2
     ),
     "older version: half written": Damage(both(OLD, cut(MODEL, 5000)), NEWEST, 2),
-    "older version: no moments": Damage(both(OLD, remove(MOMENTS)), NEWEST, 2),
     "older version: well": Damage(both(OLD, remove("checkpoints.jsonl"))),
     "list of checkpoints: garbage": Damage(write("checkpoints.jsonl", GARBAGE + b"\n"), "line 1"),
     "list of checkpoints: a folder": Damage(folder("checkpoints.jsonl"), "checkpoints.jsonl"),
@@ -360,6 +359,9 @@ def test_a_damaged_run_is_read_without_a_traceback_and_nothing_is_deleted(
         ]:  # one bad run does not hide the others
             assert (code, "well" in out) == (0, True)
         assert "--report" not in arguments or code == 0
+    if damage.of_answers:
+        assert damage.named is None or damage.named in said
+        return
     code = covey(["train", "--resume", str(run)])
     out, err = capfd.readouterr()
     assert ends_in_one_line(code, err), err
