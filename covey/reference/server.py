@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from covey._version import __version__
 from covey.policy.model import LanguageModel
 from covey.reference.fingerprint import Fingerprint, fingerprint
-from covey.reference.wire import Bounds, WireError, decode_request, encode_reply
+from covey.reference.wire import Bounds, WireError, check_values, decode_request, encode_reply
 from covey.reference.worker import Busy, Worker
 
 PATIENCE = 4
@@ -90,6 +90,10 @@ class Service:
             raise Refused(503, "too many requests wait") from None
         except TimeoutError:
             raise Refused(503, f"not done within {self.settings.timeout:g} s") from None
+        try:
+            check_values(values, asked.temperature)
+        except WireError as error:
+            raise Refused(500, f"the model gives no log-probabilities: {error}") from None
         reply = encode_reply(values, self.fingerprint.weights)
         return Response(reply, media_type="application/octet-stream")
 

@@ -171,7 +171,7 @@ def test_logits_that_are_not_numbers_are_an_error(temperature: float) -> None:
     with torch.no_grad():
         model.head.linear.weight[17] = torch.nan
     sampling = Sampling(max_tokens=4, distribution=Distribution(temperature=temperature))
-    with pytest.raises(ModelError, match=r"logits are not numbers, from token 1 .* prompt q0"):
+    with pytest.raises(ModelError, match=r"logits are not finite, from token 1 .* prompt q0"):
         NativeSampler(model).generate(ragged_questions(1), step=0, sampling=sampling)
 
 
