@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from covey.cli.opening import STARTING, waiting
+from covey.cli.screen import echo
 from covey.config import Config, load_config
 from covey.errors import RunError
 from covey.policy.place import check_model_path
@@ -64,7 +65,7 @@ def export_command(
 
         say(f"exporting {source}")
         export_model(source, folder, dtype=chosen, template=template_of(config), card=card)
-    typer.echo(f"{source} is exported to {folder}, in {chosen}")
+    echo(f"{source} is exported to {folder}, in {chosen}")
 
 
 def _run_of(path: Path) -> RunFolder | None:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from covey.cli.opening import STARTING, waiting
+from covey.cli.screen import echo
 from covey.errors import ConfigError
 from covey.policy.place import check_model_path
 
@@ -91,7 +92,7 @@ def _serve(application: object, listener: socket.socket, model: str) -> None:
         raise _unusable(address, port, error) from None
     shown = f"[{address}]" if ":" in address else address
     # Connections are taken from here on, and answered a moment later.
-    typer.echo(f"covey: serving {model} at http://{shown}:{port}")
+    echo(f"covey: serving {model} at http://{shown}:{port}")
     config = uvicorn.Config(
         application,  # type: ignore[arg-type]
         log_level="warning",

@@ -32,6 +32,7 @@ from covey.reference.wire import (
     encode_request,
     reply_bytes,
 )
+from covey.shown import printable
 from covey.types import Batch
 
 AWAY = frozenset({502, 503, 504})
@@ -43,7 +44,7 @@ RECORD_FILE = "reference.json"
 
 
 def _to_stderr(text: str) -> None:
-    print(f"covey: {text}", file=sys.stderr, flush=True)
+    print(printable(f"covey: {text}"), file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
