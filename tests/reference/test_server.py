@@ -261,7 +261,7 @@ def test_an_overloaded_server_says_when_to_come_again(
 
     def serve() -> int:
         Worker._compute = hang
-        _serve(make_app(embedded, settings), _bound("127.0.0.1", 0), "slow")
+        _serve(make_app(embedded, settings), _bound("127.0.0.1", 0), settings)
         return 0
 
     slow = Server(forked(serve, output), wait_for_text(output, "http://.*"))
