@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Serve a reference policy to runs on this machine or others.")
 
+Connections = Annotated[
+    int,
+    typer.Option(
+        "--max-connections",
+        min=1,
+        help="Open connections; beyond, one that has sent no whole request is closed.",
+    ),
+]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -58,14 +66,7 @@ def serve_command(
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")
     ] = 120.0,
-    connections: Annotated[
-        int,
-        typer.Option(
-            "--max-connections",
-            min=1,
-            help="Open connections; beyond, one that has sent no whole request is closed.",
-        ),
-    ] = 256,
+    connections: Connections = 256,
 ) -> None:
     """Load a model and answer runs that have reference.kind = "server" until interrupted."""
     token = _token(token_env)
