@@ -10,6 +10,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
+from covey.cli.screen import Screen
+
 
 def algorithms_command(
     name: Annotated[
@@ -21,7 +23,7 @@ def algorithms_command(
     from covey.objective import ALGORITHMS  # imports torch, which takes seconds
     from covey.objective.describe import describe
 
-    console = Console(soft_wrap=name is not None, emoji=False)
+    console = Screen(soft_wrap=name is not None)
     if as_json:
         names = [name] if name else list(ALGORITHMS)
         described = [describe(n)._asdict() for n in names]

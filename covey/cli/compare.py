@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from covey.cli.opening import Model, Smoke, settings_of
+from covey.cli.screen import Screen, cell
 from covey.config import toml_value
 from covey.errors import ConfigError
 
@@ -153,7 +153,7 @@ def _tell_plan(folder: Path, record: Record) -> None:
     """Say what is compared, how the arms differ, and what is known beforehand."""
     from covey.compare.words import count
 
-    console = Console(soft_wrap=True, emoji=False)
+    console = Screen(soft_wrap=True)
     runs = len(record.arms) * len(record.seeds)
     seeds = ", ".join(str(seed) for seed in record.seeds)
     console.print(
@@ -166,7 +166,7 @@ def _tell_plan(folder: Path, record: Record) -> None:
     table = Table("arm", "differs from the common configuration in")
     for arm in record.arms:
         words = [f"{k} = {_value(k, v)}" for k, v in arm.differences.items()]
-        table.add_row(Text(arm.name), Text("\n".join(words) or "nothing"))
+        table.add_row(cell(arm.name), cell("\n".join(words) or "nothing"))
     console.print(table)
     for row in record.findings:
         whose = f" ({row['arms']})" if row.get("arms") else ""
@@ -215,7 +215,7 @@ def _watching(record: Record) -> Iterator[Watching]:
 
     from covey.compare.watch import LiveWatch, PlainWatch
 
-    console = Console(soft_wrap=True, emoji=False)
+    console = Screen(soft_wrap=True)
     if not console.is_terminal:
         yield PlainWatch(console=console, budget=record.budget, amount=record.amount)
         return
@@ -230,7 +230,7 @@ def _write_report(folder: Path) -> None:
 
     comparison = load_comparison(folder)
     write_reports(folder, comparison)
-    console = Console(soft_wrap=True, emoji=False)
+    console = Screen(soft_wrap=True)
     console.print(terminal_table(comparison))
     for run in comparison.outcomes:
         if run.state == "failed":

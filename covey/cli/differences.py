@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from covey.cli.explained import number_column
+from covey.cli.screen import cell
 from covey.numerics.measure import Report
 
 COLUMNS = ("mean", "p99", "max", "ratio", "outside", "effective")
@@ -50,7 +51,7 @@ def _table(report: Report) -> Table:
     for cause in report.causes:
         gap = cause.gap
         table.add_row(
-            cause.title,
+            cell(cause.title),
             *(f"{value:.2e}" for value in (gap.mean, gap.p99, gap.max)),
             f"{gap.ratio_mean:.5f}",
             f"{gap.outside:.2%}",

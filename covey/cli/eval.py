@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 
 from covey.cli.opening import STARTING, Smoke, loaded, tell_edited, waiting
+from covey.cli.screen import Screen
 from covey.cli.weights import run_around, weights_of
 from covey.config import Config, toml_value
 from covey.errors import ConfigError
@@ -90,7 +90,7 @@ def eval_command(  # noqa: PLR0913 - one argument for each flag
     if as_json:
         typer.echo(json.dumps(measured(models, evaluations, by)))
     else:
-        show_measured(models, evaluations, by, Console(soft_wrap=True, emoji=False))
+        show_measured(models, evaluations, by, Screen(soft_wrap=True))
 
 
 def _config(target: str, source: str | None, settings: list[str], smoke: bool) -> Config:
@@ -140,7 +140,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
             with waiting(f"loading {path}"):
                 model = load_model(config.model_copy(update={"model": named}))
                 sampler = NativeSampler(model)
-            with Progress(console=Console(stderr=True), disable=not show) as progress:
+            with Progress(console=Screen(stderr=True), disable=not show) as progress:
                 if show:
                     progress.console.print(f"sampling: {sampler.way}")
                 answers = len(prompts) * (1 + config.evaluate.samples)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from covey.cli.screen import Screen, cell
 from covey.explain.recorded import Origin
 from covey.explain.step import ExplainedAnswer, ExplainedGroup, ExplainedToken, Explanation
+from covey.shown import printable
 
 CHECKED = ("loss/policy_avg", "policy/clipfrac_avg", "optim/grad_norm")
 """Metrics by which learning a step again is held against the log."""
@@ -27,7 +28,7 @@ LEAST_WIDTH = 120
 
 def wide_console() -> Console:
     """Return a console on which tables are never cut."""
-    console = Console(soft_wrap=True, highlight=False, emoji=False)
+    console = Screen(soft_wrap=True, highlight=False)
     console.width = max(console.width, LEAST_WIDTH)
     return console
 
@@ -114,7 +115,7 @@ def _add_group(table: Table, group: ExplainedGroup, answers: Sequence[ExplainedA
     lengths = [len(a.tokens) for a in answers]
     table.add_row(
         f"{group.lines[0]}-{group.lines[-1]}",
-        escape(_shortened(group.question)),
+        cell(_shortened(group.question)),
         _counted(rewards),
         _counted([f"{a.advantage:+.2f}" for a in answers]),
         f"{min(lengths)}-{max(lengths)}",
@@ -161,7 +162,7 @@ def _coloured(tokens: Sequence[ExplainedToken]) -> Text:
     largest = max((abs(t.gradient) for t in tokens if t.gradient is not None), default=0.0)
     text = Text()
     for token in tokens:
-        text.append(token.text, style=_style(token, largest))
+        text.append(printable(token.text), style=_style(token, largest))
     return text
 
 
@@ -187,7 +188,7 @@ def _token_table(tokens: Sequence[ExplainedToken]) -> Table:
         values = [(_value(token, name), form) for name, form in shown.items()]
         table.add_row(
             str(place),
-            escape(_shortened(repr(token.text)[1:-1], 24)),
+            cell(_shortened(repr(token.text)[1:-1], 24)),
             token.clipped or "",
             *("" if value is None else format(value, form) for value, form in values),
             style=_style(token, largest),

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from covey.cli.opening import STARTING, tell_edited, waiting
+from covey.cli.screen import echo
 from covey.cli.weights import run_around, weights_of
 from covey.config import Config, load_config
 from covey.errors import RunError
@@ -68,7 +69,7 @@ def export_command(
 
         say(f"exporting {source}")
         export_model(source, folder, dtype=chosen, template=template_of(config), card=card)
-    typer.echo(f"{source} is exported to {folder}, in {chosen}")
+    echo(f"{source} is exported to {folder}, in {chosen}")
 
 
 def _dtype(asked: str, config: Config, run: RunFolder | None) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from types import TracebackType
 
 import typer
-from rich.console import Console
 
 from covey._version import __version__
 from covey.cli.algorithms import algorithms_command
@@ -19,9 +20,11 @@ from covey.cli.plan import plan_command
 from covey.cli.reference import app as reference_app
 from covey.cli.rewards import app as rewards_app
 from covey.cli.runs import runs_command
+from covey.cli.screen import Screen
 from covey.cli.train import train_command
 from covey.cli.warmup import warmup_command
 from covey.errors import CoveyError
+from covey.shown import printable
 
 INTERRUPTED = 130
 """The exit code after a second Ctrl-C."""
@@ -64,6 +67,7 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
+    sys.excepthook = _show_traceback
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -92,8 +96,16 @@ def run(arguments: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
+def _show_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Show a mistake of ours; its message may quote anything."""
+    lines = traceback.format_exception(kind, error, trace)
+    print(printable("".join(lines)), end="", file=sys.stderr)
+
+
 def _fail(message: str, code: int) -> int:
     line = " ".join(message.split())
-    console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+    console = Screen(stderr=True, soft_wrap=True, highlight=False)
     console.print(f"covey: {line}", markup=False)
     return code

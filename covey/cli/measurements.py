@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from covey.cli.report import evaluation_line
+from covey.cli.screen import cell
 from covey.evaluate import Comparison, Estimate, by_category, compare, estimates
 from covey.evaluate.evaluate import Evaluation
 
@@ -55,12 +56,12 @@ def show_measured(
 
 
 def _category_table(evaluation: Evaluation, by: str) -> Table:
-    table = Table(by, "n", "", "value", "95 % interval")
+    table = Table(Column(cell(by)), "n", "", "value", "95 % interval")
     for name, items in by_category(evaluation.items, by).items():
-        labels = [name, str(len(items))]
+        labels = [cell(name), cell(len(items))]
         for number, estimate in estimates(items).items():
             table.add_row(*labels, number, f"{estimate.value:.1%}", _interval(estimate))
-            labels = ["", ""]
+            labels = [cell(""), cell("")]
     return table
 
 
@@ -69,7 +70,7 @@ def _show_difference(comparison: Comparison, console: Console) -> None:
     for name, difference in comparison.differences.items():
         value, low, high = (100 * v for v in difference.estimate.row().values())
         table.add_row(
-            name,
+            cell(name),
             f"{value:+.1f}",
             rf"\[{low:+.1f}, {high:+.1f}]",
             str(difference.gained),

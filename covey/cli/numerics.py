@@ -20,6 +20,7 @@ from covey.cli.opening import (
     settings_of,
     waiting,
 )
+from covey.cli.screen import echo
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder
 from covey.run.reading import to_stderr
@@ -131,4 +132,4 @@ class _Notes:
 
     def note(self, text: str) -> None:
         """Say it on stderr."""
-        typer.echo(text, err=True)
+        echo(text, err=True)

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from covey.cli.screen import Screen, echo
 from covey.config import Config, load_config, load_smoke, toml_value
 from covey.errors import ConfigError
 from covey.policy.place import check_model_path
@@ -63,7 +63,7 @@ def waiting(text: str) -> Iterator[Say]:
 
     Results must be printed after it: while it shows, all that is printed goes to stderr.
     """
-    with Console(stderr=True).status(escape(text)) as status:
+    with Screen(stderr=True).status(escape(text)) as status:
         yield lambda then: status.update(escape(then))
 
 
@@ -84,7 +84,7 @@ def loaded(source: str, overrides: Iterable[str] = (), *, smoke: bool = False) -
         return load_config(source, overrides)
     config, notes = load_smoke(source, overrides)
     for note in notes:
-        typer.echo(note, err=True)
+        echo(note, err=True)
     return config
 
 

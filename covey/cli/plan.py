@@ -18,6 +18,7 @@ from covey.cli.opening import (
     settings_of,
     waiting,
 )
+from covey.cli.screen import Screen, cell
 from covey.config import Config
 from covey.errors import CoveyError
 
@@ -59,7 +60,7 @@ def plan_command(
         data = {"text": plan.paragraph(), "plan": plan.row(), "memory": kept}
         typer.echo(json.dumps({**data, "memory_unknown": reason, "findings": rows}))
         return
-    console = Console(highlight=False, emoji=False)
+    console = Screen(highlight=False)
     _show_plan(plan, console)
     said = memory.text() if memory else f"memory: not known, {reason}"
     console.print(said, markup=False, soft_wrap=True)
@@ -80,7 +81,7 @@ def _show_plan(plan: Plan, console: Console) -> None:
     console.print(plan.paragraph(), markup=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in plan.table():
-        table.add_row(name, value)
+        table.add_row(name, cell(value))
     console.print("", table, "", sep="\n")
 
 

@@ -6,16 +6,28 @@ import errno
 import os
 import socket
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from covey.cli.opening import STARTING, waiting
+from covey.cli.screen import echo
 from covey.errors import ConfigError
 from covey.policy.place import check_model_path
 
+if TYPE_CHECKING:
+    from covey.reference.server import ServerSettings
+
 app = typer.Typer(help="Serve a reference policy to runs on this machine or others.")
 
+Connections = Annotated[
+    int,
+    typer.Option(
+        "--max-connections",
+        min=1,
+        help="Open connections; beyond, one that has sent no whole request is closed.",
+    ),
+]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -54,6 +66,7 @@ def serve_command(
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")
     ] = 120.0,
+    connections: Connections = 256,
 ) -> None:
     """Load a model and answer runs that have reference.kind = "server" until interrupted."""
     token = _token(token_env)
@@ -77,12 +90,13 @@ def serve_command(
         max_megabytes=max_megabytes,
         max_tokens=max_tokens,
         timeout=timeout,
+        connections=connections,
     )
-    _serve(make_app(loaded, settings), listener, model)
+    _serve(make_app(loaded, settings), listener, settings)
 
 
-def _serve(application: object, listener: socket.socket, model: str) -> None:
-    import uvicorn
+def _serve(application: object, listener: socket.socket, settings: ServerSettings) -> None:
+    from covey.reference.connections import LINGER, Door, server
 
     address, port = listener.getsockname()[:2]
     try:
@@ -91,14 +105,13 @@ def _serve(application: object, listener: socket.socket, model: str) -> None:
         raise _unusable(address, port, error) from None
     shown = f"[{address}]" if ":" in address else address
     # Connections are taken from here on, and answered a moment later.
-    typer.echo(f"covey: serving {model} at http://{shown}:{port}")
-    config = uvicorn.Config(
-        application,  # type: ignore[arg-type]
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=5,
+    echo(f"covey: serving {settings.name} at http://{shown}:{port}")
+    door = Door(
+        most=settings.connections,
+        head_seconds=settings.head_seconds,
+        answer_seconds=settings.timeout + LINGER,
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    server(application, door).run(sockets=[listener])
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from covey.cli.explained import number_column, weights_line
+from covey.cli.screen import cell
 from covey.explain.families import Family
 from covey.explain.replay import Moment, Replay, Replayed
 
@@ -72,7 +73,7 @@ def _table(moment: Moment, own: str) -> Table:
     )
     for algorithm in moment.algorithms:
         table.add_row(
-            f"{algorithm.name} (*)" if algorithm.name == own else algorithm.name,
+            cell(f"{algorithm.name} (*)" if algorithm.name == own else algorithm.name),
             f"{algorithm.loss:+.3g}",
             f"{algorithm.grad_norm:.4g}",
             f"{algorithm.clipped:.1%}",

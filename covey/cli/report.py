@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from covey.cli.screen import Screen, cell
 from covey.evaluate.evaluate import Evaluation
 from covey.run.folder import RunFolder
 
@@ -166,7 +167,7 @@ class LiveReporter(PlainReporter):
 
 def make_reporter(run: RunFolder) -> PlainReporter:
     """Return what suits standard output."""
-    console = Console(soft_wrap=True, emoji=False)
+    console = Screen(soft_wrap=True)
     return LiveReporter(run, console) if sys.stdout.isatty() else PlainReporter(run, console)
 
 
@@ -183,11 +184,12 @@ def before_and_after(run: RunFolder) -> Table | None:
     for name in [n for n in estimates if n in last]:
         a, b = first[name], last[name]
         table.add_row(
-            name, _interval(a), _interval(b), f"{100 * (b['value'] - a['value']):+.1f} points"
+            cell(name), _interval(a), _interval(b), f"{100 * (b['value'] - a['value']):+.1f} points"
         )
     for part in [p for p in first["parts"] if p in last["parts"]]:
         a, b = first["parts"][part], last["parts"][part]
-        table.add_row(f"greedy: {part}", f"{a:.1%}", f"{b:.1%}", f"{100 * (b - a):+.1f} points")
+        change = f"{100 * (b - a):+.1f} points"
+        table.add_row(cell(f"greedy: {part}"), f"{a:.1%}", f"{b:.1%}", change)
     return table
 
 

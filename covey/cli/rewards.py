@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
 from covey.cli.opening import STARTING, resolved, waiting
+from covey.cli.screen import Screen, cell, echo
 from covey.config import Config
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def list_command(
     if as_json:
         typer.echo(json.dumps(rows if name is None else rows[0]))
         return
-    console = Console(soft_wrap=name is not None, emoji=False)
+    console = Screen(soft_wrap=name is not None)
     if name is None:
         table = Table(Column("name", no_wrap=True), Column("what it judges"), box=SIMPLE)
         for row in rows:
@@ -65,7 +65,7 @@ def list_command(
         console.print(table)
         console.print("covey rewards list NAME shows what it does in full, and its options.")
         return
-    console.print(f"[bold]{name}[/]\n\n{escape(rows[0]['text'])}\n", highlight=False)
+    console.print(f"[bold]{escape(name)}[/]\n\n{escape(rows[0]['text'])}\n", highlight=False)
     for option, default in rows[0]["options"].items():
         console.print(f"reward.{option} = {escape(default)}", highlight=False)
 
@@ -110,7 +110,7 @@ def score_command(
     summary = {"reward_id": scorer.identity, **_summary(rows)}
     if out is not None:
         write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
-    typer.echo(json.dumps(summary) if as_json else _summary_lines(summary))
+    echo(json.dumps(summary) if as_json else _summary_lines(summary))
 
 
 def _scored(scorer: Scorer, cases: list[Case], show: bool) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ def _scored(scorer: Scorer, cases: list[Case], show: bool) -> list[dict[str, Any
 
     futures = [scorer.submit(Job(prompt=c.prompt, texts=(c.text,), share=1.0)) for c in cases]
     rows = []
-    with Progress(console=Console(stderr=True), disable=not show) as progress:
+    with Progress(console=Screen(stderr=True), disable=not show) as progress:
         for case, future in progress.track(zip(cases, futures, strict=True), total=len(cases)):
             verdict = future.result()[0]
             judged = {"reward": None} if verdict.score is None else asdict(verdict.score)
@@ -211,12 +211,14 @@ def lab_command(
 
 
 def _show(who: str, config: Config, checks: list[Check]) -> None:
-    console = Console(emoji=False)
-    table = Table(Column("", no_wrap=True), "check", "found", box=SIMPLE,
-                  title=f"{who} on task {config.task.name}", title_justify="left")  # fmt: skip
+    console = Screen()
+    title = cell(f"{who} on task {config.task.name}")
+    table = Table(
+        Column("", no_wrap=True), "check", "found", box=SIMPLE, title=title, title_justify="left"
+    )
     for check in checks:
         verdict = "[green]ok[/]" if check.passed else "[bold red]FAIL[/]"
-        table.add_row(verdict, escape(check.name), escape(check.figure))
+        table.add_row(verdict, cell(check.name), cell(check.figure))
     console.print(table)
     failed = [check for check in checks if not check.passed]
     for check in failed:

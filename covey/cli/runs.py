@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from covey.cli.opening import tell_edited
+from covey.cli.screen import Screen, cell
 from covey.errors import RunError
 from covey.run.folder import RunFolder, list_runs
 
@@ -38,7 +39,7 @@ def runs_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the runs in a folder, or show one run's evaluations or the answers of one step."""
-    console = Console(soft_wrap=step is not None, emoji=False)
+    console = Screen(soft_wrap=step is not None)
     if not (path / "config.toml").is_file():
         _list(list_runs(path), path, console, as_json)
         return
@@ -83,7 +84,7 @@ def fitting_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
 
 def table_width(table: Table) -> int:
     """Return how wide a table is where nothing in it is folded."""
-    return Console(width=UNLIMITED).measure(table).maximum
+    return Screen(width=UNLIMITED).measure(table).maximum
 
 
 def runs_table(rows: Sequence[Mapping[str, Any]], left_out: int = 0) -> Table:
@@ -92,7 +93,7 @@ def runs_table(rows: Sequence[Mapping[str, Any]], left_out: int = 0) -> Table:
     names = [key.replace("_", " ") for key in shown]
     table = Table(Column("run", overflow="fold"), *names)
     for row in rows:
-        table.add_row(row["run"], *(_number(row[key], FORMS[key]) for key in shown))
+        table.add_row(cell(row["run"]), *(_number(row[key], FORMS[key]) for key in shown))
     return table
 
 
@@ -105,7 +106,7 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({**_overview(run, evaluations), "evaluations": evaluations}))
         return
-    table = Table("step", "greedy", "95 % interval", "tokens", title=str(run.path))
+    table = Table("step", "greedy", "95 % interval", "tokens", title=cell(run.path))
     for row in evaluations:
         greedy = row["greedy"]
         table.add_row(

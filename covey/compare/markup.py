@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from covey.shown import printable, printable_data
+
 
 class Html(str):
     """Text that is markup already."""
@@ -17,8 +19,8 @@ class Html(str):
 
 
 def safe(value: object) -> Html:
-    """Return markup as it is, and anything else escaped."""
-    return value if isinstance(value, Html) else Html(escape(str(value), quote=True))
+    """Return markup as it is, and anything else escaped, with nothing hidden in it."""
+    return value if isinstance(value, Html) else Html(escape(printable(str(value)), quote=True))
 
 
 def join(children: Iterable[object]) -> Html:
@@ -33,7 +35,7 @@ def element(name: str, /, *children: object, **attributes: object) -> Html:
     '<p class="note">1 &lt; 2</p>'
     """
     given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value), quote=True)}"'
+        f' {key.rstrip("_").replace("_", "-")}="{escape(printable(str(value)), quote=True)}"'
         for key, value in attributes.items()
     )
     return Html(f"<{name}{given}>{join(children)}</{name}>")
@@ -70,7 +72,7 @@ def details(summary: object, *children: object) -> Html:
 
 def embedded_json(data: object, name: str) -> Html:
     """Return data for a script to read. Nothing in it can end the element."""
-    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    text = json.dumps(printable_data(data), allow_nan=False).replace("<", "\\u003c")
     return Html(f'<script type="application/json" id="{name}">{text}</script>')
 
 

@@ -39,7 +39,7 @@ def write_reports(folder: Path, comparison: Comparison) -> None:
 
 def _json(data: Mapping[str, Any]) -> str:
     """Write a line for each field: tools read it, and a person finds the field."""
-    dump = partial(json.dumps, allow_nan=False, ensure_ascii=False, default=str)
+    dump = partial(json.dumps, allow_nan=False, default=str)
     lines = [f"{dump(name)}: {dump(finite(value))}" for name, value in data.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

@@ -30,30 +30,35 @@ from covey.compare.tables import (
     result_table,
 )
 from covey.compare.verdict import verdict
+from covey.shown import printable
 
 
 def terminal_table(comparison: Comparison) -> RenderableType:
     """Return the table of results, what can be said of each pair, and the findings."""
     found = verdict(comparison)
     lines = [
-        Text(found.headline, style="bold"),
-        *(Text(f"! {text}", style="yellow") for text in found.cautions),
-        *(Text(f"- {text}") for text in pair_words(found)),
+        _text(found.headline, style="bold"),
+        *(_text(f"! {text}", style="yellow") for text in found.cautions),
+        *(_text(f"- {text}") for text in pair_words(found)),
     ]
     for finding in comparison.findings:
         told = f"{finding_title(finding)}: {finding.get('remedy', '')}"
-        lines.append(Text(told, style="dim"))
+        lines.append(_text(told, style="dim"))
     return Group(_rich_table(result_table(found)), *lines)
 
 
 def _rich_table(made: TextTable) -> Table:
-    table = Table(title=Text(made.title), caption=Text(made.note))
+    table = Table(title=_text(made.title), caption=_text(made.note))
     for number, heading in enumerate(made.head):
-        table.add_column(Text(heading), justify="right" if number else "left")
+        table.add_column(_text(heading), justify="right" if number else "left")
     for row in made.rows:
-        # Text, not str: a name with brackets is no markup.
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(_text(cell) for cell in row))
     return table
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Return text for a terminal: a name with brackets is no markup, nor an escape an order."""
+    return Text(printable(text), style=style)
 
 
 def markdown(facts: Facts) -> str:
@@ -133,7 +138,12 @@ def plain(text: str) -> str:
     >>> plain("a|b <c> *d*")
     'a\\\\|b &lt;c&gt; \\\\*d\\\\*'
     """
-    line = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    line = (
+        printable(" ".join(text.split()))
+        .replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+    )
     # A zero-width space keeps @name from notifying anybody.
     return re.sub(r"([\\|`*_\[\]#~])", r"\\\1", line).replace("@", "@\u200b")
 
@@ -142,4 +152,4 @@ def fenced(text: str) -> str:
     """Return text as a block of code, in a fence longer than any that it holds."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}\n{text.rstrip()}\n{fence}"
+    return f"{fence}\n{printable(text.rstrip())}\n{fence}"

@@ -11,10 +11,12 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from covey.compare.jobs import Job
 from covey.compare.record import read_outcome
 from covey.compare.run import Running, Status
+from covey.shown import printable
 
 TAIL_BYTES = 16_384
 PLAIN_SECONDS = 10.0
@@ -127,6 +129,13 @@ class LiveWatch:
         for job in running.jobs:
             status = running.status[job.folder]
             at = standing(job, self.budget, self.amount)
-            row = (job.arm, str(job.seed), status, f"{at.spent:.0%}", str(at.step), _shown(at))
+            row = (
+                Text(printable(job.arm)),
+                str(job.seed),
+                status,
+                f"{at.spent:.0%}",
+                str(at.step),
+                _shown(at),
+            )
             table.add_row(*row, style=STYLES.get(status, "dim" if status == "waiting" else ""))
         return table

@@ -30,6 +30,7 @@ from covey.errors import CoveyError
 from covey.evaluate.evaluate import Evaluation
 from covey.run.environment import describe_environment
 from covey.run.folder import RunFolder
+from covey.shown import printable
 from covey.stopping import stop_signal
 from covey.train.assemble import Parts, assemble, scorer_of
 from covey.train.loop import train
@@ -59,7 +60,7 @@ class LogReporter:
 
     def note(self, text: str) -> None:
         """Write a line."""
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
 
 def main() -> None:
@@ -71,7 +72,7 @@ def main() -> None:
     except KeyboardInterrupt:
         code = STOPPED
     except BaseException as error:
-        traceback.print_exc()
+        print(printable(traceback.format_exc()), file=sys.stderr)
         job.path.mkdir(parents=True, exist_ok=True)
         write_outcome(job.path, RunOutcome(key=job.key, state="failed", error=one_line(error)))
         code = FAILED

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from covey.config.schema import Config, Named
 from covey.errors import ConfigError, nearest
+from covey.shown import is_hidden
 
 RECIPES = files("covey.config") / "recipes"
 
@@ -174,13 +175,20 @@ def _key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
+def _toml_sign(sign: str) -> str:
+    if not is_hidden(sign):
+        return sign
+    return f"\\u{ord(sign):04x}" if ord(sign) < 0x10000 else f"\\U{ord(sign):08x}"
+
+
 def toml_value(value: Any) -> str:
     """Write one value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # TOML strings are JSON strings, but for the one control character that JSON lets stand.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        # TOML strings are JSON strings, but for a control character that JSON lets stand; and what
+        # no person could see in a file is not left standing in it.
+        return "".join(map(_toml_sign, json.dumps(value, ensure_ascii=False)))
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, Mapping):

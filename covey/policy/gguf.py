@@ -27,6 +27,7 @@ from tokenizers import pre_tokenizers
 from covey.errors import ModelError
 from covey.policy.place import PACKAGED
 from covey.run.files import whole_folder
+from covey.shown import printable
 
 FORM = 1
 """Part of a cached folder's name; counts up when the import writes something else than before."""
@@ -42,7 +43,7 @@ Say = Callable[[str], None]
 
 def say_on_stderr(text: str) -> None:
     """Print a line for the person who waits."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def find_gguf(path: str) -> Path | None:

@@ -30,18 +30,22 @@ from covey.reference.wire import (
     WireError,
     decode_reply,
     encode_request,
+    reply_bytes,
 )
+from covey.shown import printable
 from covey.stopping import may_be_given_up
 from covey.types import Batch
 
 AWAY = frozenset({502, 503, 504})
 """What a server, or what stands before it, answers when it will be there later."""
+LARGEST_TEXT = 65_536
+"""Bytes of a reply that holds no numbers: what a server says of itself, or an error."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
 RECORD_FILE = "reference.json"
 
 
 def _to_stderr(text: str) -> None:
-    print(f"covey: {text}", file=sys.stderr, flush=True)
+    print(printable(f"covey: {text}"), file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +115,16 @@ class ServerReference(Still):
 
     def logp(self, batch: Batch) -> LogProbs:
         """Return log-probability and entropy of every trained token, as the server has them."""
-        shape, device = batch.tokens.shape, batch.tokens.device
-        whole = LogProbs(logp=torch.zeros(shape), entropy=torch.zeros(shape))
+        device, blank = batch.tokens.device, torch.zeros(batch.tokens.shape)
+        whole = LogProbs(logp=blank, entropy=blank.clone())
         for index in padded_parts(batch, self.budget):
             rows = batch.rows(index)
             body = encode_request(rows, temperature=self.temperature, tokenizer=self.tokenizer)
+            shape = rows.tokens.shape
             with may_be_given_up():
-                reply = self._ask("POST", "/logp", body)
+                reply = self._ask("POST", "/logp", body, most=reply_bytes(shape))
             try:
-                part, weights = decode_reply(reply, rows.tokens.shape)
+                part, weights = decode_reply(reply, shape, self.temperature)
             except WireError as error:
                 raise ModelError(f"reference: {self.address.url}: {error}") from None
             self._check_weights(weights)
@@ -165,13 +170,15 @@ class ServerReference(Still):
             raise ModelError(f"reference: {self.address.url} is not a reference server") from None
         return health
 
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+    def _ask(
+        self, method: str, path: str, body: bytes | None = None, most: int = LARGEST_TEXT
+    ) -> bytes:
         """Return the body of a good reply; wait for a server that is away, and say so once."""
         deadline, wait, told = time.monotonic() + self.address.patience, FIRST_WAIT, False
         while True:
             asked = ""
             try:
-                reply = _send(self.address, method, path, body)
+                reply = _send(self.address, method, path, body, most)
             except (OSError, http.client.HTTPException) as error:
                 problem = f"cannot be reached: {error or type(error).__name__}"
             else:
@@ -195,8 +202,11 @@ class ServerReference(Still):
             wait *= 2
 
 
-def _send(address: Address, method: str, path: str, body: bytes | None) -> _Reply:
-    """Ask once. Redirects are not followed: they would take the token to another host."""
+def _send(address: Address, method: str, path: str, body: bytes | None, most: int) -> _Reply:
+    """Ask once. A good reply of more than `most` bytes is not read to its end, but refused.
+
+    Redirects are not followed: they would take the token to another host.
+    """
     split = urllib.parse.urlsplit(address.url)
     kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection
     connection = kind(split.hostname or "", split.port, timeout=address.timeout)
@@ -206,7 +216,14 @@ def _send(address: Address, method: str, path: str, body: bytes | None) -> _Repl
     try:
         connection.request(method, split.path.rstrip("/") + path, body, headers)
         response = connection.getresponse()
-        return _Reply(response.status, response.getheader("Retry-After", ""), response.read())
+        most = most if response.status == 200 else LARGEST_TEXT
+        read = response.read(most + 1)
+        if len(read) > most and response.status == 200:
+            what = f"the reply to {path} is larger than {most} bytes"
+            raise ModelError(f"reference: {address.url}: {what}")
+        if len(read) <= most and response.length:
+            raise http.client.IncompleteRead(read, response.length)
+        return _Reply(response.status, response.getheader("Retry-After", ""), read)
     finally:
         connection.close()
 

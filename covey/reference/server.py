@@ -23,11 +23,14 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from covey._version import __version__
 from covey.policy.model import LanguageModel
 from covey.reference.fingerprint import Fingerprint, fingerprint
-from covey.reference.wire import Bounds, WireError, decode_request, encode_reply
+from covey.reference.wire import Bounds, WireError, check_values, decode_request, encode_reply
 from covey.reference.worker import Busy, Worker
+from covey.shown import printable_line
 
 PATIENCE = 4
 """A body that is too large is read, and thrown away, up to so many times the limit."""
+BODY_RATE = 2**18
+"""Bytes a second at which a body is never too slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,12 @@ class ServerSettings:
     """Seconds for a request, its arrival and its turn included."""
     waiting: int = 64
     """Requests that may wait."""
+    connections: int = 256
+    """Connections that may be open."""
+    head_seconds: float = 10.0
+    """For the head of a request to arrive."""
+    body_seconds: float = 20.0
+    """For the body of a request to arrive, and a second more for each BODY_RATE bytes of it."""
 
     @property
     def max_bytes(self) -> int:
@@ -90,6 +99,10 @@ class Service:
             raise Refused(503, "too many requests wait") from None
         except TimeoutError:
             raise Refused(503, f"not done within {self.settings.timeout:g} s") from None
+        try:
+            check_values(values, asked.temperature)
+        except WireError as error:
+            raise Refused(500, f"the model gives no log-probabilities: {error}") from None
         reply = encode_reply(values, self.fingerprint.weights)
         return Response(reply, media_type="application/octet-stream")
 
@@ -130,14 +143,22 @@ class Service:
 
         What is sent without end is cut off; but a client that is only somewhat above the limit is
         heard out, for one that is still sending would see a broken connection and not the refusal.
+        One that sends too slowly is not.
         """
         body, seen = bytearray(), 0
-        async for piece in request.stream():
-            seen += len(piece)
-            if seen <= keep:
-                body += piece
-            elif seen > PATIENCE * self.settings.max_bytes:
-                break
+        until = asyncio.get_running_loop().time() + self.settings.body_seconds
+        try:
+            async with asyncio.timeout_at(until) as limit:
+                async for piece in request.stream():
+                    seen += len(piece)
+                    limit.reschedule(until + seen / BODY_RATE)
+                    if seen <= keep:
+                        body += piece
+                    elif seen > PATIENCE * self.settings.max_bytes:
+                        break
+        except TimeoutError:
+            line = f"{seen} bytes of the body after {self.settings.body_seconds:g} s: too slow"
+            raise Refused(408, line) from None
         return bytes(body) if seen <= keep else None
 
     async def _ask_for_token(self, request: Request) -> None:
@@ -161,10 +182,10 @@ class Service:
             response = JSONResponse({"error": str(refused)}, status_code=refused.status)
             if refused.status == 503:
                 response.headers["Retry-After"] = "1"
-            if refused.status in (401, 413):
+            if refused.status in (401, 408, 413):
                 response.headers["Connection"] = "close"  # or the rest would be read for ever
         except Exception as error:
-            line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            line = printable_line(f"{type(error).__name__}: {error}", 300)
             response = JSONResponse({"error": line}, status_code=500)
         if response.status_code >= 400:
             self.errors[response.status_code] += 1

@@ -35,6 +35,14 @@ HEADER_BYTES = 4096
 """A request's names, shapes and metadata, generously."""
 
 
+SLACK = 1e-4
+"""How far above 0 rounding may lift a log-probability, or push an entropy below, at temperature 1.
+
+Both are a difference of logits and their logsumexp, in float32: with logits up to 2^9 either is
+rounded by at most 2^-15 = 3e-5. Below temperature 1 logits are larger, and so is what is allowed.
+"""
+
+
 class WireError(ValueError):
     """What was sent is not what was agreed on. The message is one line for the sender."""
 
@@ -100,14 +108,39 @@ def encode_reply(values: LogProbs, weights: str) -> bytes:
     return body
 
 
-def decode_reply(body: bytes, shape: torch.Size) -> tuple[LogProbs, str]:
-    """Read a reply and the digest of the weights that gave it."""
+def decode_reply(body: bytes, shape: torch.Size, temperature: float) -> tuple[LogProbs, str]:
+    """Read a reply and the digest of the weights that gave it; refuse what no model can mean."""
     tensors, metadata = _read(body)
     for name in LogProbs._fields:
         found = tensors.get(name)
         if found is None or found.shape != shape or found.dtype != torch.float32:
-            raise WireError(f"the reply has no {name} of shape {list(shape)}")
-    return LogProbs(**{n: tensors[n] for n in LogProbs._fields}), metadata.get("weights", "")
+            raise WireError(f"the reply has no float32 {name} of shape {list(shape)}")
+    values = LogProbs(**{n: tensors[n] for n in LogProbs._fields})
+    check_values(values, temperature)
+    return values, metadata.get("weights", "")
+
+
+def reply_bytes(shape: torch.Size) -> int:
+    """Return how large the reply to a request of this shape may be."""
+    return HEADER_BYTES + len(LogProbs._fields) * shape.numel() * torch.float32.itemsize
+
+
+def check_values(values: LogProbs, temperature: float) -> None:
+    """Refuse log-probabilities above 0, entropies below, and what is not finite.
+
+    A clamped NaN has no gradient: it would take the penalty off its token, and leave no trace.
+    """
+    slack = SLACK / min(temperature, 1.0)
+    for name, sign in (("logp", 1.0), ("entropy", -1.0)):
+        found = getattr(values, name).flatten()
+        # NaN is not below anything, so it is wrong as well.
+        wrong = ~((sign * found <= slack) & found.isfinite())
+        if wrong.any():
+            most = "at most" if sign > 0 else "at least"
+            raise WireError(
+                f"{int(wrong.sum())} of {len(found)} values of {name} are not finite and {most} 0, "
+                f"the first is {float(found[wrong][0]):g}"
+            )
 
 
 def joined(batches: Sequence[Batch]) -> Batch:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.run.folder import RunFolder
+from covey.shown import printable
 
 HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """What the hub calls models that have a short name here."""
@@ -52,7 +53,7 @@ def model_card(exported: Exported, run: RunFolder | None) -> str:
         parts.append(_made_with(environment))
         settings = run.config_file.read_text(encoding="utf-8").strip()
         parts.append(f"## Configuration\n\n```toml\n{settings}\n```")
-    return "\n\n".join(parts) + "\n"
+    return printable("\n\n".join(parts)) + "\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 
+from covey.shown import printable
 from covey.types import Group, Prompt, Rollout
 
 Judged = tuple[Prompt, Rollout]
@@ -61,12 +62,12 @@ def _entry(number: int, prompt: Prompt, rollout: Rollout) -> list[str]:
 
 def _quoted(text: str) -> list[str]:
     """Indent text as Markdown's verbatim blocks, which no text can close."""
-    return [f"    {line}" for line in text.splitlines()] or ["    (nothing)"]
+    return [f"    {printable(line)}" for line in text.splitlines()] or ["    (nothing)"]
 
 
 def _code(text: str) -> str:
     """Put text on one line, between more backticks than it has in a row."""
-    line = " ".join(text.split()) or "none"
+    line = printable(" ".join(text.split())) or "none"
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
     return f"{fence} {line} {fence}" if "`" in line else f"`{line}`"
 

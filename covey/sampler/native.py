@@ -102,10 +102,10 @@ class NativeSampler:
 
 def _check_numbers(ended: Ended, question: Question) -> None:
     """Refuse an answer whose tokens mean nothing; asked here, no device has to wait."""
-    wrong = np.isnan(ended.logps)
+    wrong = ~np.isfinite(ended.logps)
     if wrong.any():
         raise ModelError(
-            f"model: its logits are not numbers, from token {1 + int(wrong.argmax())} of an answer "
+            f"model: its logits are not finite, from token {1 + int(wrong.argmax())} of an answer "
             f"to prompt {question.prompt.id} on; its weights may be none either"
         )
 

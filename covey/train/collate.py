@@ -9,7 +9,8 @@ from itertools import chain
 import numpy as np
 import torch
 
-from covey.types import Batch, Group
+from covey.errors import ModelError
+from covey.types import Batch, Group, Rollout
 
 
 def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batch:
@@ -43,4 +44,17 @@ def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batc
         ),
         truncated=column([r.finish == "length" for r in rollouts], torch.bool),
     )
+    _check_sampler_logp(batch, rollouts)
     return batch if torch.device(device).type == "cpu" else batch.to(device)
+
+
+def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:
+    """Refuse what no sampler can have meant; asked on the CPU, no device has to wait."""
+    wrong = ~batch.sampler_logp.isfinite()
+    if wrong.any():
+        first = rollouts[int(wrong.any(dim=1).int().argmax())]
+        raise ModelError(
+            f"sampler: log-probabilities of {int(wrong.sum())} tokens are not finite, the first in "
+            f"completion {first.sample} of prompt {first.prompt_id}; check the model's weights and "
+            "model.dtype"
+        )

@@ -13,6 +13,7 @@ from covey.policy.policy import Policy
 from covey.reference import Reference
 from covey.train.collate import collate
 from covey.train.select import without_truncated
+from covey.train.sound import check_finite
 from covey.train.state import State
 from covey.train.update import UpdateSettings, Watch, prepare, update
 from covey.types import Batch, Group
@@ -59,6 +60,7 @@ def batch_of(
         reference=learner.reference,
         settings=settings,
     )
+    check_finite(batch, state.step)
     if not known_first:
         batch = with_advantage(objective, batch)
     return without_truncated(batch) if learner.config.select.mask_truncated else batch

@@ -30,6 +30,7 @@ from covey.train.report import (
     mean_advantages,
     rollout_metrics,
     selection_metrics,
+    skipped_steps,
 )
 from covey.train.state import State, restore, save, used_by
 
@@ -139,6 +140,8 @@ def _step(
         run.write_review(state.step, page)
     run.log_step(metrics)
     reporter.step(metrics)
+    if skipped := skipped_steps(metrics):
+        reporter.note(f"step {state.step}: {skipped}")
     state.flat = [*state.flat, metrics["val/zero_variance_groups"]][-FLAT_STEPS:]
     if state.step % FLAT_STEPS == 0 and (warning := flat_rewards(state.flat, metrics)):
         reporter.note(f"step {state.step}: {warning}")

@@ -96,6 +96,17 @@ def flat_rewards(shares: Sequence[float], metrics: Mapping[str, Any]) -> str | N
     )
 
 
+def skipped_steps(metrics: Mapping[str, Any]) -> str | None:
+    """Return a warning if optimizer steps were left out, and what to do about it."""
+    skipped = metrics.get("optim/skipped", 0)
+    if not skipped:
+        return None
+    return (
+        f"{skipped} optimizer steps were left out: their gradient was not finite; if it goes on, "
+        "lower optimizer.learning_rate or set model.dtype = 'float32'"
+    )
+
+
 def mean_advantages(
     collected: Collected, selected: Selected, batch: Batch | None
 ) -> list[list[float | None]]:

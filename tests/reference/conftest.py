@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -23,3 +25,30 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
     model.model.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def scripted() -> Iterator[tuple[str, list[tuple[int, bytes]]]]:
+    """A server that says what it is told, one reply a connection, and is away without any."""
+    replies: list[tuple[int, bytes]] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(65536)
+                status, body = replies.pop(0) if replies else (0, b"")
+                if status:
+                    head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\n\r\n"
+                    connection.sendall(head.encode() + body)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}", replies
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join(5)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.cli.main import run as covey
+from covey.reference.client import Address, ServerReference
 from tests.processes import forked
 
 TOKEN = "a-secret-of-these-tests"
@@ -73,3 +74,16 @@ def wait_for_text(file: Path, pattern: str) -> str:
             return found.group()
         assert time.monotonic() < limit, file.read_text() if file.exists() else file
         time.sleep(0.01)
+
+
+def connect(url: str, notes: list[str], patience: float) -> ServerReference:
+    address = Address(url=url, patience=patience, timeout=5)
+    return ServerReference(address=address, temperature=1.0, tokenizer="t", note=notes.append)
+
+
+HEALTH = {
+    "model": "m",
+    "fingerprint": {"tokenizer": "t", "weights": "w"},
+    "max_bytes": 10**6,
+    "max_tokens": 10**6,
+}

@@ -8,7 +8,6 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from covey.reference.server import ServerSettings, make_app
 from covey.reference.wire import Request, encode_reply, encode_request
 from covey.reference.worker import Busy, Worker
 from tests.conftest import build, make_batch
-from tests.reference.servers import TOKEN, Server, forked, wait_for_text
+from tests.reference.servers import HEALTH, TOKEN, Server, connect, forked, wait_for_text
 
 
 @dataclass
@@ -262,7 +261,7 @@ def test_an_overloaded_server_says_when_to_come_again(
 
     def serve() -> int:
         Worker._compute = hang
-        _serve(make_app(embedded, settings), _bound("127.0.0.1", 0), "slow")
+        _serve(make_app(embedded, settings), _bound("127.0.0.1", 0), settings)
         return 0
 
     slow = Server(forked(serve, output), wait_for_text(output, "http://.*"))
@@ -308,46 +307,6 @@ def test_weights_must_be_those_of_the_configuration_and_of_the_checkpoint(
     (tmp_path / "reference.json").write_text('{"weights": "abc"}')
     with pytest.raises(ModelError, match="has other weights"):
         reference.load(tmp_path)
-
-
-@pytest.fixture
-def scripted() -> Iterator[tuple[str, list[tuple[int, bytes]]]]:
-    """A server that says what it is told, one reply a connection, and is away without any."""
-    replies: list[tuple[int, bytes]] = []
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection:
-                connection.recv(65536)
-                status, body = replies.pop(0) if replies else (0, b"")
-                if status:
-                    head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\n\r\n"
-                    connection.sendall(head.encode() + body)
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}", replies
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-    thread.join(5)
-
-
-def connect(url: str, notes: list[str], patience: float) -> ServerReference:
-    address = Address(url=url, patience=patience, timeout=5)
-    return ServerReference(address=address, temperature=1.0, tokenizer="t", note=notes.append)
-
-
-HEALTH = {
-    "model": "m",
-    "fingerprint": {"tokenizer": "t", "weights": "w"},
-    "max_bytes": 10**6,
-    "max_tokens": 10**6,
-}
 
 
 def test_a_server_that_is_away_is_waited_for_and_told_of_once(

@@ -47,12 +47,12 @@ def test_a_request_reads_back_as_it_was_written() -> None:
 
 def test_a_reply_reads_back_as_it_was_written() -> None:
     values = LogProbs(logp=-torch.rand(3, 4), entropy=torch.rand(3, 4))
-    back, weights = decode_reply(encode_reply(values, "abc"), torch.Size([3, 4]))
+    back, weights = decode_reply(encode_reply(values, "abc"), torch.Size([3, 4]), 1.0)
     assert weights == "abc"
     assert torch.equal(back.logp, values.logp)
     assert torch.equal(back.entropy, values.entropy)
-    with pytest.raises(WireError, match=r"no logp of shape \[3, 5\]"):
-        decode_reply(encode_reply(values, "abc"), torch.Size([3, 5]))
+    with pytest.raises(WireError, match=r"no float32 logp of shape \[3, 5\]"):
+        decode_reply(encode_reply(values, "abc"), torch.Size([3, 5]), 1.0)
 
 
 def change(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:

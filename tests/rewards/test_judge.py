@@ -278,6 +278,7 @@ def test_a_grade_is_read(content: str, grade: int) -> None:
         "", "good", "11", "-3", "-3 of 10", "7.5", "7,5", "8/100", "3/5", "2-3", "1e1", "seven",
         '{"grade": 11}', '{"grade": -1}', '{"grade": 7.5}', '{"grade": null}', '{"grade": }',
         '{"grade": true}', '{"grade": [7]}', '{"grade": 7/10}', '{"grade": 10} or {"grade": 2}',
+        "NaN", "Infinity", '{"grade": NaN}', '{"grade": Infinity}', '{"grade": 1e309}',
         "<think>7", "9" * 5000, '{"grade": ' + "9" * 5000 + "}", "\u0667", "{" * 100_000,
     ],
 )  # fmt: skip

@@ -171,7 +171,7 @@ def test_logits_that_are_not_numbers_are_an_error(temperature: float) -> None:
     with torch.no_grad():
         model.head.linear.weight[17] = torch.nan
     sampling = Sampling(max_tokens=4, distribution=Distribution(temperature=temperature))
-    with pytest.raises(ModelError, match=r"logits are not numbers, from token 1 .* prompt q0"):
+    with pytest.raises(ModelError, match=r"logits are not finite, from token 1 .* prompt q0"):
         NativeSampler(model).generate(ragged_questions(1), step=0, sampling=sampling)
 
 
@@ -185,7 +185,7 @@ def test_weights_that_were_no_numbers_leave_nothing_to_the_next_call(architectur
     before = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(torch.nan)
-        with pytest.raises(ModelError, match="not numbers"):
+        with pytest.raises(ModelError, match="not finite"):
             # The longest prompt in the slots that have the shortest afterwards.
             sampler.generate(questions[1:], step=0, sampling=sampling)
         weight.copy_(before)
