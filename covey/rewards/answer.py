@@ -216,6 +216,7 @@ class MathAnswer:
             reward=float(right),
             success=right,
             parts={"accuracy": float(right), "found": float(given is not None)},
+            attempted=given is not None,
         )
 
     def _equal(self, given: str, expected: str) -> bool:
@@ -277,7 +278,12 @@ class ExactText:
         folded = self._folded(given)
         # Nothing is left of "?" without punctuation, and nothing is no answer.
         right = given in expected or (bool(folded) and folded in map(self._folded, expected))
-        return Score(reward=float(right), success=right, parts={"accuracy": float(right)})
+        return Score(
+            reward=float(right),
+            success=right,
+            parts={"accuracy": float(right)},
+            attempted=bool(given),
+        )
 
     def _folded(self, text: str) -> str | None:
         if len(text) > MAX_TEXT:
@@ -351,6 +357,7 @@ class FuzzyText:
             reward=reward,
             success=reward >= self.threshold,
             parts={"similarity": reward, "words": words, "letters": letters},
+            attempted=bool(given),
         )
 
     def _compare(self, given: str, expected: str) -> tuple[float, float, float]:

@@ -208,6 +208,7 @@ class ToolCall:
             reward=self.tool * right_tool + (1 - self.tool) * share,
             success=share == 1.0,
             parts={"name": float(right_tool), "arguments": share},
+            attempted=call is not None,
         )
 
     def _share(self, call: Call, expected: Call, order: Sequence[str]) -> float:
