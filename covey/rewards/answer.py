@@ -199,7 +199,7 @@ class MathAnswer:
     symbolic: bool = True
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         check_styles(self.styles)

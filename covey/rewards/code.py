@@ -124,7 +124,7 @@ class CodeTests:
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     quick: ClassVar[bool] = False
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds <= self.total_seconds <= 3600:

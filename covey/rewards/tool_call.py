@@ -198,7 +198,7 @@ class ToolCall:
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     quick: ClassVar[bool] = True
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         if not 0 <= self.tool <= 1:
