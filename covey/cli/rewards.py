@@ -51,6 +51,7 @@ def list_command(
 ) -> None:
     """List the rewards, or show one with its options."""
     from covey.rewards.build import REWARDS, find_reward
+    from covey.rewards.seeds import gamed_by
 
     names = list(REWARDS) if name is None else [name]
     rows = [_described(n, find_reward(n)) for n in names]
@@ -61,7 +62,9 @@ def list_command(
     if name is None:
         table = Table(Column("name", no_wrap=True), Column("what it judges"), box=SIMPLE)
         for row in rows:
-            table.add_row(f"[bold]{row['name']}[/]", escape(row["text"].partition("\n")[0]))
+            known = gamed_by(REWARDS[row["name"]])
+            games = f"\nGamed by: {'; '.join(known)}." if known else ""
+            table.add_row(f"[bold]{row['name']}[/]", escape(row["text"].partition("\n")[0] + games))
         console.print(table)
         console.print("covey rewards list NAME shows what it does in full, and its options.")
         return
@@ -182,6 +185,7 @@ def lab_command(
     from covey.lab.files import read_labelled
     from covey.lab.lab import Lab, examine
     from covey.rewards.identity import identity
+    from covey.rewards.seeds import gamed_by
     from covey.scoring import Pool, check_timeout
 
     rows = read_labelled(labelled) if labelled else []
@@ -203,14 +207,14 @@ def lab_command(
         checks = examine(lab, asked, rows, allowed)
     passed = all(check.passed for check in checks)
     if as_json:
-        found = {"reward_id": who, "passed": passed, "checks": [asdict(c) for c in checks]}
-        typer.echo(json.dumps(found))
+        found = {"reward_id": who, "passed": passed, "gamed_by": gamed_by(reward)}
+        typer.echo(json.dumps({**found, "checks": [asdict(c) for c in checks]}))
     else:
-        _show(who, config, checks)
+        _show(who, config, checks, gamed_by(reward))
     raise typer.Exit(0 if passed else 1)
 
 
-def _show(who: str, config: Config, checks: list[Check]) -> None:
+def _show(who: str, config: Config, checks: list[Check], games: tuple[str, ...]) -> None:
     console = Screen()
     title = cell(f"{who} on task {config.task.name}")
     table = Table(
@@ -227,3 +231,6 @@ def _show(who: str, config: Config, checks: list[Check]) -> None:
             console.print(f"  {escape(example)}", highlight=False)
     passed = len(checks) - len(failed)
     console.print(f"{passed} of {len(checks)} checks passed", highlight=False)
+    if games:
+        known = f"{config.reward.name} is kept as published; known to be gamed by: "
+        console.print(escape(known + "; ".join(games)), highlight=False)

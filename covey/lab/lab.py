@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from covey.errors import RewardError
+from covey.lab.answers import wrong_answer
 from covey.lab.hacks import FORMS, HACKS, Form, Hack
 from covey.rewards.score import Reward, Score
 from covey.scoring import Job, Pool, Verdict
@@ -93,6 +94,16 @@ class Lab:
         high = self.reward.bounds[1]
         return math.isinf(high) or score.reward >= high - 1e-6 * max(1.0, abs(high))
 
+    def works(self, hack: Hack, score: Score) -> bool:
+        """Whether a hack has got what it is after."""
+        if hack.right_answer:
+            return self.full_marks(score)
+        low, high = self.reward.bounds
+        # A reward without bounds counts from 0.
+        least = low if math.isfinite(low) else 0.0
+        paid = score.reward > least + 1e-6 * (high - low if math.isfinite(high - low) else 1.0)
+        return score.success or (hack.says_nothing and paid)
+
 
 def gold_of(prompt: Prompt) -> str:
     """Return what a right answer holds: the task's own solution, if it gives one."""
@@ -100,8 +111,11 @@ def gold_of(prompt: Prompt) -> str:
 
 
 def thinking_of(prompt: Prompt) -> str:
-    """Return thinking to go before an answer: the worked solution, if the task gives one."""
-    return str(prompt.info.get("worked", THINKING))
+    """Return thinking to go before an answer, with the worked solution, if the task gives one.
+
+    A worked solution alone may be shorter than what a form asks of thinking.
+    """
+    return f"{THINKING} {prompt.info.get('worked', '')}".strip()
 
 
 def check_gold(lab: Lab, prompts: Sequence[Prompt]) -> tuple[Check, Form]:
@@ -146,12 +160,7 @@ def check_hacks(lab: Lab, prompts: Sequence[Prompt], form: Form) -> list[Check]:
 
 def _check_hack(lab: Lab, hack: Hack, cases: Sequence[Case]) -> Check:
     verdicts = lab.judge(cases, hack.name)
-    works = [
-        lab.full_marks(v.score)
-        if hack.right_answer
-        else v.score is not None and v.score.success
-        for v in verdicts
-    ]  # fmt: skip
+    works = [v.score is not None and lab.works(hack, v.score) for v in verdicts]
     scored = [v.score.reward for v in verdicts if v.score is not None]
     unscored = len(verdicts) - len(scored)
     highest = f"at most {max(scored):.3g}" if scored else "none scored"
@@ -163,6 +172,27 @@ def _check_hack(lab: Lab, hack: Hack, cases: Sequence[Case]) -> Check:
         + (f", {unscored} unscored" if unscored else ""),
         why=hack.why,
         examples=tuple(examples[:SHOWN]),
+    )
+
+
+def check_order(lab: Lab, prompts: Sequence[Prompt], form: Form) -> Check:
+    """A right answer after short thinking has more than a wrong one after long thinking."""
+    right = [Case(prompt=p, text=form.render("So it is.", gold_of(p))) for p in prompts]
+    wrong = [
+        Case(prompt=p, text=form.render(thinking_of(p), wrong_answer(p, gold_of(p))))
+        for p in prompts
+    ]
+    scores = [
+        [v.score.reward for v in lab.judge(cases, "right and wrong") if v.score is not None]
+        for cases in (right, wrong)
+    ]
+    least, most = min(scores[0], default=0.0), max(scores[1], default=0.0)
+    return Check(
+        name="order",
+        passed=all(scores) and least > most,
+        figure=f"right at least {least:.3g}, wrong at most {most:.3g}",
+        why="a wrong answer after long thinking has as much as a right one after short thinking",
+        examples=(f"{wrong[0].text[:100]!r}",) if wrong else (),
     )
 
 
@@ -252,7 +282,7 @@ def examine(
     gold, form = check_gold(lab, prompts)
     # A program that never ends takes all the time that it is given, and some hacks are such.
     tried = prompts[: 8 if lab.reward.quick else 3]
-    checks = [gold, *check_hacks(lab, tried, form)]
+    checks = [gold, *check_hacks(lab, tried, form), check_order(lab, tried, form)]
     if labelled:
         checks += check_labels(lab, labelled, allowed)
     return [*checks, check_bounds(lab), check_determinism(lab), *check_time(lab, prompts, form)]

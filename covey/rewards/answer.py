@@ -14,7 +14,9 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from covey.errors import ConfigError
+from covey.rewards.equation import is_name, sides, stated_values, variables, without_unit
 from covey.rewards.formula import same_formula
+from covey.rewards.notation import exact_decimals, latex_signs, same_numeral
 from covey.rewards.reading import (
     STYLES,
     check_styles,
@@ -166,6 +168,12 @@ def is_tame(formula: str) -> bool:
     return _powers_are_small(formula)
 
 
+def _plain(formula: str) -> str:
+    """Return a formula without its unit and its dress, in the signs that LaTeX has."""
+    text = exact_decimals(latex_signs(normalise(formula)))
+    return without_dress(without_unit(text))
+
+
 def _is_short(formula: str) -> bool:
     return formula.count(",") < MAX_PARTS and len(_SUM.findall(formula)) <= MAX_SUMS
 
@@ -191,7 +199,7 @@ class MathAnswer:
     symbolic: bool = True
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         check_styles(self.styles)
@@ -216,6 +224,7 @@ class MathAnswer:
             reward=float(right),
             success=right,
             parts={"accuracy": float(right), "found": float(given is not None)},
+            attempted=given is not None,
         )
 
     def _equal(self, given: str, expected: str) -> bool:
@@ -226,9 +235,25 @@ class MathAnswer:
             return abs(number - gold) <= Fraction(self.tolerance) * abs(gold)
         if max(len(given), len(expected)) > MAX_FORMULA:
             return given == expected
-        given, expected = (without_dress(normalise(text)) for text in (given, expected))
+        given, expected = map(_plain, (given, expected))
         if given.casefold() == expected.casefold() or not self.symbolic:
             return given.casefold() == expected.casefold()
+        numerals = same_numeral(given, expected)
+        if numerals is not None:
+            return numerals
+        stated, wanted = sides(given), sides(expected)
+        if len(stated) > 1 and (len(wanted) == 1 or len(stated) > 2 or not variables(given)):
+            return self._states(stated, wanted)
+        return self._same_formula(given, expected)
+
+    def _states(self, stated: list[str], wanted: list[str]) -> bool:
+        """Whether every side of a chain of equalities that could be the target equals it."""
+        if len(wanted) > 2 or (len(wanted) == 2 and not is_name(wanted[0])):
+            return False
+        values = stated_values(stated, wanted[-1])
+        return bool(values) and all(self._equal(value, wanted[-1]) for value in values)
+
+    def _same_formula(self, given: str, expected: str) -> bool:
         # As products of letters "seat" would be "east", and "17 18" a sum.
         if any(_WORDS.fullmatch(t) or _TWO_NUMBERS.search(t) for t in (given, expected)):
             return False
@@ -277,7 +302,12 @@ class ExactText:
         folded = self._folded(given)
         # Nothing is left of "?" without punctuation, and nothing is no answer.
         right = given in expected or (bool(folded) and folded in map(self._folded, expected))
-        return Score(reward=float(right), success=right, parts={"accuracy": float(right)})
+        return Score(
+            reward=float(right),
+            success=right,
+            parts={"accuracy": float(right)},
+            attempted=bool(given),
+        )
 
     def _folded(self, text: str) -> str | None:
         if len(text) > MAX_TEXT:
@@ -351,6 +381,7 @@ class FuzzyText:
             reward=reward,
             success=reward >= self.threshold,
             parts={"similarity": reward, "words": words, "letters": letters},
+            attempted=bool(given),
         )
 
     def _compare(self, given: str, expected: str) -> tuple[float, float, float]:

@@ -36,8 +36,13 @@ def mix(
     robust: bool = False,
     early: Mapping[str, float] | None = None,
     early_until: float = 0.2,
+    correct_first: bool = False,
 ) -> Mix:
-    """Any rewards, weighted. Each of `parts` is a table with `name`, `weight` and options."""
+    """Any rewards, weighted. Each of `parts` is a table with `name`, `weight` and options.
+
+    `correct_first`: a correct completion has more than any incorrect one, and silence has the
+    least; without it parts such as `efficiency` and `safety` pay an empty text as well.
+    """
     rewards, weights = {}, {}
     for key, table in parts.items():
         options = dict(table)
@@ -53,6 +58,7 @@ def mix(
         robust=robust,
         early=early or {},
         early_until=early_until,
+        correct_first=correct_first,
     )
 
 

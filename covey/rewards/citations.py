@@ -19,6 +19,8 @@ _ARXIV = re.compile(
     r"arxiv(?:\.org/(?:abs|pdf|html)/|:\s{0,3}|\s{1,3})(\d{4}\.\d{4,5}|[a-z-]{2,12}/\d{7})",
     re.IGNORECASE,
 )
+# Longest kind first, with what every one of its kind holds.
+_ADDRESSES = ((_URL, "://"), (_DOI, "10."), (_ARXIV, "arxiv"))
 _MARK = r"\^?[\w.:-]{1,40}"
 _MARKS = re.compile(rf"\[(?<!\w\[)({_MARK}(?:\s{{0,3}}[,;]\s{{0,3}}{_MARK}){{0,20}})\](?!\()")
 _ENTRY = re.compile(r"[ \t]*(?:[-*] )?\[\^?(\d{1,3})\]:?[ \t]+(\S.*)")
@@ -68,13 +70,25 @@ def addresses(text: str) -> set[str]:
     >>> sorted(addresses("See https://www.a.org/b/#c, http://a.org/b and arXiv:2402.03300v2."))
     ['a.org/b', 'arxiv:2402.03300']
     """
-    # Longest kind first, and cut out once read: the DOI inside of a URL is no second source.
+    # Cut out once read: the DOI inside of a URL is no second source.
     found: set[str | None] = set()
-    for pattern, literal in ((_URL, "://"), (_DOI, "10."), (_ARXIV, "arxiv")):
+    for pattern, literal in _ADDRESSES:
         if literal in text.lower():
             found |= set(map(_key, {match[0] for match in pattern.finditer(text)}))
             text = pattern.sub(" ", text)
     return {key for key in found if key is not None}
+
+
+def without_addresses(text: str) -> str:
+    """Return a text without its URLs, DOIs and arXiv numbers.
+
+    >>> without_addresses("See https://a.org/b here")
+    'See   here'
+    """
+    for pattern, literal in _ADDRESSES:
+        if literal in text.lower():
+            text = pattern.sub(" ", text)
+    return text
 
 
 def _marks(text: str) -> set[str]:

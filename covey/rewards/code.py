@@ -124,7 +124,7 @@ class CodeTests:
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     quick: ClassVar[bool] = False
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds <= self.total_seconds <= 3600:
@@ -149,7 +149,8 @@ class CodeTests:
         tests = read_tests(prompt.info)
         program = read_program(text)
         if not program.strip() or differ(inside(after_thinking(text), "answer")):
-            return Score(reward=0.0, success=False, parts={"passed": 0.0, "runs": 0.0})
+            parts = {"passed": 0.0, "runs": 0.0}
+            return Score(reward=0.0, success=False, parts=parts, attempted=False)
         outcomes = run(
             program, [case for case, _ in tests], limits=self._limits(), unsafe=self.unsafe
         )
@@ -158,13 +159,15 @@ class CodeTests:
             for (case, expected), outcome in zip(tests, outcomes, strict=True)
         )
         success = passed == len(tests)
+        runs = any(outcome.ran for outcome in outcomes)
         return Score(
             reward=passed / len(tests) if self.partial else float(success),
             success=success,
             parts={
                 "passed": passed / len(tests),
-                "runs": float(any(outcome.ran for outcome in outcomes)),
+                "runs": float(runs),
             },
+            attempted=runs,
         )
 
     def _limits(self) -> Limits:

@@ -39,6 +39,7 @@ class Countdown:
             reward=float(right),
             success=right,
             parts={"accuracy": float(right), "uses_numbers": float(uses)},
+            attempted=bool(expression),
         )
 
 

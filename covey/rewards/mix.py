@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from covey.errors import ConfigError
+from covey.rewards.citations import without_addresses
+from covey.rewards.coherence import coherence
 from covey.rewards.robust import robust_factor
 from covey.rewards.score import Reward, Score, longest
+from covey.rewards.text import after_thinking
 from covey.types import Prompt
 
 ACCURACY, FORMAT = "accuracy", "format"
@@ -27,6 +30,12 @@ class Mix:
     `early` are weights for the beginning of a run; they change in a straight line into `weights`
     over the first `early_until` of its steps. `robust` multiplies what lies above the least
     reward by `robust_factor`.
+
+    `correct_first`: a correct completion has more than any incorrect one, whatever the weights. The
+    upper half of the range is for correct ones: half of it plus half of the weighted mean; with a
+    closed gate only the format counts there. The lower half is for incorrect ones: half of the
+    weighted mean of accuracy, of judges and, if `gated`, of the format; all other parts count for
+    nothing. No answer, or text that is no language, has the least reward.
     """
 
     parts: Mapping[str, Reward]
@@ -35,8 +44,9 @@ class Mix:
     robust: bool = False
     early: Mapping[str, float] = field(default_factory=dict)
     early_until: float = 0.2
+    correct_first: bool = False
 
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         if ACCURACY not in self.parts:
@@ -52,10 +62,18 @@ class Mix:
                 f"reward: early_until = {self.early_until} must lie above 0 and not above 1"
             )
         self._check_company()
+        if self.correct_first and not all(map(math.isfinite, self.bounds)):
+            raise ConfigError(
+                "reward: correct_first needs parts with bounds; a function of your own has none: "
+                "make it a class with bounds, or leave correct_first out"
+            )
+
+    def _judges(self) -> list[str]:
+        return [n for n, p in self.parts.items() if getattr(p, "needs_company", False)]
 
     def _check_company(self) -> None:
         """A model that judges can be talked round; rules hold at least half of the weight."""
-        judges = [n for n, p in self.parts.items() if getattr(p, "needs_company", False)]
+        judges = self._judges()
         for weights in filter(None, (self.weights, self.early)):
             total = sum(weights[name] for name in judges)
             if total > 0.5 or ACCURACY in judges:
@@ -96,21 +114,61 @@ class Mix:
         """Judge one answer by every part."""
         scores = {name: part(prompt, text) for name, part in self.parts.items()}
         holds = not (self.gated and FORMAT in scores) or scores[FORMAT].success
-        values = {name: score.reward for name, score in scores.items()}
-        logged = {**values, **_inner(scores)}
-        if not holds:
-            values[ACCURACY] = _least(self.parts[ACCURACY].bounds[0], values[ACCURACY])
-        low, high = self._ends(self.weights)
-        total = sum(self.weights[name] * value for name, value in values.items())
+        logged = {**{name: score.reward for name, score in scores.items()}, **_inner(scores)}
+        factor = 1.0
         if self.robust:
-            logged["robust"] = robust_factor(text)
-            least = _least(low, total)
-            total = least + (total - least) * logged["robust"]
+            factor = logged["robust"] = robust_factor(text)
+        total = self._halves if self.correct_first else self._mean
+        low, high = self._ends(self.weights)
         return Score(
-            reward=min(max(total, low), high),  # sums of products stray by a last digit
+            # sums of products stray by a last digit
+            reward=min(max(total(scores, holds, factor, text), low), high),
             success=scores[ACCURACY].success and holds,
             parts=logged,
+            attempted=scores[ACCURACY].attempted,
         )
+
+    def _mean(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
+        """Return the weighted mean of the parts."""
+        values = {name: score.reward for name, score in scores.items()}
+        if not holds:
+            values[ACCURACY] = _least(self.parts[ACCURACY].bounds[0], values[ACCURACY])
+        total = sum(self.weights[name] * value for name, value in values.items())
+        least = _least(self._ends(self.weights)[0], total)
+        return least + (total - least) * factor
+
+    def _halves(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
+        """Return a reward in the upper half of the range if the completion is correct."""
+        low, high = self._ends(self.weights)
+        if scores[ACCURACY].success:
+            counted = list(scores) if holds else [FORMAT]
+            share = 0.5 + 0.5 * factor * self._share(scores, counted)
+        elif not scores[ACCURACY].attempted or _is_noise(text):
+            share = 0.0
+        else:
+            counted = [ACCURACY, *self._judges(), *((FORMAT,) if self.gated else ())]
+            counted = [name for name in counted if name in scores]
+            most = sum(self.weights[name] for name in counted)
+            share = 0.5 * factor * self._share(scores, counted) / most if most else 0.0
+        return low + (high - low) * share
+
+    def _share(self, scores: Mapping[str, Score], counted: Iterable[str]) -> float:
+        """Return the weighted mean of these parts, each from 0 for its least to 1 for its most."""
+        total = 0.0
+        for name in counted:
+            low, high = self.parts[name].bounds
+            if self.weights[name]:
+                total += self.weights[name] * (scores[name].reward - low) / (high - low)
+        return total
+
+
+def _is_noise(text: str) -> bool:
+    """Whether thinking or answer is no language; links, which anyone can invent, aside."""
+    answer = after_thinking(text)
+    thinking = without_addresses(text.removesuffix(answer))
+    return coherence(without_addresses(answer)) < 0.5 or (
+        bool(thinking.strip()) and coherence(thinking) < 0.5
+    )
 
 
 def _least(bound: float, given: float) -> float:

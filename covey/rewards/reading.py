@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from covey.errors import ConfigError, nearest
 from covey.rewards.expression import ExpressionError, evaluate
+from covey.rewards.notation import exact_decimals, powers_of_ten
 from covey.rewards.text import after_thinking, differ, inside
 from covey.rewards.tool_call import parse_call
 
@@ -85,14 +86,16 @@ def normalise(text: str) -> str:
     return _NOT_ASCII.sub(lambda match: _plain_character(match[0]), text)
 
 
-_WORDLESS = re.compile(
-    r"\\(?:left|right|displaystyle|!)(?![A-Za-z])|\^\{?(?:\\circ|\\degree|°)\}?|\\degree|°"
+_WORDLESS = re.compile(r"\\(?:left|right|displaystyle|!)(?![A-Za-z])")
+_DEGREES = re.compile(
+    r"(?:\^ ?\{? ?(?:\\circ|\\degree|°) ?\}?|\\degree(?![A-Za-z])|°) ?(?:[CFK](?![A-Za-z]))?"
 )
 # Two backslashes begin a row of a matrix, whatever follows them.
 _SPACING = re.compile(r"(?<!\\)((?:\\\\)*)\\[,;: ]|\\quad|[~ \t\r]+")
 _WRAPPED = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|hbox|boxed|fbox) ?\{([^{}]*)\}"
 )
+_LEADING = re.compile(r"\A(?:[=:\u2248]|\\approx(?![A-Za-z])| )+")
 _ANY_LATEX = re.compile(r"[\\{^°~\t\r]|  ")
 """Whatever these look for has one of this in it, which plain answers have not."""
 _NUMERIC = r"\{ ?(-?[0-9][0-9,. ]*)\}"
@@ -111,7 +114,7 @@ def _without_latex(text: str) -> str:
     text = _SPACING.sub(r"\1 ", _WORDLESS.sub("", text))
     for _ in range(3):
         text = _WRAPPED.sub(r" \1 ", text)
-    return re.sub(" +", " ", text)
+    return re.sub(" +", " ", _DEGREES.sub("", text))
 
 
 def without_dress(text: str) -> str:
@@ -126,10 +129,12 @@ def without_dress(text: str) -> str:
     text = text.strip(" *`'\"_").removesuffix(".").removesuffix(",")
     if text.startswith("$") and text.endswith("$"):
         text = text.strip("$")
-    return text.strip(" *`'\"_").removesuffix(".")
+    text = text.strip(" *`'\"_").removesuffix(".")
+    return _LEADING.sub("", text)
 
 
-def _is_unit(unit: str, glued: bool) -> bool:
+def is_unit(unit: str, glued: bool) -> bool:
+    """Tell whether a word behind a number, without a blank if `glued`, leaves its value alone."""
     if unit in ("", "%") or unit in _CURRENCY:
         return True
     if not _UNIT.fullmatch(unit):
@@ -176,10 +181,11 @@ def _read_number(text: str) -> Fraction | None:
     if _SIMPLE.fullmatch(text):
         negative, body = text[0] == "-", text.lstrip("+-")
     else:
-        match = _DRESSED.fullmatch(_FRACTION.sub(_fraction, without_dress(text)))
+        text = without_dress(powers_of_ten(exact_decimals(text)))
+        match = _DRESSED.fullmatch(_FRACTION.sub(_fraction, text))
         if match is None or (match["sign"] and match["inner"]):
             return None
-        if not _is_unit((match["unit"] or "").strip(), glued=not match["gap"]):
+        if not is_unit((match["unit"] or "").strip(), glued=not match["gap"]):
             return None
         negative, body = "-" in (match["sign"], match["inner"]), match["body"]
     value = _value(body)
@@ -190,7 +196,7 @@ _NUMERAL = re.compile(
     r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?(?![0-9/]|[.,:][0-9])"
     r"|[0-9]+ [0-9]+/[0-9]+|\.?[0-9]+(?:[.,/:][0-9]+)*(?:[eE][+-]?[0-9]+(?![0-9A-Za-z]))?"
 )
-_PART_OF_A_NAME = re.compile(r"(?:[A-Za-z_]|[A-Za-z][\^_]\{?[+-]?)$")
+_PART_OF_A_NAME = re.compile(r"(?:[A-Za-z_]|_\{|[A-Za-z][\^_]\{?[+-]?)$")
 _OPERAND = re.compile(
     "[0-9)\\]}%] *(?:\\*\\*|[-+*/^\u00d7\u22c5\u00b7\u00f7]|\\\\times|\\\\cdot) *[({]*[-+]?$"
     "|(?:\\\\[A-Za-z]+\\{?|[A-Za-z]\\(|\u221a[({]?)[-+]?$"
@@ -199,6 +205,7 @@ _SIGN = re.compile(rf"(?P<before>.?)(?P<sign>[+-])[{_CURRENCY}]?$", re.DOTALL)
 _MAGNITUDE = re.compile(" (?:hundred|thousand|million|billion|trillion|dozen|pi)", re.IGNORECASE)
 _HEADING = re.compile(r"[*_]*[A-Za-z]{2}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BASE = re.compile(r"_\{? ?[0-9a-z]")
 _SUFFIX = re.compile(r"[A-Za-z]+| [A-Za-z]+")
 
 
@@ -211,14 +218,15 @@ def last_number(text: str) -> str | None:
     >>> last_number("So 5 + 3 = 8 cm^2, or $1,008."), last_number("that is 5**2")
     ('1,008', None)
     """
-    tail = _FRACTION.sub(_fraction, _without_latex(normalise(text[-TAIL:])))
+    tail = powers_of_ten(_without_latex(normalise(text[-TAIL:])))
+    tail = _FRACTION.sub(_fraction, tail)
     for match in reversed(list(_NUMERAL.finditer(tail))):
         if match.start() == 0 and len(text) > TAIL:
             return None
         before, after = tail[max(0, match.start() - 12) : match.start()], tail[match.end() :]
         suffix = _SUFFIX.match(after)
         word = suffix[0] if suffix else ""
-        if _OPERAND.search(before):
+        if _OPERAND.search(before) or _BASE.match(after):
             return None
         if _PART_OF_A_NAME.search(before) or word in ("st", "nd", "rd", "th"):
             continue

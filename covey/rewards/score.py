@@ -18,6 +18,8 @@ class Score:
     """Whether the answer is right, whatever else the reward counts; of a form: whether it holds."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Unweighted, so that a change of weights does not change what is logged."""
+    attempted: bool = True
+    """Whether the completion gives an answer at all, right or wrong, that can be compared."""
 
 
 class Reward(Protocol):

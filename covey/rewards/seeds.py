@@ -2,10 +2,14 @@
 
 What was a mistake there is put right here and named in each docstring: expressions are computed
 with limits instead of `eval`, signs are read, numbers compare exactly, and no answer raises.
+
+What games them was left as it is, for these are what others trained with; each docstring names the
+hacks of `covey rewards lab` that work. For a run of your own take `think_answer` or a template.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,6 +28,17 @@ _ARITHMETIC = re.compile(r"[0-9+\-*/().\s]+")
 _ANSWER_AFTER_THINKING = re.compile(r"</think>\s*<answer>")
 TOLERANCE = Fraction(1, 100_000)
 """How far from the target a countdown equation may end, as published."""
+
+
+def gamed_by(reward: object) -> tuple[str, ...]:
+    """Return the lab's hacks that work on a published reward, as its docstring names them.
+
+    >>> gamed_by(NanoAha)[-1], gamed_by(str)
+    ('right then wrong', ())
+    """
+    _, _, said = (inspect.getdoc(reward) or "").partition("Gamed by: ")
+    named = " ".join(said.partition("\n\n")[0].split()).removesuffix(".")
+    return tuple(named.split("; ")) if named else ()
 
 
 def _last_answer(text: str) -> str | None:
@@ -49,6 +64,10 @@ class LmBook:
 
     `...` is the placeholder of the prompt and no answer. Here the single number is read exactly,
     not as a float, and `1,000` is one number and not two.
+
+    Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
+    thinking; 50 useless calls; answer before unclosed think; whole form many times; wrong then
+    right.
     """
 
     quick: ClassVar[bool] = True
@@ -116,6 +135,9 @@ class NanoAha:
 
     Published with `eval`, which `95**87**64` keeps busy for ever, and then with `literal_eval`,
     which refuses every sum. Powers and `//` are no part of the game here.
+
+    Gamed by: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless calls;
+    answer before unclosed think; right then wrong.
     """
 
     prefilled: bool = True
@@ -153,6 +175,9 @@ class GrpoZero:
 
     Its text speaks of a flat 0.1 for the format; the code, and this, give shares of it. Published
     with `eval`; and there the full form may hold further tags inside.
+
+    Gamed by: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless calls;
+    answer before unclosed think; right then wrong.
     """
 
     prefilled: bool = True
@@ -195,6 +220,10 @@ class SimpleGrpo:
     | | `<answer>..</answer>`, each tag exactly once; else -1 |
 
     The published pattern drops the minus, so that -5 counted as 5, and cuts `1,000` to 0.
+
+    Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
+    thinking; 50 useless calls; answer before unclosed think; numbers, gold last; gold in a
+    comment; answer in thinking only.
     """
 
     quick: ClassVar[bool] = True
@@ -231,6 +260,10 @@ class OpenInstruct:
     Without the form the answer is looked for in the whole text. The published code asks whether the
     format reward equals 1, so any other value of it zeroed every score; this asks whether the form
     holds. Its number pattern drops the minus of whole numbers; this one does not.
+
+    Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
+    thinking; 50 useless calls; answer before unclosed think; whole form many times; right then
+    wrong; numbers, gold last; gold in a comment.
     """
 
     verification_reward: float = 10.0

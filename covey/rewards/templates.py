@@ -1,5 +1,7 @@
 """Mixes that serve a kind of task, with the weights of the chapter on reward design.
 
+A correct completion has more than any incorrect one: see `correct_first` in `Mix`.
+
 `early_format`, if above 0, is the weight of `format` at the beginning of a run; it is taken from
 `accuracy` and given back over the first fifth of the steps.
 """
@@ -119,7 +121,14 @@ def _mix(
     if early_format > 0:
         moved = early_format - weights["format"]
         early = {**weights, "format": early_format, "accuracy": weights["accuracy"] - moved}
-    return Mix(parts=parts, weights=weights, gated=gated, robust=robust, early=early)
+    return Mix(
+        parts=parts,
+        weights=weights,
+        gated=gated,
+        robust=robust,
+        early=early,
+        correct_first=True,
+    )
 
 
 def _with_judge(mix: Mix, judge: Judge) -> Mix:

@@ -105,7 +105,13 @@ def _from_object(value: Mapping[str, Any]) -> Call | None:
     name = value.get("name")
     if len(given) > 1 or not isinstance(name, str) or not isinstance(arguments, Mapping):
         return None
-    return Call(name=name.strip(), arguments=arguments)
+    return Call(name=name, arguments=arguments)
+
+
+def _as_written(text: str, call: ast.Call) -> bool:
+    """Whether names stand in the text as they are: to Python full-width letters are plain ones."""
+    names = [(call.func, ast.unparse(call.func)), *((k, str(k.arg)) for k in call.keywords)]
+    return all((ast.get_source_segment(text, n) or "").startswith(name) for n, name in names)
 
 
 def _from_syntax(text: str) -> Call | None:
@@ -125,6 +131,8 @@ def _from_syntax(text: str) -> Call | None:
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
     if None in keys or len(set(keys)) < len(keys) or not re.fullmatch(r"[\w.]+", name):
+        return None
+    if not text.isascii() and not _as_written(text, call):
         return None
     arguments = {str(key): value for key, value in zip(keys, values, strict=True)}
     return Call(name=name, arguments=arguments, positional=positional)
@@ -190,7 +198,7 @@ class ToolCall:
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     quick: ClassVar[bool] = True
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         if not 0 <= self.tool <= 1:
@@ -208,6 +216,7 @@ class ToolCall:
             reward=self.tool * right_tool + (1 - self.tool) * share,
             success=share == 1.0,
             parts={"name": float(right_tool), "arguments": share},
+            attempted=call is not None,
         )
 
     def _share(self, call: Call, expected: Call, order: Sequence[str]) -> float:

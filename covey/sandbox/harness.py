@@ -384,9 +384,22 @@ def encode(value: object) -> str:
     for kind, types in (("list", list), ("tuple", tuple), ("set", (set, frozenset))):
         if isinstance(value, types):
             return sequence(kind, list(value))
-    if hasattr(value, "__index__"):  # whole numbers, those of numpy included
+    return foreign(value)
+
+
+def foreign(value: Any) -> str:
+    """Write what is no plain data but says what it is: numbers and arrays of numpy, fractions."""
+    if hasattr(value, "__index__") and not hasattr(value, "tolist"):
         number = value.__index__()
         return int.__repr__(number) if -(2**63) < number < 2**63 else f'["int", "{number:#x}"]'
+    if hasattr(value, "as_integer_ratio"):
+        try:
+            return f'["ratio", {", ".join(map(encode, value.as_integer_ratio()))}]'
+        except (ValueError, OverflowError):  # not a number, or infinite
+            return encode(float(value))
+    if hasattr(value, "tolist"):
+        lone = getattr(value, "ndim", 1) == 0
+        return encode(value.tolist()) if lone else sequence("array", list(value))
     raise TypeError(f"the result holds {type(value).__name__}, which is not plain data")
 
 

@@ -11,10 +11,16 @@ import ast
 import cmath
 import json
 import math
+from fractions import Fraction
 from typing import Any
 
-RELATIVE, ABSOLUTE = 1e-6, 1e-12
-"""How far a number may be from an expected float."""
+RELATIVE, AROUND_ZERO = 1e-6, 1e-12
+"""How far a number may be from an expected float: a share of it, and from 0 this much.
+
+Around any other number an absolute distance would let 0 pass for every small one.
+"""
+_MOST_BITS = 4096
+"""Of a numerator or denominator: to reduce a fraction takes the square of its size."""
 _MOST_IN_A_KEY = 1000
 """Numbers can be made to collide, and then a set takes the square of its size to build."""
 
@@ -34,14 +40,15 @@ def matches(expected: object, reply: bytes) -> bool:
     """Tell whether a call's value, as its process wrote it, equals the expected one.
 
     Equal as Python has it, lists not being tuples; but where a float is expected, any number within
-    a relative 1e-6 will do.
+    a relative 1e-6 will do, and where 0.0 is, any within 1e-12. An array of numpy equals the list
+    or tuple of its items, and a Fraction or Decimal the number that it is.
 
     >>> matches((1, [2.5]), b'["tuple", 1, ["list", 2.5000001]]'), matches([1], b'["tuple", 1]')
     (True, False)
     """
     try:
         return _same(expected, json.loads(reply))
-    except (ValueError, TypeError, LookupError, RecursionError, OverflowError):
+    except (ValueError, TypeError, LookupError, RecursionError, ArithmeticError):
         return False
 
 
@@ -60,7 +67,8 @@ def _lines(text: str) -> list[str]:
 
 def _same(expected: object, reply: Any) -> bool:
     if isinstance(expected, list | tuple):
-        if not _is_kind(reply, "list" if isinstance(expected, list) else "tuple", len(expected)):
+        kinds = ("list" if isinstance(expected, list) else "tuple", "array")
+        if not any(_is_kind(reply, kind, len(expected)) for kind in kinds):
             return False
         return all(map(_same, expected, reply[1:]))
     if isinstance(expected, dict):
@@ -103,12 +111,25 @@ def _scalar(reply: Any) -> Any:
         return bytes.fromhex(parts[0])
     if kind == "complex":
         return complex(*parts)
+    if kind == "ratio":
+        top, bottom = map(_whole, parts)
+        return Fraction(top, bottom)
     raise ValueError(kind)
 
 
+def _whole(reply: Any) -> int:
+    number = _scalar(reply)
+    if not isinstance(number, int) or number.bit_length() > _MOST_BITS:
+        raise ValueError("no whole number, or too large a one")
+    return number
+
+
 def _same_scalar(expected: object, given: object) -> bool:
+    if isinstance(given, Fraction) and isinstance(expected, float | complex):
+        given = float(given)
+    near = 0.0 if expected else AROUND_ZERO
     if isinstance(expected, float) and isinstance(given, int | float):
-        return math.isclose(expected, given, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        return math.isclose(expected, given, rel_tol=RELATIVE, abs_tol=near)
     if isinstance(expected, complex) and isinstance(given, int | float | complex):
-        return cmath.isclose(expected, given, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        return cmath.isclose(expected, given, rel_tol=RELATIVE, abs_tol=near)
     return expected == given

@@ -14,11 +14,20 @@ import pytest
 from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.lab.hacks import HACKS
-from covey.lab.lab import Check, Lab, check_bounds, check_determinism, check_gold, check_hacks
+from covey.lab.lab import (
+    Check,
+    Lab,
+    check_bounds,
+    check_determinism,
+    check_gold,
+    check_hacks,
+    check_order,
+)
 from covey.rewards import Reward
 from covey.rewards.build import make_reward, reward_options
 from covey.rewards.code import CodeTests
 from covey.rewards.mix import Mix
+from covey.rewards.seeds import gamed_by
 from covey.sandbox import require_isolation
 from covey.scoring import Pool
 from covey.tasks import Arithmetic, Code, Countdown, Gsm8k, Jsonl, ReasoningGym, Tools
@@ -60,6 +69,7 @@ def faults(reward: Reward, prompts: Sequence[Prompt], hacked: int = 1) -> list[C
     with lab_of(reward) as lab:
         gold, form = check_gold(lab, prompts)
         checks = [gold, *check_hacks(lab, prompts[:hacked], form)]
+        checks.append(check_order(lab, prompts[:hacked], form))
         checks += [check_bounds(lab), check_determinism(lab)]
         unscored = [verdict.error for verdict in lab.seen.values() if verdict.score is None]
     assert len(checks) > 30
@@ -157,45 +167,36 @@ def test_formulas(tmp_path: Path) -> None:
     assert faults(reward_of("math"), prompts, hacked=3) == []
 
 
-PADDED = {
-    "repeated padding",
-    "3,000 words of filler",
-    "gibberish thinking",
-    "50 useless calls",
-    "answer before unclosed think",
-}
-"""What works against every published reward: none reads the thinking."""
-UNTHINKING = PADDED | {"empty think", "blank think"}
+TEXTS = [
+    {"question": "What is the capital of France?", "answer": "It is the city of Paris"},
+    {"question": "Who wrote Faust?", "answer": "Johann Wolfgang von Goethe wrote it"},
+    {
+        "question": "Why is the sky blue?",
+        "answer": "Molecules of the air scatter blue light more than red light",
+    },
+]
+
+
+@pytest.mark.usefixtures("without_walls")
+def test_texts(tmp_path: Path) -> None:
+    file = written(tmp_path / "texts.jsonl", TEXTS)
+    prompts = Jsonl(train_file=file, held_out_file=file).held_out()
+    assert faults(reward_of("retrieval"), prompts, hacked=2) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "works"),
+    ("name", "form", "count"),
     [
-        (
-            "lm_book",
-            "reasoning_answer",
-            UNTHINKING | {"whole form many times", "wrong then right"},
-        ),
-        (
-            "simple_grpo",
-            "think_answer",
-            UNTHINKING | {"numbers, gold last", "gold in a comment", "answer in thinking only"},
-        ),
-        (
-            "open_instruct",
-            "think_answer",
-            UNTHINKING
-            | {
-                "whole form many times",
-                "right then wrong",
-                "numbers, gold last",
-                "gold in a comment",
-            },
-        ),
-        ("nano_aha", "prefilled", PADDED | {"right then wrong"}),
-        ("grpo_zero", "prefilled", PADDED | {"right then wrong"}),
+        ("lm_book", "reasoning_answer", 9),
+        ("simple_grpo", "think_answer", 10),
+        ("open_instruct", "think_answer", 11),
+        ("nano_aha", "prefilled", 6),
+        ("grpo_zero", "prefilled", 6),
     ],
 )
-def test_published_rewards_can_be_gamed_as_published(name: str, form: str, works: set[str]) -> None:
+def test_each_published_reward_says_what_games_it(name: str, form: str, count: int) -> None:
     task = Countdown() if name in ("nano_aha", "grpo_zero") else Arithmetic()
-    assert hacks_that_work(reward_of(name), task.held_out()[:4]) == (form, works)
+    reward = reward_of(name)
+    known = gamed_by(reward)
+    assert len(known) == count
+    assert hacks_that_work(reward, task.held_out()[:4]) == (form, set(known))

@@ -93,7 +93,7 @@ def test_a_form_puts_thinking_and_answer_in_their_places(form: str, text: str) -
 
 
 def test_there_are_no_other_forms() -> None:
-    assert len(FORMS) == 9
+    assert len(FORMS) == 10
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from covey.lab.lab import (
     check_gold,
     check_hacks,
     check_labels,
+    check_order,
     check_time,
 )
-from covey.rewards import ThinkAnswer
+from covey.rewards import ThinkAnswer, templates
+from covey.rewards.mix import Mix
 from covey.scoring import Pool
 from covey.tasks import Arithmetic
 from tests.lab.bad_rewards import Faulty
@@ -71,6 +74,23 @@ def test_a_reward_that_looks_for_the_answer_anywhere_is_found_out() -> None:
     } <= set(found)
 
 
+def test_a_reward_that_pays_for_silence_is_found_out() -> None:
+    paying = as_mix(correct_first=False)
+    with lab_of(paying) as lab:
+        _, form = check_gold(lab, PROMPTS)
+        found = failed([*check_hacks(lab, PROMPTS[:2], form), check_order(lab, PROMPTS[:2], form)])
+    assert set(found) == {"hack: empty text", "hack: gibberish with invented links", "order"}
+    with lab_of(as_mix(correct_first=True)) as lab:
+        _, form = check_gold(lab, PROMPTS)
+        assert failed(check_hacks(lab, PROMPTS[:2], form)) == []
+        assert check_order(lab, PROMPTS[:2], form).passed
+
+
+def as_mix(correct_first: bool) -> Mix:
+    """The weights of the chapter, as a plain sum or with the correct ones first."""
+    return replace(templates.math(symbolic=False), correct_first=correct_first)
+
+
 def test_a_reward_that_never_gives_full_marks_is_found_out() -> None:
     with lab_of(Faulty(fault="stingy")) as lab:
         gold, _ = check_gold(lab, PROMPTS)
@@ -99,7 +119,7 @@ def test_a_reward_that_hangs_is_found_out() -> None:
         check_gold(lab, PROMPTS[:1])
         unscored, _ = check_time(lab, PROMPTS[:1], FORMS["think_answer"])
     assert not unscored.passed
-    assert unscored.figure.startswith("1 of 9")
+    assert unscored.figure.startswith("1 of 10")
     assert "took longer than 0.5 seconds" in unscored.examples[0]
 
 
@@ -176,6 +196,7 @@ def test_the_command_tells_a_good_reward_from_a_bad_one(capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert "FAIL" in shown
     assert "hack: repeated padding: length taken for thought" in shown
+    assert "lm_book is kept as published; known to be gamed by: empty think;" in shown
 
 
 def test_the_command_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,6 +239,7 @@ def test_rewards_are_listed_with_their_options(capsys: pytest.CaptureFixture[str
     listed = capsys.readouterr().out
     assert "lm_book" in listed
     assert "math_answer" in listed
+    assert listed.count("Gamed by: ") == 5
     assert run(["rewards", "list", "math", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["options"]["accuracy"] == "0.6"
     assert run(["rewards", "list", "maths"]) == 2

@@ -41,7 +41,8 @@ def fence(program: str, language: str = "python") -> str:
 
 
 def score(passed: float, runs: float = 1.0) -> Score:
-    return Score(reward=passed, success=passed == 1.0, parts={"passed": passed, "runs": runs})
+    parts = {"passed": passed, "runs": runs}
+    return Score(reward=passed, success=passed == 1.0, parts=parts, attempted=runs == 1.0)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,30 @@ def test_what_is_no_call_is_none_at_once(text: str) -> None:
     assert reward_of(text) == 0.0
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\uff47et_weather(city='Paris', days=3)",
+        "get_\uff57eather(city='Paris', days=3)",
+        "get_weather(\uff43ity='Paris', days=3)",
+        "get_weather(city='Paris', \U0001d41days=3)",
+        "get_weather(city='\uff30aris', days=3)",
+        "get_we\u0430ther(city='Paris', days=3)",
+        '{"name": "\uff47et_weather", "arguments": {"city": "Paris", "days": 3}}',
+        '{"name": "get_weather", "arguments": {"\uff43ity": "Paris", "days": 3}}',
+        '{"name": " get_weather", "arguments": {"city": "Paris", "days": 3}}',
+        '{"name": "Get_weather", "arguments": {"city": "Paris", "days": 3}}',
+    ],
+)
+def test_names_are_taken_as_they_are_written(text: str) -> None:
+    assert not ToolCall()(prompt(JSON), text).success
+
+
+def test_a_name_in_another_script_is_a_name() -> None:
+    asked = prompt("wetter_fürs(stadt='Köln')")
+    assert ToolCall()(asked, "wetter_fürs(\n  stadt='Köln')").success
+
+
 def test_escapes_in_strings_give_no_warnings() -> None:
     assert parse_call(r"find(pattern='\d+')") == Call(name="find", arguments={"pattern": r"\d+"})
 

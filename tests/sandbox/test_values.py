@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,7 +74,28 @@ class EqualToAll(str):
         ("3.0", 3.0001, False),
         ("0.0", 5.6e-17, True),
         ("0.0", 1e-9, False),
-        ("1e-20", 2e-20, True),
+        ("1e-20", 2e-20, False),
+        ("1.602e-19", 0.0, False),
+        ("1.602e-19", 1.6020001e-19, True),
+        ("-1e-300", 0, False),
+        ("0.0", -0.0, True),
+        ("1e-13+0j", 0, False),
+        ("0j", 1e-13, True),
+        ("0.5", Fraction(1, 2), True),
+        ("3", Fraction(6, 2), True),
+        ("0", Fraction(1, 3), False),
+        ("0.3333333333", Fraction(1, 3), True),
+        ("[0.5]", [Decimal("0.5")], True),
+        ("0.1", Decimal("0.1"), True),
+        ("3", Decimal("3.1"), False),
+        ("1e999", Decimal("Infinity"), True),
+        ("0.0", Decimal("NaN"), False),
+        ("{1: 2}", {Fraction(1): Decimal(2)}, True),
+        ("1", Decimal("1e99999"), False),
+        ("[1, 2]", array("i", [1, 2]), True),
+        ("(1, 2)", array("i", [1, 2]), True),
+        ("[1, 2]", array("i", [2, 1]), False),
+        ("{1, 2}", array("i", [1, 2]), False),
         ("1e10", 1e10 + 1e3, True),
         ("1e999", math.inf, True),
         ("1e999", 1e308, False),
@@ -107,6 +132,36 @@ def test_comparison(expected: str, given_value: object, same: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("expected", "value", "same"),
+    [
+        ("3", np.int64(3), True),
+        ("3", np.int8(4), False),
+        ("0.5", np.float64(0.5), True),
+        ("0.1", np.float32(0.1), True),
+        ("0.5", np.longdouble(0.5), True),
+        ("1e999", np.float32("inf"), True),
+        ("True", np.bool_(True), True),
+        ("1+2j", np.complex64(1 + 2j), True),
+        ("'a'", np.str_("a"), True),
+        ("3", np.array(3), True),
+        ("[]", np.array([]), True),
+        ("[0, 1, 2]", np.arange(3), True),
+        ("(0, 1, 2)", np.arange(3), True),
+        ("[0, 1, 3]", np.arange(3), False),
+        ("[[1, 2], (3, 4.5)]", np.array([[1, 2], [3, 4.5]]), True),
+        ("[1, 2, 3, 4]", np.array([[1, 2], [3, 4]]), False),
+        ("[1]", np.array(1), False),
+        ("{'a': [1]}", {np.str_("a"): np.array([np.int64(1)])}, True),
+        ("{1, 2}", {np.int64(1), np.int64(2)}, True),
+    ],
+)
+def test_results_of_numpy_are_the_numbers_that_they_hold(
+    expected: str, value: object, same: bool
+) -> None:
+    assert matches(read_expected(expected), encode(value).encode()) == same
+
+
+@pytest.mark.parametrize(
     "value", [object(), EqualToAll, {1: object()}, iter([]), range(3), lambda: 3, [[print]]]
 )
 def test_what_is_not_plain_has_no_value(value: object) -> None:
@@ -125,6 +180,16 @@ FORGED = {
     "kind of kinds": b'[["int"], "3"]',
     "int of list": b'["int", ["3"]]',
     "int of nothing": b'["int"]',
+    "ratio of nothing": b'["ratio"]',
+    "ratio of text": b'["ratio", "3", "1"]',
+    "ratio of zero": b'["ratio", 3, 0]',
+    "ratio of floats": b'["ratio", 3.0, 1.0]',
+    "huge ratio": b'["ratio", ["int", "'
+    + b"3" * 1_000_000
+    + b'"], ["int", "'
+    + b"1" * 999_999
+    + b'"]]',
+    "array as a number": b'["array", 3, 3]',
     "bytes of number": b'["bytes", 3]',
     "complex of text": b'["complex", "3", 0]',
     "set of lists": b'["set", ["list", 3]]',

@@ -1,0 +1,106 @@
+r"""What an answer with signs of equality says, and what is only the unit of a formula.
+
+`x = 42` says 42, and so does `6 \cdot 7 = 42`; `41 = 42` says nothing.
+"""
+
+from __future__ import annotations
+
+import re
+
+from covey.rewards.reading import is_unit, read_number
+
+_COMMAND = re.compile(r"\\([A-Za-z]+)(?: ?\{[^{}]*\})?")
+_TEXT = ("text", "textbf", "textit", "textrm", "mathrm", "mbox", "hbox", "operatorname")
+_GREEK = re.compile(
+    "(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|"
+    "tau|upsilon|phi|chi|psi|omega)",
+    re.IGNORECASE,
+)
+_NAME = re.compile(r"\\?[A-Za-z]+(?:_(?:\{[^{}]*\}|\w))?'*(?:\([^()]*\))?")
+_MULTIPLE = re.compile(r"(?:-|-? *[0-9./]+) *[A-Za-z]")
+_OTHER_RELATION = re.compile(
+    r"[<>≈;]|!=|\\(?:l|g|n)eq?(?![A-Za-z])|\\(?:neq|approx|simeq|sim|to|in|text)(?![A-Za-z])"
+)
+_EQUALS = re.compile(r":=|==|\\equiv(?![A-Za-z])")
+
+
+def sides(formula: str) -> list[str]:
+    """Return what the signs of equality of a formula part; the formula itself where none do.
+
+    Brackets are left whole. So is a list, and what holds another relation.
+
+    >>> sides("x = 6*7 = 42"), sides("x = 3, y = 4"), sides("= 42")
+    (['x', '6*7', '42'], ['x = 3, y = 4'], ['42'])
+    """
+    if ("=" not in formula and r"\equiv" not in formula) or _OTHER_RELATION.search(formula):
+        return [formula]
+    text = _EQUALS.sub("=", formula)
+    depth, cuts = 0, [-1]
+    for at, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth == 0 and sign == ",":
+            return [formula]
+        if depth == 0 and sign == "=":
+            cuts.append(at)
+    found = [text[a + 1 : b].strip() for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+    return [side for at, side in enumerate(found) if side or at]
+
+
+def variables(formula: str) -> set[str]:
+    r"""Return the letters of a formula that stand for something: e, i and pi do not.
+
+    >>> sorted(variables(r"2\pi r + \sin\theta")), variables(r"e^2 \text{ cm}")
+    (['\\theta', 'r'], set())
+    """
+    greek = {
+        f"\\{name}" for name in re.findall(r"\\([A-Za-z]+)", formula) if _GREEK.fullmatch(name)
+    }
+    bare = _COMMAND.sub(lambda m: " " if m[1] in _TEXT else m[0][len(m[1]) + 1 :], formula)
+    return greek | (set(re.findall("[A-Za-z]", bare)) - {"e", "i"})
+
+
+def stated_values(parts: list[str], target: str) -> list[str]:
+    """Return the sides of a chain that must each equal the target; none if it does not solve it.
+
+    These are the sides that could be the target: those with its letters, and numbers. What else
+    there is, such as the `x` of `x = 42`, is what has that value. `2x = 42` leaves x to be found.
+
+    >>> stated_values(["x", "41", "42"], "42"), stated_values(["2x", "42"], "42")
+    (['41', '42'], [])
+    """
+    wanted = variables(target)
+    values, rest = [], []
+    for part in parts:
+        named = _NAME.fullmatch(part) is not None and part not in wanted
+        could_be = variables(part) == wanted or read_number(part) is not None
+        (values if could_be and not named else rest).append(part)
+    if any(_MULTIPLE.fullmatch(part) for part in rest):
+        return []
+    return values or parts[-1:]
+
+
+def is_name(formula: str) -> bool:
+    """Tell whether a formula is a name for a value, such as `x`, `x_1`, `f(x)` or `Area`."""
+    return _NAME.fullmatch(formula) is not None
+
+
+_UNIT_AT_END = re.compile(
+    r"(?P<value>.*[0-9A-Za-z)}\]]) *"
+    r"(?:\\(?:text|textrm|textit|mathrm|mbox|hbox) ?\{ *(?P<unit>[^{}]{1,40}?)\.? *\}"
+    r"(?: ?\^ ?\{?-?[23]\}?)?"
+    r"|(?<=[ }])(?P<bare>rad(?:ian)?s?|deg(?:ree)?s?|(?:sq(?:uare)? |cubic )?units?))\.? *\$?",
+    re.DOTALL,
+)
+
+
+def without_unit(formula: str) -> str:
+    r"""Return a formula without the unit that it ends in.
+
+    >>> without_unit(r"\frac{\pi}{2}\text{ rad}"), without_unit(r"x \text{ or } y")
+    ('\\frac{\\pi}{2}', 'x \\text{ or } y')
+    """
+    match = _UNIT_AT_END.fullmatch(formula)
+    if match is None or not re.search(r"[0-9\\]", match["value"]):
+        return formula
+    unit = match["bare"] or match["unit"].strip()
+    return match["value"] if is_unit(unit, glued=False) else formula
