@@ -47,7 +47,7 @@ def require_algebra(unsafe: bool) -> None:
         raise ConfigError(f"{error}, or symbolic = false to compare without algebra") from None
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 14)
 def same_by_algebra(given: str, expected: str, unsafe: bool = False) -> bool:
     """Return whether math-verify finds two formulas the same. If it takes too long they are not."""
     return sandboxed("covey.rewards.verify", unsafe=unsafe).score(expected, given) == 1.0

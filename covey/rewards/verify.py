@@ -4,8 +4,32 @@ from __future__ import annotations
 
 import logging
 import warnings
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
+
+USUAL = (
+    r"x > 2",
+    r"(2, \infty)",
+    r"[-1, 3) \cup (4, 5]",
+    r"\{1, x^2\}",
+    r"\frac{x+1}{2\sqrt{3}}",
+    r"y = 2x - \frac12",
+    r"-3 \le x < 4",
+    r"\begin{pmatrix} 1 & -2 \\ 3 & 4 \end{pmatrix}",
+    r"\sin^2(x) + \cos 2x",
+    r"\log_2 8 + \ln x",
+    r"e^{-x^2} + 5!",
+    r"\binom{n}{2}",
+    r"x = 1, y = 2",
+    r"\pm\sqrt{2}i",
+    r"\text{none}",
+    r"|x-1| + \pi",
+    r"a_1 b^{n+1}",
+    r"(x-1)(x+2)",
+    r"50\%",
+    r"x \neq 3",
+    r"30^\circ",
+)
 
 
 @cache
@@ -19,21 +43,28 @@ def _math_verify() -> Any:
 
 
 def load() -> None:
-    """Import what is slow to import, and have sympy fill its caches."""
-    for expected, given in (("x > 2", r"(2, \infty)"), (r"\{1, x^2\}", r"\{x^2, 1\}")):
-        score(expected, given)
+    """Import what is slow to import, and have the parser and sympy learn from usual formulas.
+
+    Both remember what they have met, and children start with what is remembered here.
+    """
+    for formula in USUAL:
+        score(prepare(formula), formula)
+    score(prepare("x > 2"), r"(2, \infty)")
 
 
-def prepare(expected: str) -> str:
-    """Return the target as it is: parsing it may take long, and only children have a time limit."""
-    return expected
-
-
-def score(expected: str, given: str) -> float:
-    """Return 1 where two formulas in LaTeX are the same, otherwise 0."""
+@lru_cache(maxsize=1024)
+def prepare(expected: str) -> Any:
+    """Return the target, parsed: all completions of a prompt have the same."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        target, answer = _parsed(expected), _parsed(given)
+        return _parsed(expected)
+
+
+def score(target: Any, given: str) -> float:
+    """Return 1 where a formula in LaTeX is the same as the target, otherwise 0."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        answer = _parsed(given)
         if not target or not answer:
             return 0.0
         if _differ_by_nothing(target[0], answer[0]):
