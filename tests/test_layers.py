@@ -25,7 +25,7 @@ LAYERS: dict[str, set[str]] = {
     "config": {"errors"},
     "sandbox": {"errors"},
     "tasks": {"config", "dotted", *PLAIN},
-    "rewards": {"config", "dotted", "sandbox", "tasks.reasoning_gym", "tasks.optional", *PLAIN},
+    "rewards": {"config", "dotted", "sandbox", "tasks.reasoning_gym", *PLAIN},
     "scoring": {"rewards", *PLAIN},
     "lab": {"rewards", "scoring", *PLAIN},
     "run": PLAIN,

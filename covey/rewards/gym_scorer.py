@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 import warnings
@@ -9,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from covey.rewards.plain_answer import plain_data, plain_formula, plain_sum
-from covey.tasks.optional import optional_module
 from covey.tasks.reasoning_gym import entry_of
 
 Entry = Mapping[str, Any]
@@ -48,9 +48,8 @@ EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
 
 def load() -> None:
     """Import what is slow to import, and have sympy fill its caches, which children share."""
-    import sympy
-
-    optional_module("reasoning_gym.composite", "reasoning_gym")
+    importlib.import_module("reasoning_gym.composite")
+    sympy = importlib.import_module("sympy")
     integral = sympy.parse_expr("x**3/3 + sin(2*x)*exp(x) + log(x) + sqrt(x) + C")
     sympy.simplify(sympy.diff(integral, sympy.Symbol("x")))
 

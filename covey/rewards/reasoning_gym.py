@@ -7,11 +7,12 @@ right wherever `0.375` is. Such answers are wrong here.
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 from covey.rewards.reading import final_text, read_number
@@ -82,7 +83,7 @@ class ReasoningGym:
     def _score(
         self, info: Mapping[str, Any], dataset: Any, entry: Mapping[str, Any], answer: str
     ) -> float:
-        if _only_compares(dataset):
+        if _only_compares(type(dataset)):
             return float(dataset.score_answer(answer, entry))
         trusted = {"reasoning_gym": {**info["reasoning_gym"], "entry": entry}}
         return _sandboxed_score(pickle.dumps(trusted), answer, self.unsafe)
@@ -94,11 +95,11 @@ def _sandboxed_score(trusted: bytes, answer: str, unsafe: bool) -> float:
     return sandboxed(*_SCORER, unsafe=unsafe).score(pickle.loads(trusted), answer) or 0.0
 
 
-def _only_compares(dataset: Any) -> bool:
+@cache
+def _only_compares(dataset: type) -> bool:
     """Whether the data set has no scorer of its own: the common one looks for a text in a text."""
-    from reasoning_gym.dataset import ProceduralDataset
-
-    return type(dataset).score_answer is ProceduralDataset.score_answer
+    common = importlib.import_module("reasoning_gym.dataset").ProceduralDataset
+    return dataset.score_answer is common.score_answer  # type: ignore[attr-defined]
 
 
 def _is_near(answer: str, expected: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from functools import cache, lru_cache
@@ -34,12 +35,11 @@ USUAL = (
 
 @cache
 def _math_verify() -> Any:
-    import math_verify
-
+    module = importlib.import_module("math_verify")
     # It warns that we switched off its time limit, which uses signals; ours ends the process.
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    return math_verify
+    return module
 
 
 def load() -> None:
