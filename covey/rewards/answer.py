@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from covey.errors import ConfigError
+from covey.rewards.algebra import MAX_FORMULA, is_tame, require_algebra, same_by_algebra
 from covey.rewards.equation import is_name, sides, stated_values, variables, without_unit
 from covey.rewards.formula import same_formula
 from covey.rewards.notation import exact_decimals, latex_signs, same_numeral
@@ -27,145 +24,20 @@ from covey.rewards.reading import (
     without_dress,
 )
 from covey.rewards.score import Score
+from covey.sandbox.scorer import LONGEST
 from covey.types import Prompt
 
-MAX_FORMULA = 300
 MAX_TEXT = 100_000
 MAX_COMPARED = 2000
-MAX_BRACKETS = 7
-MAX_TERMS = 100
 MAX_SUMS = 6
 """Sums in brackets: multiplied with each other they have up to 2 to this power terms."""
-MAX_DEGREE = 100
-"""Of what is divided by something: dividing takes the square of it."""
 MAX_PARTS = 12
 """Of lists that only math-verify can compare, which tries every order."""
 
 _WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z ]*")
 _SUM = re.compile(r"[({][^(){}]*[0-9A-Za-z)}] *[-+][^(){}]*[)}]")
 _SET_AND_OTHER = ({r"\{", "("}, {r"\{", "["})
-_DIVISION = re.compile(r"frac|/|\\div")
 _TWO_NUMBERS = re.compile(r"(?:^|[^\w^])[0-9.]+ +[0-9]")
-_UNBOUNDED = re.compile(
-    r"\\(?:sum|prod|i*int|oint|lim|Gamma|zeta|operatorname|frac\{d)"
-    r"|exp *(?:\\left)? *[({][^)}]*exp|[0-9]{31}"
-    r"|![^=]*!|[^0-9a-zA-Z ] *!|[0-9]{4,} *!|(?:binom|choose).*[0-9]{4}|[0-9]{4}.*choose",
-    re.DOTALL,
-)
-
-
-def _math_verify() -> Any:
-    try:
-        module = importlib.import_module("math_verify")
-    except ImportError:
-        raise ConfigError(
-            "reward: comparing formulas needs math-verify: pip install 'covey[tasks]', "
-            "or set symbolic = false"
-        ) from None
-    # It warns that we switched off its time limit, which uses signals; ours ends the process.
-    for name in ("math_verify", "latex2sympy2_extended"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    return module
-
-
-@lru_cache(maxsize=4096)
-def _parsed(formula: str) -> Any:
-    module = _math_verify()
-    return module.parse(
-        f"${formula}$",
-        extraction_config=(module.LatexExtractionConfig(),),
-        fallback_mode="no_fallback",
-        extraction_mode="first_match",
-        parsing_timeout=None,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _verified(given: str, expected: str) -> bool:
-    module = _math_verify()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        gold, answer = _parsed(expected), _parsed(given)
-        if not gold or not answer:
-            return False
-        return _differ_by_nothing(gold[0], answer[0]) or bool(
-            module.verify(gold, answer, timeout_seconds=None)
-        )
-
-
-def _differ_by_nothing(gold: Any, answer: Any) -> bool:
-    """Whether multiplying out is enough to see it: ten times as fast as what math-verify does."""
-    try:
-        return bool((gold - answer).expand() == 0)
-    except Exception:  # sets, relations and matrices cannot be subtracted, each in its own way
-        return False
-
-
-def _exponent(formula: str, at: int) -> str:
-    """Return what the `^` before `at` raises to, with a `^` behind it if a tower goes on."""
-    match = re.compile(r" *[-+]? *").match(formula, at)
-    start = end = match.end() if match else at
-    depth = 0
-    while end < len(formula):
-        depth += {"{": 1, "(": 1, "}": -1, ")": -1}.get(formula[end], 0)
-        end += 1
-        if depth <= 0 and not re.match(r"[0-9A-Za-z]", formula[end : end + 1]):
-            break
-    tower = formula[end:].lstrip().startswith(("^", "!"))
-    return formula[start:end] + ("^" if tower else "")
-
-
-def _bracketed_before(formula: str, at: int) -> str:
-    """Return the bracket that ends before `at`, or nothing where none does."""
-    end = len(formula[:at].rstrip())
-    depth = 0
-    for start in range(end - 1, -1, -1):
-        depth += {"}": 1, ")": 1, "{": -1, "(": -1}.get(formula[start], 0)
-        if depth <= 0:
-            return formula[start:end] if start < end - 1 else ""
-    return ""
-
-
-def _powers_are_small(formula: str) -> bool:
-    nested, largest = 1, 1
-    for match in re.finditer(r"\^", formula):
-        exponent = _exponent(formula, match.end())
-        # e and i are numbers; names of LaTeX commands are no variables.
-        variable = re.search(r"[a-df-hj-zA-Z]", re.sub(r"\\[A-Za-z]+", "", exponent))
-        digits = "".join(re.findall("[0-9]+", exponent))
-        if len(digits) > 4 or (not variable and re.search(r"[\^!]", exponent)):
-            return False
-        base, power = _bracketed_before(formula, match.start()), max(1, int(digits or 1))
-        letter = formula[: match.start()].rstrip()[-1:].isalpha()
-        if letter and power > MAX_DEGREE and _DIVISION.search(formula):
-            return False
-        if base:
-            nested *= power
-            # About as many terms has the power of a sum, once multiplied out.
-            if nested ** min(len(re.findall("[-+]", base)), 9) > MAX_TERMS:
-                return False
-        else:
-            largest = max(largest, power)
-    return nested <= 1000 and nested * largest <= 1_000_000
-
-
-def is_tame(formula: str) -> bool:
-    r"""Whether a formula is small enough to be computed with: a cheap look at its text.
-
-    A short text can ask for a number that fills the memory, such as `10^{10^{10}}` or `9999999!`.
-
-    >>> is_tame(r"\frac{x^{10}}{2^{100}}"), is_tame("10^{10^{10}}")
-    (True, False)
-    """
-    formula = formula.replace("**", "^").replace(r"\!", "")
-    if len(formula) > MAX_FORMULA or _UNBOUNDED.search(formula):
-        return False
-    depth = 0
-    for bracket in re.findall(r"[][(){}]", formula):
-        depth = max(0, depth + (1 if bracket in "[({" else -1))
-        if depth > MAX_BRACKETS:
-            return False
-    return _powers_are_small(formula)
 
 
 def _plain(formula: str) -> str:
@@ -197,6 +69,8 @@ class MathAnswer:
     styles: tuple[str, ...] = STYLES
     tolerance: float = 1e-6
     symbolic: bool = True
+    unsafe: bool = False
+    """Whether math-verify, which evaluates text, runs without isolation, as an ordinary process."""
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     version: ClassVar[int] = 2
@@ -207,6 +81,13 @@ class MathAnswer:
             raise ConfigError(
                 f"reward: tolerance = {self.tolerance} must be at least 0 and below 1"
             )
+        if self.symbolic:
+            require_algebra(self.unsafe)
+
+    @property
+    def longest(self) -> float:
+        """Seconds: what math-verify gets for a pair of formulas."""
+        return LONGEST if self.symbolic else 0.0
 
     @property
     def quick(self) -> bool:
@@ -264,7 +145,7 @@ class MathAnswer:
             return False
         tried = same_formula(given, expected)
         if tried is None and all(map(_is_short, (given, expected))):
-            return _verified(given, expected)
+            return same_by_algebra(given, expected, self.unsafe)
         return bool(tried)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -98,7 +99,7 @@ def _read_test(number: int, test: Any) -> tuple[Case, object]:
     if given == "stdin":
         return Case(stdin=test["stdin"]), test["stdout"]
     try:
-        compile(test["call"], "call", "eval")
+        ast.parse(test["call"], mode="eval")
         return Case(call=test["call"]), read_expected(test["expected"])
     except (ValueError, SyntaxError) as error:
         raise ValueError(f"info['tests'][{number}] cannot be used: {error}") from None

@@ -53,5 +53,6 @@ def check_timeout(name: str, reward: Reward, timeout: float) -> None:
     if timeout < longest(reward):
         raise ConfigError(
             f"config: scoring.timeout = {timeout:g} is less than the {longest(reward):g} seconds "
-            f"that reward {name} may take by its own total_seconds; raise one or lower the other"
+            f"that reward {name} may take by its own limits: raise it, or lower the reward's "
+            "total_seconds if it has them"
         )

@@ -110,12 +110,6 @@ def _made(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
     return entry
 
 
-def score_of(info: Mapping[str, Any], answer: str) -> float:
-    """Score an answer as its data set does: 1 for a right one. A scorer may raise on odd text."""
-    dataset, entry = entry_of(info)
-    return float(dataset.score_answer(answer, entry))
-
-
 def plain(value: Any) -> Any:
     """Copy data that consists of plain Python; numbers and text of numpy become plain as well.
 
@@ -139,8 +133,8 @@ class ReasoningGym:
     """Problems of one data set of reasoning_gym, such as chain_sum.
 
     `options` are those of the data set: `{min_terms = 2, max_terms = 3}`. `instruction` comes after
-    each question. The answer is the data set's, or nothing where many are right; the reward is its
-    own scorer's business, through `score_of`.
+    each question. The answer is the data set's, or nothing where many are right; the reward
+    of this name has its scorer.
     """
 
     dataset: str

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import random
+import sys
 import time
 from typing import Any
 
@@ -10,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
+from covey.rewards.algebra import is_tame, same_by_algebra
 from covey.rewards.answer import (
     ExactText,
     FuzzyText,
     MathAnswer,
-    is_tame,
     letter_similarity,
     word_overlap,
 )
@@ -355,19 +356,37 @@ def test_nothing_is_logged_or_printed(
     assert caplog.records == []
 
 
-def test_without_math_verify_numbers_are_judged_and_formulas_say_what_is_missing(
+def test_without_math_verify_or_isolation_the_reward_says_at_once_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(name)
+    # A completion must never be the first to find out: it would have no score.
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"pip install 'covey\[tasks\]', or set symbolic = f"):
+            MathAnswer()
+        assert right("18", "18", symbolic=False)
+    # In the package the name `run` is the function's.
+    runs = sys.modules["covey.sandbox.run"]
+    monkeypatch.setattr(runs, "_why_not", lambda: "there is no bwrap")
+    with pytest.raises(ConfigError, match=r"apt install bubblewrap.*unsafe = true.*symbolic = fal"):
+        MathAnswer()
+    assert not right(r"(3,\infty)", "x>3", symbolic=False)
+    assert right(r"(3,\infty)", "x>3", unsafe=True)
 
-    monkeypatch.setattr(importlib, "import_module", missing)
-    assert right("18", "18")
-    assert not right("19", "18")
-    with pytest.raises(ConfigError, match=r"pip install 'covey\[tasks\]', or set symbolic = false"):
-        right("x>3", r"(3,\infty)")
-    assert not right("x>3", r"(3,\infty)", symbolic=False)
-    assert right("x+2+x+x", "3x+2")
+
+HANGS = [(r"\binom{x}{999}", "x"), (r"\sqrt{9999^{9999}+1}", "x>1"), ("999!", r"\log_2 3")]
+
+
+@pytest.mark.parametrize(("given", "expected"), HANGS)
+def test_formulas_that_would_hang_are_wrong_at_once(given: str, expected: str) -> None:
+    start = time.monotonic()
+    assert judge(rf"\boxed{{{given}}}", expected).reward == 0.0
+    assert time.monotonic() - start < 1
+
+
+def test_formulas_that_do_hang_are_wrong_and_the_next_is_scored() -> None:
+    assert not same_by_algebra(r"\sqrt{9999^{9999}+1}", r"\log_2 3")
+    assert same_by_algebra(r"(7, \infty)", "x > 7")
 
 
 def test_quick_unless_symbolic_and_options_are_checked() -> None:

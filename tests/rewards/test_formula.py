@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-import warnings
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.rewards.answer import _verified
+from covey.rewards import verify
 from covey.rewards.formula import same_formula
 from covey.rewards.notation import same_numeral
 from tests.rewards.test_answer import RIGHT, WRONG
@@ -145,9 +144,7 @@ def test_where_it_decides_algebra_agrees(one: str, other: str) -> None:
     verdict = same_formula(one, other)
     if verdict is None:
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert _verified(one, other) is verdict
+    assert verify.score(verify.prepare(other), one) == verdict
 
 
 @given(st.text(alphabet="x2+-*/^(){}[],.\\ \\frac\\sqrt\\sin!|=<", max_size=60))

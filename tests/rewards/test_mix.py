@@ -17,6 +17,7 @@ from covey.rewards import Score
 from covey.rewards.build import REWARDS, check_alone, make_reward, reward_options
 from covey.rewards.mix import ByTask, Mix
 from covey.rewards.robust import robust_factor
+from covey.sandbox.scorer import LONGEST
 from covey.types import Prompt
 
 PROMPT = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), answer="78.54")
@@ -370,7 +371,8 @@ def test_a_mix_takes_as_long_as_its_parts_and_by_task_as_the_slowest() -> None:
     assert built("mix", parts=parts).longest == 10.0 + 25.0
     tasks = {"t": programs, "u": {"name": "mix", "parts": parts}, "v": {"name": "lm_book"}}
     assert built("by_task", tasks=tasks).longest == 35.0
-    assert built("math").longest == 0.0
+    assert built("math").longest == LONGEST
+    assert built("math", symbolic=False).longest == 0.0
 
 
 def test_by_task_follows_the_schedule_of_each() -> None:

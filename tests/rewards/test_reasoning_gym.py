@@ -1,17 +1,26 @@
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from covey.rewards.reasoning_gym import ReasoningGym, is_harmless
+from covey.errors import ConfigError
+from covey.rewards.plain_answer import NotPlainError
+from covey.rewards.reasoning_gym import ReasoningGym
 from covey.types import Prompt
 
 pytest.importorskip("reasoning_gym")
+from reasoning_gym.factory import DATASETS
+
+from covey.rewards import gym_scorer
 from covey.tasks.reasoning_gym import ReasoningGym as GymTask
 
-DATASETS = ["chain_sum", "leg_counting", "countdown", "sudoku", "word_sorting", "maze"]
+SOME = ["chain_sum", "leg_counting", "countdown", "sudoku", "word_sorting", "maze"]
 ODD = [
     "",
     " ",
@@ -31,7 +40,17 @@ ODD = [
 ]
 
 
-@pytest.fixture(scope="module", params=DATASETS)
+HOSTILE = [
+    "__import__('os').system('true')", "open('x', 'w')", "exec('1')", "().__class__", "x.subs(1)", "[0]*999999999",
+    "999999999*[0]", "'a'*99999", "9**9**9", "10**10**10", "9^9^9", "factorial(9999999)", "9999999!", "[y for y in [1]]",
+    "(lambda: 1)()", "(print)('x')", "[print][0]('x')", "{1: 2}", "sum(range(9))", "sin (1).real", "9**99999",
+    "exec#\n('1')", "open\\\n('x')", "f'{open}'", "b'x'", "[*open]", "x if x else y", "(x := 1)", "x[0]", "1j", "...",
+    "[f'{exec}']", "\uff4f\uff50\uff45\uff4e('x')", "\u03b1", "1; 2", "sin(x, evaluate=0)", "sin(*x)", "x @ x", "x < y",
+    "not x", "~1", "await x", "1e400", "9" * 31, "(" * 300 + ")" * 300, "-" * 9000 + "1", "[" * 99 + "]" * 99,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=SOME)
 def asked(request: pytest.FixtureRequest) -> Prompt:
     return GymTask(dataset=request.param, train_size=4).train()[0]
 
@@ -68,16 +87,6 @@ def test_an_unknown_data_set_is_an_error_and_not_a_wrong_answer(asked: Prompt) -
         ReasoningGym()(dataclasses.replace(asked, info={"reasoning_gym": origin}), "1")
 
 
-def prompt_of(dataset: str) -> Prompt:
-    return Prompt(
-        id="p",
-        task="t",
-        messages=({"role": "user", "content": "?"},),
-        answer="",
-        info={"reasoning_gym": {"dataset": dataset}},
-    )
-
-
 class Scorer:
     def __init__(self, score: Any) -> None:
         self.score = score
@@ -103,25 +112,20 @@ class Scorer:
     ],
 )
 def test_scores_are_kept_between_0_and_1_and_a_scorer_that_breaks_gives_0(
-    monkeypatch: pytest.MonkeyPatch, score: Any, reward: float
+    score: Any, reward: float
 ) -> None:
-    entry = (Scorer(score), {"answer": "?"})
-    monkeypatch.setattr("covey.tasks.reasoning_gym.entry_of", lambda info: entry)
-    judged = ReasoningGym()(prompt_of("chain_sum"), "?")
-    assert (judged.reward, judged.success) == (reward, reward == 1.0)
+    assert gym_scorer.score(("chain_sum", Scorer(score), {"answer": "?"}), "?") == reward
 
 
-def test_a_scorer_that_finds_everything_right_is_not_believed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    entry = (Scorer(1.0), {"answer": "False"})
-    monkeypatch.setattr("covey.tasks.reasoning_gym.entry_of", lambda info: entry)
-    asked = prompt_of("game_of_life_halting")
-    assert [ReasoningGym()(asked, text).reward for text in ("False", "True", "x")] == [
-        1.0,
-        0.0,
-        0.0,
-    ]
+def test_a_scorer_that_finds_everything_right_is_not_believed() -> None:
+    prompts = GymTask(dataset="game_of_life_halting", train_size=4).train()
+    for asked in (prompts[index] for index in range(4)):
+        wrong = "True" if asked.answer == "False" else "False"
+        assert [ReasoningGym()(asked, text).reward for text in (asked.answer, wrong, "x")] == [
+            1.0,
+            0.0,
+            0.0,
+        ]
 
 
 def test_nan_is_not_near_to_every_number() -> None:
@@ -130,28 +134,96 @@ def test_nan_is_not_near_to_every_number() -> None:
     assert [ReasoningGym()(asked, text).reward for text in ("nan", "NaN+nanj", "nanj")] == [0.0] * 3
 
 
-HARMFUL = [
-    "__import__('os').system('true')", "open('x', 'w')", "exec('1')", "().__class__", "x.subs(1)", "[0]*999999999",
-    "999999999*[0]", "'a'*99999", "9**9**9", "10**10**10", "9^9^9", "factorial(9999999)", "9999999!", "[y for y in [1]]",
-    "(lambda: 1)()", "(print)('x')", "[print][0]('x')", "{1: 2}", "sum(range(9))", "sin (1).real", "9**99999",
-]  # fmt: skip
-HARMLESS = [
-    "", "[[0, 1], [2, 3]]", "['a', 'b']", "1 2 3", "_ _ Q _\nQ _ _ _", "x**3/3 + sin(2*x) + C", "exp(-x)*cos(x)",
-    "(3 + 4) * 5 - 2/7", "log(x) - 0.5*x**2", "6*x**4 - 13*x**2", "-12", "ABCDE", "exp(x)*sin(x) + exp(x)*cos(x) + C",
-]  # fmt: skip
+def test_without_isolation_it_says_at_once_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = sys.modules["covey.sandbox.run"]  # in the package the name is the function's
+    monkeypatch.setattr(runs, "_why_not", lambda: "there is no bwrap")
+    with pytest.raises(ConfigError, match=r"apt install bubblewrap.*unsafe = true"):
+        ReasoningGym()
+    asked = GymTask(dataset="n_queens", train_size=2).train()[0]
+    assert ReasoningGym(unsafe=True)(asked, asked.answer).reward == 1.0
 
 
-@pytest.mark.parametrize("text", HARMFUL)
-def test_an_answer_that_would_run_is_not_evaluated(
-    monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    assert not is_harmless(text)
-    entry = (Scorer(0.5), {"answer": "1"})
-    monkeypatch.setattr("covey.tasks.reasoning_gym.entry_of", lambda info: entry)
-    assert ReasoningGym()(prompt_of("n_queens"), text).reward == 0.0
-    assert ReasoningGym()(prompt_of("chain_sum"), text).reward == 0.5
+@pytest.mark.parametrize("dataset", gym_scorer.EVALUATING)
+def test_what_an_evaluator_gets_is_never_the_text_itself(dataset: str) -> None:
+    asked = GymTask(dataset=dataset, train_size=2).train()[0]
+    entry = asked.info["reasoning_gym"]["entry"]
+    assert gym_scorer.readable(dataset, f" {asked.answer}\n", entry) == entry["answer"]
+    for text in HOSTILE:
+        with pytest.raises(NotPlainError):
+            gym_scorer.readable(dataset, text, entry)
 
 
-@pytest.mark.parametrize("text", HARMLESS)
-def test_data_and_formulas_are_harmless(text: str) -> None:
-    assert is_harmless(text)
+EVALUATORS = {"eval", "exec", "compile", "parse_expr", "sympify", "literal_eval", "S", "lambdify"}
+NOT_OF_THE_MODEL = {"bitwise_arithmetic", "number_sorting", "propositional_logic"}
+"""They evaluate the question or the expected answer; the last has a parser of its own."""
+
+
+def test_no_other_scorer_evaluates_anything() -> None:
+    """Where reasoning_gym adds an evaluating scorer, it has to be listed before it may be used."""
+    found = set()
+    for name, (dataset, _) in DATASETS.items():
+        tree = ast.parse(Path(inspect.getfile(dataset)).read_text(encoding="utf-8"))
+        functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        seen: set[str] = set()
+        todo = ["score_answer"] if "score_answer" in vars(dataset) else []
+        while todo:
+            seen.add(function := todo.pop())
+            for node in ast.walk(functions[function]):
+                used = getattr(node, "attr", getattr(node, "id", ""))
+                if used in EVALUATORS:
+                    found.add(name)
+                if used in functions and used not in seen:
+                    todo.append(used)
+    assert found == set(gym_scorer.EVALUATING) | NOT_OF_THE_MODEL
+
+
+EXPLOITS = {
+    "n_queens": "(exec#\n(bytes.#\nfromhex#\n('{hex}')))",
+    "binary_matrix": "(exec#\n(bytes.#\nfromhex#\n('{hex}')))",
+    "spiral_matrix": "open#\n('{path}','w')",
+    "string_insertion": "open#\n('{path}','w')",
+    "countdown": "\uff4f\uff50\uff45\uff4e('{path}','w')",
+    "puzzle24": "\uff4f\uff50\uff45\uff4e('{path}','w')",
+    "simple_integration": "open#\n('{path}', 'w')",
+    "intermediate_integration": "open#\n('{path}', 'w')",
+    "polynomial_multiplication": "\uff4f\uff50\uff45\uff4e('{path}','w')",
+}
+
+
+@pytest.mark.parametrize("dataset", EXPLOITS)
+def test_a_completion_that_is_a_program_does_nothing(dataset: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    target = tmp_path / "owned"
+    for text in (EXPLOITS[dataset], "__import__('pathlib').Path('{path}').touch()"):
+        made = text.format(path=target, hex=f"open({str(target)!r},'w')".encode().hex())
+        asked = GymTask(dataset=dataset, train_size=2).train()[0]
+        assert ReasoningGym()(asked, f"<answer>{made}</answer>").reward == 0.0
+        assert not target.exists()
+
+
+@pytest.mark.parametrize("dataset", ["n_queens", "binary_matrix"])
+def test_no_completion_replaces_the_scorer_for_those_after_it(dataset: str) -> None:
+    asked = GymTask(dataset=dataset, train_size=2).train()[0]
+    for way in ("exec#\n('{}')", "exec#\n(bytes.#\nfromhex#\n('{hex}'))"):
+        code = (
+            "import reasoning_gym.factory as f;"
+            f"f.DATASETS[{dataset!r}][0].score_answer = lambda *a, **k: 1.0"
+        )
+        made = way.format(code.replace("'", '"'), hex=code.encode().hex())
+        assert ReasoningGym()(asked, f"<answer>{made}</answer>").reward == 0.0
+    assert ReasoningGym()(asked, "<answer>wrong</answer>").reward == 0.0
+    assert ReasoningGym()(asked, asked.answer).reward == 1.0
+
+
+def test_a_list_still_has_part_marks() -> None:
+    asked = GymTask(dataset="n_queens", train_size=2).train()[0]
+    board = [row.split() for row in asked.answer.split("\n")]
+    assert ReasoningGym()(asked, repr(board)).reward == 0.5
+    asked = GymTask(dataset="spiral_matrix", train_size=2).train()[0]
+    assert ReasoningGym()(asked, f"[{', '.join(asked.answer.split())}]").reward == 0.1
+
+
+def test_formulas_are_right_however_they_are_written() -> None:
+    asked = GymTask(dataset="simple_integration", train_size=2).train()[0]
+    assert ReasoningGym()(asked, f"({asked.answer}) + 3 - 1*(2)").reward == 1.0
+    assert ReasoningGym()(asked, f"{asked.answer} + X").reward == 0.0

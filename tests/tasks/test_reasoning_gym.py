@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from covey.config.options import resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
 from covey.tasks import ReasoningGym
-from covey.tasks.reasoning_gym import UNSTEADY, entry_of, plain, score_of
+from covey.tasks.reasoning_gym import UNSTEADY, entry_of, plain
 from covey.types import Prompt
 
 NO_ANSWER = {
@@ -33,6 +34,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "composite": {"datasets": [{"name": "chain_sum"}, {"name": "leg_counting", "weight": 2.0}]}
 }
 """Of data sets that do not go without."""
+
+
+def score_of(info: Mapping[str, Any], answer: str) -> float:
+    """Score an answer of the data set's own as the data set does."""
+    dataset, entry = entry_of(info)
+    return float(dataset.score_answer(answer, entry))
 
 
 def gym(

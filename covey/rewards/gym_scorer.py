@@ -1,0 +1,90 @@
+"""The scorers of reasoning_gym, as they run in the sandbox."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from covey.rewards.plain_answer import plain_data, plain_formula, plain_sum
+from covey.tasks.reasoning_gym import entry_of
+
+Entry = Mapping[str, Any]
+
+
+def _names(entry: Entry) -> list[str]:
+    """Return the names that stand in the expected answer: those of its variables are among them."""
+    return re.findall(r"[A-Za-z]\w*", str(entry["answer"]), re.ASCII)
+
+
+def _as_data(answer: str, entry: Entry) -> str:
+    return plain_data(answer)
+
+
+def _as_sum(answer: str, entry: Entry) -> str:
+    return plain_sum(answer)
+
+
+def _as_formula(answer: str, entry: Entry) -> str:
+    return plain_formula(answer, _names(entry))
+
+
+EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
+    "binary_matrix": _as_data,
+    "n_queens": _as_data,
+    "spiral_matrix": _as_data,
+    "string_insertion": _as_data,
+    "countdown": _as_sum,
+    "puzzle24": _as_sum,
+    "intermediate_integration": _as_formula,
+    "polynomial_multiplication": _as_formula,
+    "simple_integration": _as_formula,
+}
+"""Data sets whose scorer evaluates the answer, and how the answer is read before."""
+
+
+def load() -> None:
+    """Import what is slow to import, and have sympy fill its caches, which children share."""
+    importlib.import_module("reasoning_gym.composite")
+    sympy = importlib.import_module("sympy")
+    integral = sympy.parse_expr("x**3/3 + sin(2*x)*exp(x) + log(x) + sqrt(x) + C")
+    sympy.simplify(sympy.diff(integral, sympy.Symbol("x")))
+
+
+def prepare(info: Mapping[str, Any]) -> tuple[str, Any, Entry]:
+    """Return the name of the data set, the data set and the entry of a prompt."""
+    dataset, entry = entry_of(info)
+    name = info["reasoning_gym"]["dataset"]
+    # A data set of several hands the answer on to the one that the entry is of.
+    return entry["metadata"]["source_dataset"] if name == "composite" else name, dataset, entry
+
+
+def score(prepared: tuple[str, Any, Entry], text: str) -> float:
+    """Return what the data set's own scorer says of an answer, from 0 to 1."""
+    name, dataset, entry = prepared
+    try:
+        answer = readable(name, text, entry)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = float(dataset.score_answer(answer, entry))
+    except Exception:  # scorers take the form of an answer for granted, each in its own way
+        return 0.0
+    return min(max(given, 0.0), 1.0) if math.isfinite(given) else 0.0
+
+
+def readable(name: str, text: str, entry: Entry) -> str:
+    """Return what the scorer may see of a text: all of it only where it evaluates nothing.
+
+    Raises NotPlainError where that is nothing.
+    """
+    if name not in EVALUATING:
+        return text
+    known = [entry["answer"], *entry["metadata"].get("valid_answers", ())]
+    # What the entry itself calls right is the data set's own text. Not all of it is an expression.
+    for answer in known:
+        if isinstance(answer, str) and answer.strip() == text.strip():
+            return answer
+    return EVALUATING[name](text, entry)

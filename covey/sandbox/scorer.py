@@ -1,0 +1,212 @@
+"""Scoring texts in a sandbox that stays: for scorers that evaluate text and are slow to import.
+
+`run` starts a sandbox for each program. Here one sandbox imports the scorer once and forks a child
+for each text (see `server.py`), which takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import marshal
+import math
+import os
+import pickle
+import select
+import subprocess
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+from covey.errors import RewardError
+from covey.sandbox import isolation, server
+from covey.sandbox.limits import Limits
+from covey.sandbox.run import _FLAGS, _end, _filter_file, mark
+
+LIMITS = Limits(
+    cpu_seconds=4, wall_seconds=8.0, memory_bytes=2 << 30, processes=2, file_bytes=1 << 20
+)
+"""Of one text. Time is bounded by the processor's: a busy machine must not change a score."""
+LONGEST = LIMITS.wall_seconds + 1.0
+"""Seconds that one text may take, at most."""
+_START_SECONDS = 60.0
+_BOOTSTRAP = """
+import marshal, sys
+with open(0, 'rb', buffering=0, closefd=False) as file:
+    def read(size):
+        data = b''
+        while len(data) < size:
+            data += file.read(size - len(data)) or sys.exit('no one is there')
+        return data
+    modules, job = marshal.loads(read(int.from_bytes(read(4), 'big')))
+for name, code in modules:
+    module = sys.modules[name] = type(sys)(name)
+    exec(code, module.__dict__)
+sys.modules['covey.sandbox.server'].main(job)
+"""
+_OWN_MODULES = ("covey.sandbox.harness", "covey.sandbox.server")
+
+
+class _GoneError(Exception):
+    """The sandbox has ended."""
+
+
+@dataclass(slots=True)
+class Sandboxed:
+    """A scoring function in a sandbox of its own, started when the first text comes.
+
+    The last of `modules` has three functions. `load()` imports what is slow to import. `prepare`
+    makes of the trusted part of a request what `score(prepared, text)` needs, which alone sees the
+    text, in a process of its own, and returns a number from 0 to 1. The sandbox hides this package,
+    so the modules are sent in: each may import those before it and installed packages.
+    """
+
+    modules: tuple[str, ...]
+    unsafe: bool = False
+    """Whether to run it without isolation, as an ordinary process of this user."""
+    limits: Limits = LIMITS
+
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _owner: int = field(default=0, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def score(self, trusted: Any, text: str) -> float | None:
+        """Return the score of a text; None if it used up its time or memory, or crashed.
+
+        Raises RewardError where the sandbox cannot be started, or the prompt cannot be used.
+        """
+        request = pickle.dumps((trusted, text))
+        with self._lock:
+            for _ in range(2):  # one that ended while it waited is no fault of this text
+                try:
+                    line = self._ask(request)
+                except _GoneError:
+                    self.close()
+                    continue
+                return _read(line)
+        return None
+
+    def close(self) -> None:
+        """End the sandbox. The next text starts another."""
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return  # that of a parent of this process is not ours to end
+        with contextlib.suppress(OSError):
+            if process.stdin:
+                process.stdin.close()
+        _end(process)
+
+    def _ask(self, request: bytes) -> bytes:
+        process = self._started()
+        assert process.stdin
+        try:
+            process.stdin.write(len(request).to_bytes(4, "big") + request)
+            process.stdin.flush()
+        except OSError:
+            raise _GoneError from None
+        line = _line(process, self.limits.wall_seconds + 1.0)
+        if not line:
+            self.close()
+        return line
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._owner == os.getpid():
+            return self._process
+        process = self._start()
+        self._process, self._owner = process, os.getpid()
+        try:
+            ready = _line(process, _START_SECONDS) == server.READY
+        except _GoneError:
+            ready = False
+        if not ready:
+            complaint = _complaint(process)
+            self.close()
+            raise RewardError(f"sandbox: did not start: {complaint or 'no reason given'}")
+        return process
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        job = {
+            **asdict(self.limits),
+            "module": self.modules[-1],
+            "paths": isolation.package_folders() if self.unsafe else isolation.package_places(),
+            "isolated": not self.unsafe,
+            "place": isolation.PLACE,
+            "uid": None if self.unsafe else isolation.own_uid(),
+        }
+        first = marshal.dumps(
+            ([(name, _code(name)) for name in (*_OWN_MODULES, *self.modules)], job)
+        )
+        with contextlib.ExitStack() as stack:
+            prefix: list[str] = []
+            passed: tuple[int, ...] = ()
+            if not self.unsafe:
+                passed = (stack.enter_context(_filter_file()),)
+                prefix = isolation.command(self.limits.file_bytes)
+                prefix[1:1] = ["--seccomp", str(passed[0])]
+            process = subprocess.Popen(
+                [*prefix, isolation.interpreter(), *_FLAGS, "-c", _BOOTSTRAP, mark()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=dict(isolation.ENVIRONMENT) if self.unsafe else {},
+                cwd="/",
+                pass_fds=passed,
+                start_new_session=True,
+            )
+        assert process.stdin
+        with contextlib.suppress(OSError):  # that it is gone shows when it does not answer
+            process.stdin.write(len(first).to_bytes(4, "big") + first)
+            process.stdin.flush()
+        return process
+
+
+@cache
+def sandboxed(*modules: str, unsafe: bool = False) -> Sandboxed:
+    """Return the sandbox of this process for these modules."""
+    made = Sandboxed(modules=modules, unsafe=unsafe)
+    atexit.register(made.close)
+    return made
+
+
+@cache
+def _code(name: str) -> Any:
+    spec = importlib.util.find_spec(name)
+    assert spec
+    assert spec.loader
+    return spec.loader.get_code(name)  # type: ignore[attr-defined]
+
+
+def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """Return the next line; nothing if it does not come in time. Raises _GoneError at the end."""
+    assert process.stdout
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    deadline = time.monotonic() + seconds
+    line = b""
+    while not line.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or not poll.poll(1000 * left):
+            return b""
+        data = os.read(process.stdout.fileno(), 1 << 12)
+        if not data:
+            raise _GoneError
+        line += data
+    return line
+
+
+def _read(line: bytes) -> float | None:
+    if line.startswith(server.FAILED):
+        raise RewardError(f"reward: {line[len(server.FAILED) :].decode(errors='replace').strip()}")
+    if not line or line == server.NO_SCORE:
+        return None
+    score = float(line)
+    return score if math.isfinite(score) and 0 <= score <= 1 else None
+
+
+def _complaint(process: subprocess.Popen[bytes]) -> str:
+    assert process.stderr
+    process.kill()
+    return process.stderr.read(1 << 16).decode(errors="replace").strip().rpartition("\n")[2]

@@ -1,0 +1,137 @@
+"""What runs in a scoring sandbox, as its first process: one function, one child for each text.
+
+A `Sandboxed` (see `scorer.py`) sends it in with the modules that it needs. It imports what is slow
+to import once. Then, for each request, it forks: the child scores one text and ends, so that every
+text meets the same fresh state, and whatever a text does to its process dies with it.
+
+The server itself never looks at a text. A child cannot reach it: it is process 1 of its namespace,
+its folder in /proc is hidden, and the child holds nothing but the pipe for its own score.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import math
+import os
+import pickle
+import resource
+import select
+import sys
+import time
+from _signal import SIG_IGN, SIGINT, signal  # type: ignore[import-not-found]
+from typing import Any
+
+from covey.sandbox.harness import become, empty, end_all, lower, set_limits, write_all
+
+READY = b"ready\n"
+NO_SCORE = b"none\n"
+FAILED = b"failed "
+MOST_REPLY = 64
+"""Bytes of a score: more than any number between 0 and 1 takes."""
+
+
+def main(job: dict[str, Any]) -> None:
+    """Score texts until the other side goes away."""
+    signal(SIGINT, SIG_IGN)
+    replies = os.dup(1)
+    os.dup2(2, 1)  # what modules print must not end up in the conversation
+    if job["uid"] is not None:
+        become(job["uid"])
+    set_limits(job)
+    sys.path += job["paths"]
+    module = importlib.import_module(job["module"])
+    module.load()
+    gc.collect()
+    gc.freeze()  # what is never looked at again is never copied to a child
+    write_all(replies, READY)
+    while request := read_frame(0):
+        trusted, text = pickle.loads(request)
+        write_all(replies, serve(job, module, trusted, text, replies))
+    os._exit(0)
+
+
+def read_frame(file: int) -> bytes:
+    """Read four bytes that say how many follow, and those; nothing once the other side is gone."""
+    size = int.from_bytes(_read(file, 4), "big")
+    return _read(file, size)
+
+
+def _read(file: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = os.read(file, size - len(data))
+        if not more:
+            return b""
+        data += more
+    return data
+
+
+def serve(job: dict[str, Any], module: Any, trusted: Any, text: str, replies: int) -> bytes:
+    """Return the line that answers a request."""
+    try:
+        prepared = module.prepare(trusted)
+    except Exception as error:  # it is ours or the user's: the text has no part in it
+        line = f"{type(error).__name__}: {error}".encode(errors="replace")
+        return FAILED + b" ".join(line[:2000].split()) + b"\n"
+    deadline = time.monotonic() + job["wall_seconds"]
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        as_child(job, module, prepared, text, writes)
+    os.close(writes)
+    said = listen(reads, deadline, replies)
+    os.close(reads)
+    end_all(child, job["isolated"])
+    if job["isolated"]:
+        empty(job["place"])
+    return line_of(said)
+
+
+def listen(file: int, deadline: float, replies: int) -> bytes:
+    """Return what a child says; nothing if that is too much, or takes too long."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    poll.register(replies, 0)
+    said = b""
+    while len(said) <= MOST_REPLY:
+        left = deadline - time.monotonic()
+        events = poll.poll(1000 * left) if left > 0 else []
+        if not events:
+            return b""
+        if events[0][0] == replies:
+            os._exit(1)  # no one listens any more
+        data = os.read(file, MOST_REPLY)
+        if not data:
+            return said
+        said += data
+    return b""
+
+
+def line_of(said: bytes) -> bytes:
+    """Return the score that a child gave, written anew, or that it gave none."""
+    try:
+        score = float(said)
+    except ValueError:
+        return NO_SCORE
+    return f"{score!r}\n".encode() if math.isfinite(score) and 0 <= score <= 1 else NO_SCORE
+
+
+def as_child(job: dict[str, Any], module: Any, prepared: Any, text: str, writes: int) -> None:
+    """Score the text in this process, and leave."""
+    code = 1
+    try:
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):
+            os.dup2(nothing, standard)
+        os.closerange(3, writes)
+        os.closerange(writes + 1, 1 << 12)
+        cpu = job["cpu_seconds"]
+        lower(resource.RLIMIT_CPU, cpu, cpu + 1)
+        write_all(writes, repr(float(module.score(prepared, text))).encode())
+        code = 0
+    except BaseException:
+        code = 1  # no score: whoever breaks the scorer has none
+    finally:
+        os._exit(code)
