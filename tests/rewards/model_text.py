@@ -182,8 +182,8 @@ def asked(name: str) -> list[Prompt]:
 def watched(name: str, texts: list[str], watch: Watch) -> dict[str, Any]:
     """Score the texts, after a few that import what is imported late."""
     reward, prompts = made(name), asked(name)
-    for prompt in prompts:
-        for form in FORMS:
+    for number, prompt in enumerate(prompts):
+        for form in FORMS[:1] if number else FORMS:
             for text in ("x", r"x < 5", r"\{3, x\}", prompt.answer, str(prompt.info.get("call"))):
                 reward(prompt, form.format(text))
     watch.outside.clear()

@@ -50,6 +50,12 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some data sets ask for one, because they differ from process to process without."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
 @pytest.fixture(scope="module", params=SOME)
 def asked(request: pytest.FixtureRequest) -> Prompt:
     return GymTask(dataset=request.param, train_size=4).train()[0]
