@@ -143,7 +143,7 @@ class Mix:
         if scores[ACCURACY].success:
             counted = list(scores) if holds else [FORMAT]
             share = 0.5 + 0.5 * factor * self._share(scores, counted)
-        elif not scores[ACCURACY].attempted or _is_noise(text):
+        elif not scores[ACCURACY].attempted or _is_noise(text, self.robust and factor == 1.0):
             share = 0.0
         else:
             counted = [ACCURACY, *self._judges(), *((FORMAT,) if self.gated else ())]
@@ -162,13 +162,16 @@ class Mix:
         return total
 
 
-def _is_noise(text: str) -> bool:
-    """Whether thinking or answer is no language; links, which anyone can invent, aside."""
+def _is_noise(text: str, robust: bool) -> bool:
+    """Whether thinking or answer is no language; links, which anyone can invent, aside.
+
+    Where the `robust_factor` is 1 the thinking has been looked at.
+    """
     answer = after_thinking(text)
-    thinking = without_addresses(text.removesuffix(answer))
-    return coherence(without_addresses(answer)) < 0.5 or (
-        bool(thinking.strip()) and coherence(thinking) < 0.5
-    )
+    if coherence(without_addresses(answer)) < 0.5:
+        return True
+    thinking = "" if robust else without_addresses(text.removesuffix(answer))
+    return bool(thinking.strip()) and coherence(thinking) < 0.5
 
 
 def _least(bound: float, given: float) -> float:
