@@ -168,7 +168,8 @@ def _trimmed(path: Path, shape: Shape, keep: int) -> tuple[bytes, bytes, bytes]:
     Lines up to a step stay, and those that cannot be read.
     """
     lines = scan_lines(path, shape)
-    kept, removed = [], []
+    kept: list[bytes] = []
+    removed: list[bytes] = []
     for line in lines:
         later = line.row is not None and line.row["step"] > keep
         (removed if later else kept).append(line.raw + b"\n")
