@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from covey.cli.opening import Model, Smoke, settings_of
+from covey.cli.opening import Model, Smoke, Trust, settings_of
 from covey.config import toml_value
 from covey.errors import ConfigError
 
@@ -98,6 +98,7 @@ def compare_command(  # noqa: PLR0913 - one argument for each flag
     overrides: Overrides = None,
     model: Model = None,
     smoke: Smoke = False,
+    trust: Trust = None,
     folder: Folder = None,
     add: Add = "",
     parallel: Parallel = None,

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from covey.cli.opening import STARTING, Smoke, loaded, waiting
+from covey.cli.opening import STARTING, Smoke, Trust, loaded, waiting
 from covey.config import Config, toml_value
 from covey.errors import ConfigError
 from covey.policy.place import check_model_path
@@ -63,6 +63,7 @@ def eval_command(  # noqa: PLR0913 - one argument for each flag
     by: By = None,
     out: Out = None,
     smoke: Smoke = False,
+    trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure greedy accuracy, and with --samples mean@k and pass@k, with 95 % intervals.

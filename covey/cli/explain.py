@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from covey.cli.opening import STARTING, waiting
+from covey.cli.opening import STARTING, Trust, waiting
 from covey.errors import ConfigError
 from covey.run.folder import RunFolder
 
@@ -58,6 +58,7 @@ def explain_command(
     algorithms: Algorithms = None,
     options: Options = None,
     exact: Exact = False,
+    trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Explain a recorded step: what it learned from, answer by answer or token by token.

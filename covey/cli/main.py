@@ -22,6 +22,7 @@ from covey.cli.runs import runs_command
 from covey.cli.train import train_command
 from covey.cli.warmup import warmup_command
 from covey.errors import CoveyError
+from covey.trust import trust_ends_here
 
 INTERRUPTED = 130
 """The exit code after a second Ctrl-C."""
@@ -70,9 +71,10 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code."""
     try:
-        result = typer.main.get_command(app).main(
-            args=arguments, prog_name="covey", standalone_mode=False
-        )
+        with trust_ends_here():
+            result = typer.main.get_command(app).main(
+                args=arguments, prog_name="covey", standalone_mode=False
+            )
     except CoveyError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:

@@ -16,6 +16,7 @@ from covey.cli.opening import (
     Overrides,
     Say,
     Smoke,
+    Trust,
     resolved,
     settings_of,
     waiting,
@@ -54,6 +55,7 @@ def numerics_command(
     updates: Updates = None,
     out: Out = None,
     smoke: Smoke = False,
+    trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure how far the sampler's log-probabilities are from the trainer's, and why.

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from covey.cli.opening import STARTING, resolved, waiting
+from covey.cli.opening import STARTING, Trust, resolved, waiting
 from covey.config import Config
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def list_command(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="One reward, in full.")
     ] = None,
+    trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the rewards, or show one with its options."""
@@ -92,6 +93,7 @@ def score_command(
     out: Annotated[
         Path | None, typer.Option(help="Write every row with its score here, as JSON Lines.")
     ] = None,
+    trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
     """Score a file of answers: mean, share right, parts, and what could not be scored."""
@@ -172,6 +174,7 @@ def lab_command(
         float,
         typer.Option("--allow-errors", min=0.0, max=1.0, help="Share of labels that may differ."),
     ] = 0.0,
+    trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
     """Put a reward to the test before a policy does.

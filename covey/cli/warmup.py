@@ -14,6 +14,7 @@ from covey.cli.opening import (
     Overrides,
     Smoke,
     Source,
+    Trust,
     resolved,
     settings_of,
     tell_notes,
@@ -41,6 +42,7 @@ def warmup_command(
         typer.Option(metavar="RUN", help="Go on with this warm-up, with its own settings."),
     ] = None,
     smoke: Smoke = False,
+    trust: Trust = None,
 ) -> None:
     """Train a model on worked solutions: the task's own, or a file of questions and completions.
 
