@@ -51,7 +51,7 @@ Exact = Annotated[
 ]
 
 
-def explain_command(
+def explain_command(  # noqa: PLR0913 - one argument for each flag
     path: Run,
     step: Step,
     line: Line = None,

@@ -9,7 +9,6 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Literal
 from covey.compare.jobs import Job, finished_runs, ready
 from covey.compare.record import RunOutcome, log_path, read_outcome, write_outcome
 from covey.errors import RunError
+from covey.interpreter import module_command
 
 POLL_SECONDS = 0.2
 Status = Literal["waiting", "running", "done", "failed", "stopped"]
@@ -99,7 +99,7 @@ def start(job: Job) -> subprocess.Popen[bytes]:
     """Start the process of a job. Ctrl-C in the terminal is for this process to pass on."""
     with log_path(job.path).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "covey.compare.worker"],
+            module_command("covey.compare.worker"),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -29,7 +29,8 @@ from covey.policy.gguf import find_gguf, import_gguf
 from covey.policy.joint import join_weights
 from covey.policy.layout import Packed, lay_out, pack_for, trial_batch
 from covey.policy.place import check_model_path, not_here
-from covey.policy.pretrained import make_savable, read_pretrained
+from covey.policy.pretrained import make_savable, read_pretrained, read_tokenizer
+from covey.policy.rendering import start_rendering
 from covey.policy.spans import PackedRows
 from covey.policy.template import Renderer, Template, renderer
 from covey.policy.trial import first_layers, near
@@ -148,8 +149,10 @@ def load_language_model(
     wanted = _dtype(dtype, where)
     source = _source(path)
     try:
+        tokenizer = read_tokenizer(source)
+        if tokenizer.chat_template and template.form in ("auto", "chat"):
+            start_rendering()
         model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"model: cannot load {path!r}: {_first_line(error)}{not_here(source)}"

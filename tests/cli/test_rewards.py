@@ -334,7 +334,7 @@ ANSWERS = "\n".join(json.dumps({"completion": c, "answer": "4"}) for c in ("4", 
     ("arguments", "code", "words"),
     [
         (["rewards", "list", "think_anser"], 2, ["'think_anser' is not known", "'think_answer'"]),
-        (["rewards", "list", "no.such:thing"], 2, ["cannot import 'no.such'"]),
+        (["rewards", "list", "no.such:thing", "--trust", "no"], 2, ["cannot import 'no.such'"]),
         (["rewards", "score", "missing.jsonl"], 1, ["cannot read missing.jsonl"]),
         (["rewards", "score", "empty.jsonl"], 1, ["empty.jsonl holds no answers"]),
         (["rewards", "score", "bad.jsonl"], 1, ["bad.jsonl:1 is not JSON"]),
