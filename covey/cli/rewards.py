@@ -18,6 +18,7 @@ from rich.table import Column, Table
 
 from covey.cli.opening import STARTING, Trust, resolved, waiting
 from covey.config import Config
+from covey.errors import RewardError
 
 if TYPE_CHECKING:
     from covey.lab.lab import Case, Check
@@ -112,6 +113,11 @@ def score_command(
     summary = {"reward_id": scorer.identity, **_summary(rows)}
     if out is not None:
         write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
+    if summary["unscored"] == summary["answers"]:
+        raise RewardError(
+            f"{file}: none of the {summary['answers']} completions could be scored; the first: "
+            f"{summary['first_error']}"
+        )
     typer.echo(json.dumps(summary) if as_json else _summary_lines(summary))
 
 

@@ -24,6 +24,7 @@ from covey.errors import ModelError
 from covey.kernels.product import product as wide_product
 from covey.policy.attention import NAME
 from covey.policy.decoding import byte_pieces, joined_text
+from covey.policy.device import device_of
 from covey.policy.flash import HALF
 from covey.policy.gguf import find_gguf, import_gguf
 from covey.policy.joint import join_weights
@@ -145,7 +146,7 @@ def load_language_model(
     template: Template = Template(),  # noqa: B008 - it cannot change
 ) -> LanguageModel:
     """Load a model by folder, hub name, GGUF file, `smollm2` or `embedded`."""
-    where = _device(device)
+    where = device_of(device)
     wanted = _dtype(dtype, where)
     source = _source(path)
     try:
@@ -375,17 +376,6 @@ def _stop_ids(model: Any, tokenizer: Any, turn_end: int | None) -> tuple[int, ..
         ids.append(model.generation_config.eos_token_id)
     flat = itertools.chain.from_iterable(i if isinstance(i, list) else [i] for i in ids)
     return tuple(sorted({int(i) for i in flat if i is not None}))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError(f"model: device {name!r} was asked for, but torch sees no CUDA device")
-    device = torch.device(name)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # kernels of our own and recordings go to the current one
-    return device
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -23,6 +23,10 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def check_model_path(path: str) -> None:
     """Refuse what is here and is no model, and what is meant to be here and is not."""
     place = Path(path)
+    if not path:  # the working folder to Path
+        raise ModelError("model: the path is empty; give a folder, a hub name or a GGUF file")
+    if "\0" in path:
+        raise ModelError(f"model: no path may hold the character NUL, as {path!r} does")
     if path == EMBEDDED or path in PACKAGED:  # even where a folder has that name
         return
     if place.is_dir():

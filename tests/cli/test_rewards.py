@@ -438,8 +438,10 @@ def test_eval_judges_in_processes_and_says_what_it_could_not(
     assert json.loads(capsys.readouterr().out) == usual
     assert usual["unscored"] == 0
     assert 0 < usual["greedy"]["value"] < 1
-    assert run([*measure, *sets("reward.name=mine:fails")]) == 0
-    assert "16 held-out prompts, 48 answers not scored" in " ".join(capsys.readouterr().out.split())
+    assert run([*measure, *sets("reward.name=mine:fails")]) == 1
+    error = capsys.readouterr().err
+    assert "embedded: none of the 48 completions could be scored; the first: " in error
+    assert "offline" in error
     assert scorers_of(os.getpid()) == []
 
 
