@@ -20,6 +20,9 @@ from covey.embedded import CHECKPOINT
 from covey.policy.model import LanguageModel, load_language_model, wrap
 from covey.types import Batch
 
+# Modules that tests write, or that stand among them, and name in configurations.
+os.environ["COVEY_TRUST"] = "tests,judged,mine,my_own_tasks,own_module,own_package"
+
 # Slow machines are no failure, and a failure must come back when the test is run again.
 hypothesis.settings.register_profile("covey", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("covey")

@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
+from covey.cli.opening import Trust
 from covey.cli.screen import Screen
 
 
@@ -17,6 +18,7 @@ def algorithms_command(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="One algorithm, in full.")
     ] = None,
+    trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the algorithms, or show one: formula, source, defaults, departures."""

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from covey.cli.opening import Model, Smoke, settings_of
+from covey.cli.opening import Model, Smoke, Trust, settings_of
 from covey.cli.screen import Screen, cell
 from covey.config import toml_value
 from covey.errors import ConfigError
@@ -48,7 +48,8 @@ Arms = Annotated[
     ),
 ]
 Seeds = Annotated[
-    int | None, typer.Option(min=1, help=f"Runs of each arm, seed after seed. Default: {SEEDS}.")
+    int | None,
+    typer.Option(min=1, max=1000, help=f"Runs of each arm, seed after seed. Default: {SEEDS}."),
 ]
 Kind = Annotated[
     Literal["steps", "tokens", "updates"],
@@ -57,7 +58,7 @@ Kind = Annotated[
     ),
 ]
 Amount = Annotated[
-    int | None, typer.Option(min=1, help="How much of it. Default: the recipe's steps.")
+    int | None, typer.Option(min=1, max=10**15, help="How much of it. Default: the recipe's steps.")
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -75,11 +76,15 @@ Add = Annotated[
 ]
 Parallel = Annotated[
     int | None,
-    typer.Option(min=1, help="Runs side by side. Default: cores / threads; one on a GPU."),
+    typer.Option(
+        min=1, max=1024, help="Runs side by side. Default: cores / threads; one on a GPU."
+    ),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, help="Threads of each run. Default: as many as leave no core idle."),
+    typer.Option(
+        min=1, max=4096, help="Threads of each run. Default: as many as leave no core idle."
+    ),
 ]
 Report = Annotated[
     Path | None,
@@ -98,6 +103,7 @@ def compare_command(  # noqa: PLR0913 - one argument for each flag
     overrides: Overrides = None,
     model: Model = None,
     smoke: Smoke = False,
+    trust: Trust = None,
     folder: Folder = None,
     add: Add = "",
     parallel: Parallel = None,
@@ -115,10 +121,9 @@ def compare_command(  # noqa: PLR0913 - one argument for each flag
     from covey.compare.design import Asked, parse_arm
     from covey.compare.place import checked, place
 
-    own = settings_of(overrides, model)
     asked = Asked(
         source=source or "arithmetic",
-        overrides=tuple(own),
+        overrides=tuple(settings_of(overrides, model)),
         smoke=smoke,
         algorithms=_names(algorithms),
         arms=tuple(parse_arm(arm) for arm in arms or []),
@@ -127,7 +132,7 @@ def compare_command(  # noqa: PLR0913 - one argument for each flag
         amount=amount,
         threads=threads or 0,
     )
-    fresh = bool(source or algorithms or own or smoke or amount or budget != "steps")
+    fresh = bool(source or algorithms or asked.overrides or smoke or amount or budget != "steps")
     if folder is not None and (folder / "comparison.toml").is_file() and not fresh:
         found = checked(_grown(folder, asked, _names(add), seeds))
     elif add:

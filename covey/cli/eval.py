@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress
 
-from covey.cli.opening import STARTING, Smoke, loaded, tell_edited, waiting
+from covey.cli.opening import STARTING, Smoke, Trust, loaded, tell_edited, waiting
 from covey.cli.screen import Screen
 from covey.cli.weights import run_around, weights_of
 from covey.config import Config, toml_value
-from covey.errors import ConfigError
+from covey.errors import ConfigError, RewardError
 from covey.policy.place import check_model_path
 from covey.run.folder import RunFolder
 
@@ -65,6 +65,7 @@ def eval_command(  # noqa: PLR0913 - one argument for each flag
     by: By = None,
     out: Out = None,
     smoke: Smoke = False,
+    trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure greedy accuracy, and with --samples mean@k and pass@k, with 95 % intervals.
@@ -84,6 +85,8 @@ def eval_command(  # noqa: PLR0913 - one argument for each flag
     evaluations = _evaluations(config, models, by, show=not as_json)
     if out is not None:
         _write_items(out, models, evaluations)
+    for path, evaluation in zip(models, evaluations, strict=True):
+        _check_scored(path, evaluation)
 
     from covey.cli.measurements import measured, show_measured  # brings torch along
 
@@ -157,6 +160,16 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                 )
             found.append(evaluation)
     return found
+
+
+def _check_scored(model: str, evaluation: Evaluation) -> None:
+    """Refuse an evaluation of nothing: 0 % right would be taken for a measurement."""
+    answers = sum(1 + len(item.samples) for item in evaluation.items)
+    if evaluation.unscored == answers:
+        raise RewardError(
+            f"{model}: none of the {answers} completions could be scored; the first: "
+            f"{evaluation.first_failure}"
+        )
 
 
 def _write_items(path: Path, models: list[str], evaluations: list[Evaluation]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from covey.cli.opening import STARTING, tell_edited, waiting
+from covey.cli.opening import STARTING, Trust, tell_edited, waiting
 from covey.errors import ConfigError
 from covey.run.folder import RunFolder
 
@@ -51,13 +51,14 @@ Exact = Annotated[
 ]
 
 
-def explain_command(
+def explain_command(  # noqa: PLR0913 - one argument for each flag
     path: Run,
     step: Step,
     line: Line = None,
     algorithms: Algorithms = None,
     options: Options = None,
     exact: Exact = False,
+    trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Explain a recorded step: what it learned from, answer by answer or token by token.

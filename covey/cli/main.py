@@ -23,8 +23,9 @@ from covey.cli.runs import runs_command
 from covey.cli.screen import Screen
 from covey.cli.train import train_command
 from covey.cli.warmup import warmup_command
-from covey.errors import CoveyError
+from covey.errors import CoveyError, reason
 from covey.shown import printable
+from covey.trust import trust_ends_here
 
 INTERRUPTED = 130
 """The exit code after a second Ctrl-C."""
@@ -74,9 +75,10 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code."""
     try:
-        result = typer.main.get_command(app).main(
-            args=arguments, prog_name="covey", standalone_mode=False
-        )
+        with trust_ends_here():
+            result = typer.main.get_command(app).main(
+                args=arguments, prog_name="covey", standalone_mode=False
+            )
     except CoveyError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -85,6 +87,11 @@ def run(arguments: list[str]) -> int:
         # The reader went away (`covey runs | head`); nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        # A name that is too long, a folder that may not be read: every look at a path may find it.
+        if error.filename is None:
+            raise
+        return _fail(f"{error.filename}: {reason(error)}", CoveyError.exit_code)
     except Exception as error:
         # Typer ships a copy of click or uses the installed one, depending on its version, so its
         # usage errors are known by what they can do rather than by their class.

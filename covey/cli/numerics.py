@@ -16,6 +16,7 @@ from covey.cli.opening import (
     Overrides,
     Say,
     Smoke,
+    Trust,
     resolved,
     settings_of,
     waiting,
@@ -50,13 +51,14 @@ Updates = Annotated[
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write one JSON object here.")]
 
 
-def numerics_command(
+def numerics_command(  # noqa: PLR0913 - one argument for each flag
     target: Target = None,
     overrides: Overrides = None,
     model: Model = None,
     updates: Updates = None,
     out: Out = None,
     smoke: Smoke = False,
+    trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure how far the sampler's log-probabilities are from the trainer's, and why.

@@ -14,6 +14,7 @@ from covey.config import Config, load_config, load_smoke, toml_value
 from covey.errors import ConfigError
 from covey.policy.place import check_model_path
 from covey.run.edited import edited_settings
+from covey.trust import trust
 
 if TYPE_CHECKING:
     from covey.run.folder import RunFolder
@@ -51,6 +52,18 @@ ResumeStep = Annotated[
     ),
 ]
 
+Trust = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trust",
+        metavar="MODULE",
+        callback=lambda modules: trust(modules or ()),
+        expose_value=False,
+        help="Let the configuration run functions of this module or package, as in "
+        "reward.name=MODULE:FUNCTION. Its code runs as you.",
+    ),
+]
+"""Taken before the command begins, which has no use for it itself."""
 
 Say = Callable[[str], None]
 STARTING = "starting torch"
@@ -89,11 +102,17 @@ def loaded(source: str, overrides: Iterable[str] = (), *, smoke: bool = False) -
 
 
 def resolved(
-    source: str, overrides: Iterable[str] = (), *, smoke: bool = False, model: bool = True
+    source: str,
+    overrides: Iterable[str] = (),
+    *,
+    smoke: bool = False,
+    model: bool = True,
+    imports: bool = True,
 ) -> Config:
     """Read a configuration and write out every option that was left to default.
 
     With `model` it has to name one: what can be seen to be none is refused before torch is loaded.
+    Without `imports` code of the user's own is not loaded, and its options stay as given.
     """
     config = loaded(source, overrides, smoke=smoke)
     if model:
@@ -101,7 +120,7 @@ def resolved(
 
     from covey.train.assemble import resolve  # imports torch, which takes seconds
 
-    return resolve(config)
+    return resolve(config, imports=imports)
 
 
 class Begun(Protocol):

@@ -14,6 +14,7 @@ from covey.cli.opening import (
     Model,
     Overrides,
     Source,
+    Trust,
     resolved,
     settings_of,
     waiting,
@@ -34,6 +35,7 @@ def plan_command(
     source: Source = None,
     overrides: Overrides = None,
     model: Model = None,
+    trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what a configuration will do, what memory it takes, and which settings do nothing.

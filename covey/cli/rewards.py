@@ -15,9 +15,10 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from covey.cli.opening import STARTING, resolved, waiting
+from covey.cli.opening import STARTING, Trust, resolved, waiting
 from covey.cli.screen import Screen, cell, echo
 from covey.config import Config
+from covey.errors import RewardError
 
 if TYPE_CHECKING:
     from covey.lab.lab import Case, Check
@@ -47,6 +48,7 @@ def list_command(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="One reward, in full.")
     ] = None,
+    trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the rewards, or show one with its options."""
@@ -95,6 +97,7 @@ def score_command(
     out: Annotated[
         Path | None, typer.Option(help="Write every row with its score here, as JSON Lines.")
     ] = None,
+    trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
     """Score a file of answers: mean, share right, parts, and what could not be scored."""
@@ -113,6 +116,11 @@ def score_command(
     summary = {"reward_id": scorer.identity, **_summary(rows)}
     if out is not None:
         write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
+    if summary["unscored"] == summary["answers"]:
+        raise RewardError(
+            f"{file}: none of the {summary['answers']} completions could be scored; the first: "
+            f"{summary['first_error']}"
+        )
     echo(json.dumps(summary) if as_json else _summary_lines(summary))
 
 
@@ -175,6 +183,7 @@ def lab_command(
         float,
         typer.Option("--allow-errors", min=0.0, max=1.0, help="Share of labels that may differ."),
     ] = 0.0,
+    trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
     """Put a reward to the test before a policy does.

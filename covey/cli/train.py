@@ -15,6 +15,7 @@ from covey.cli.opening import (
     ResumeStep,
     Smoke,
     Source,
+    Trust,
     check_no_step,
     resolved,
     settings_of,
@@ -48,6 +49,7 @@ def train_command(  # noqa: PLR0913 - one argument for each flag
         bool, typer.Option("--skip-bad-rows", help="Skip and count rows that cannot be used.")
     ] = False,
     smoke: Smoke = False,
+    trust: Trust = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved configuration and stop.")
     ] = False,
@@ -68,7 +70,7 @@ def train_command(  # noqa: PLR0913 - one argument for each flag
     label, settings = source or "arithmetic", settings_of(overrides, model)
     settings += ["task.skip_bad_rows=true"] if skip_bad_rows else []
     with waiting(STARTING):
-        config = resolved(label, settings, smoke=smoke)
+        config = resolved(label, settings, smoke=smoke, imports=not print_config)
     if print_config:
         typer.echo(to_toml(config), nl=False)
     else:
@@ -107,7 +109,7 @@ def _resume(path: Path, step: int | None, print_config: bool) -> None:
     if folder.environment().get("kind") == "warmup":
         raise RunError(f"{path} is a warm-up; go on with: covey warmup --resume {path}")
     with waiting(STARTING):
-        config = resolved(str(folder.config_file))
+        config = resolved(str(folder.config_file), imports=not print_config)
     if print_config:
         typer.echo(to_toml(config), nl=False)
         return

@@ -15,6 +15,7 @@ from covey.cli.opening import (
     ResumeStep,
     Smoke,
     Source,
+    Trust,
     check_no_step,
     resolved,
     settings_of,
@@ -46,6 +47,7 @@ def warmup_command(
     ] = None,
     step: ResumeStep = None,
     smoke: Smoke = False,
+    trust: Trust = None,
 ) -> None:
     """Train a model on worked solutions: the task's own, or a file of questions and completions.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Literal
 
 from covey.compare.jobs import Job, finished_runs, ready
 from covey.compare.record import RunOutcome, log_path, read_outcome, write_outcome
+from covey.interpreter import module_command
 from covey.run.folder import RunFolder
 
 POLL_SECONDS = 0.2
@@ -98,7 +98,7 @@ def start(job: Job) -> subprocess.Popen[bytes]:
     """Start the process of a job. Ctrl-C in the terminal is for this process to pass on."""
     with log_path(job.path).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "covey.compare.worker"],
+            module_command("covey.compare.worker"),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -18,10 +18,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from covey.config.schema import Config, Named
-from covey.errors import ConfigError, nearest
+from covey.errors import ConfigError, nearest, reason
 from covey.shown import is_hidden
 
 RECIPES = files("covey.config") / "recipes"
+DEEPEST = 16
+"""Tables in tables; no setting has more than a few."""
 
 
 def recipe_names() -> list[str]:
@@ -54,6 +56,7 @@ def _turn(override: str) -> tuple[bool, int]:
 
 def parse_config(data: Mapping[str, Any]) -> Config:
     """Check plain data against the schema."""
+    _check_depth(data, "config")
     try:
         return Config.model_validate(data)
     except ValidationError as error:
@@ -65,13 +68,33 @@ def read_settings(source: str) -> dict[str, Any]:
     path = Path(source)
     try:
         if path.is_file():
-            return tomllib.loads(path.read_text(encoding="utf-8"))
+            # Some editors put a byte order mark in front, which is no part of the text.
+            settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+            _check_depth(settings, f"config: {source}")
+            return settings
         if source in recipe_names():
             return tomllib.loads((RECIPES / f"{source}.toml").read_text("utf-8"))
-    except (OSError, ValueError) as error:  # bad TOML and bad text are ValueErrors
+    except RecursionError:
+        raise ConfigError(f"config: {source}: values are nested too deeply") from None
+    except OSError as error:
+        raise ConfigError(f"config: {source}: {reason(error)}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # bad TOML and bad text
         raise ConfigError(f"config: {source}: {error}") from None
     hint = nearest(source, recipe_names()) if path.suffix != ".toml" else ""
     raise ConfigError(f"config: no file or recipe {source!r}{hint}")
+
+
+def _check_depth(data: Mapping[str, Any], where: str) -> None:
+    """Refuse what no setting can be: tables in tables, deeper than Python calls itself."""
+    level: list[Any] = [data]
+    for _ in range(DEEPEST):
+        inner = [list(v.values()) if isinstance(v, Mapping) else v for v in level]
+        level = [v for values in inner for v in values]
+        level = [v for v in level if isinstance(v, Mapping | list | tuple)]
+    if level:
+        raise ConfigError(f"{where}: values are nested too deeply, in more than {DEEPEST} tables")
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -104,6 +127,8 @@ def _value(raw: str) -> Any:
     """Read a value as TOML would; what is not TOML is a string, so quotes can be left out."""
     try:
         return tomllib.loads(f"value = {raw}")["value"]
+    except RecursionError:
+        raise ConfigError("--set: the value is nested too deeply") from None
     except ValueError:  # not TOML, or a number of more digits than Python reads
         return raw
 

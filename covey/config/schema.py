@@ -11,8 +11,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+MOST = 10**9
+"""No number of steps, prompts or tokens is beyond this; more is a slip of the hand."""
+MOST_ANSWERS = 10**7
+"""Completions of one step. Each is kept until the step is learned from."""
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 """Several names; a single one may go without brackets."""
@@ -40,13 +44,15 @@ class Named(Section):
 class Model(Section):
     """[model]"""
 
-    path: str = Field(
+    path: Annotated[str, Field(min_length=1)] = Field(
         "embedded", description="A folder, a hub name, a GGUF file, 'smollm2' or 'embedded'."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Compute type; auto is bfloat16 on a GPU and float32 elsewhere."
     )
-    device: str = Field("auto", description="cpu, cuda, cuda:1, or auto.")
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")] = Field(
+        "auto", description="cpu, cuda, cuda:1, or auto."
+    )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: slower, less memory."
     )
@@ -75,7 +81,7 @@ class Model(Section):
 class Adapter(Section):
     """[adapter]"""
 
-    rank: Count = Field(
+    rank: Annotated[int, Field(ge=0, le=2**16)] = Field(
         0, description="Train a LoRA adapter of this rank instead of the weights; 0: none."
     )
     alpha: Positive = Field(32, description="The adapter counts alpha / rank times.")
@@ -163,11 +169,13 @@ class Reference(Section):
 class Rollout(Section):
     """[rollout]"""
 
-    prompts: Positive = Field(16, description="Prompts asked in a step.")
-    samples: Annotated[int, Field(ge=2)] = Field(
+    prompts: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        16, description="Prompts asked in a step."
+    )
+    samples: Annotated[int, Field(ge=2, le=10**5)] = Field(
         8, description="Answers to each prompt: the group. One answer has nothing to compare with."
     )
-    max_tokens: Positive = Field(64, description="The longest answer.")
+    max_tokens: Annotated[int, Field(ge=1, le=10**7)] = Field(64, description="The longest answer.")
     temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature.")
     top_k: Count = Field(0, description="Keep the k likeliest tokens; 0 keeps all.")
     top_p: Share = Field(1.0, description="Keep the likeliest tokens up to this mass.")
@@ -177,13 +185,15 @@ class Rollout(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         [], description="Texts that end an answer, or special tokens such as <|im_end|>."
     )
-    slots: Positive = Field(256, description="Answers written at the same time.")
+    slots: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        256, description="Answers written at the same time."
+    )
 
 
 class Scoring(Section):
     """[scoring]"""
 
-    workers: Count = Field(
+    workers: Annotated[int, Field(ge=0, le=4096)] = Field(
         0,
         description="Processes for rewards that may take long; 0: one a core. Quick rewards need "
         "none.",
@@ -249,7 +259,9 @@ class Train(Section):
         "steps, which ends it at the first step that reaches it. Schedules and evaluations then "
         "follow the share that is spent, as if the whole were `steps` steps.",
     )
-    amount: Count = Field(0, description="How many tokens or updates; 0 with a budget of steps.")
+    amount: Annotated[int, Field(ge=0, le=10**15)] = Field(
+        0, description="How many tokens or updates; 0 with a budget of steps."
+    )
     mini_batches: Positive = Field(1, description="Optimizer steps in one pass over a batch.")
     epochs: Positive = Field(1, description="Passes over each rollout batch.")
     token_budget: Positive = Field(
@@ -317,7 +329,7 @@ class Evaluate(Section):
         20, description="Evaluate every so many steps, first and last as well; 0: never."
     )
     prompts: Count = Field(0, description="Held-out prompts to use; 0: all.")
-    samples: Count = Field(
+    samples: Annotated[int, Field(ge=0, le=10**5)] = Field(
         0, description="Sampled answers a prompt for mean@k and pass@k; 0: greedy only."
     )
     temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="For those samples.")
@@ -367,6 +379,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _enough_rows(self) -> Config:
         rows = self.rollout.prompts * self.rollout.samples
+        if rows > MOST_ANSWERS:
+            raise ValueError(
+                f"rollout.prompts = {self.rollout.prompts} times rollout.samples = "
+                f"{self.rollout.samples} are {rows} answers a step; at most {MOST_ANSWERS} fit"
+            )
         if self.train.mini_batches > rows:
             raise ValueError(
                 f"train.mini_batches = {self.train.mini_batches} exceeds the {rows} answers a step"

@@ -28,6 +28,8 @@ class Evaluation:
     """Means of the reward's parts over the greedy answers."""
     mean_tokens: float
     unscored: int
+    first_failure: str | None = None
+    """Why the first of the unscored answers has no score."""
     items: tuple[Item, ...] = ()
     """What all this was taken over, prompt by prompt."""
 
@@ -69,6 +71,7 @@ def evaluate(
     if samples:
         sampled = answer(replace(sampling.distribution, temperature=temperature), samples)
     items = _items(greedy, sampled)
+    failures = [*greedy.failures, *(sampled.failures if sampled else ())]
     answers = [group.rollouts[0] for group in greedy.groups]
     names = sorted({name for r in answers for name in r.parts})
     return Evaluation(
@@ -76,7 +79,8 @@ def evaluate(
         estimates=estimates(items),
         parts={n: _mean([r.parts[n] for r in answers if n in r.parts]) for n in names},
         mean_tokens=sum(len(r.tokens) for r in answers) / len(answers),
-        unscored=len(greedy.failures) + (len(sampled.failures) if sampled else 0),
+        unscored=len(failures),
+        first_failure=failures[0] if failures else None,
         items=items,
     )
 

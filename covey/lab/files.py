@@ -23,7 +23,7 @@ def read_cases(path: Path) -> list[Case]:
     try:
         # Not splitlines: texts may hold separators that are no end of a line to JSON.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {reason(error)}") from None
     cases = [_case(line, f"{path}:{n}") for n, line in enumerate(lines, start=1) if line.strip()]
     if not cases:

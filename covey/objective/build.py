@@ -110,10 +110,7 @@ def build(name: str, **options: Any) -> Objective:
 
 def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
     """Turn what goes wrong in a function of the user's own into one line."""
-    try:
-        parameters = dict(inspect.signature(function).parameters)
-    except ValueError as error:
-        raise ConfigError(f"objective.name = {name!r}: {error}") from error
+    parameters = dict(inspect.signature(function).parameters)
     for key, parameter in parameters.items():
         if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             raise ConfigError(

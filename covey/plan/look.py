@@ -8,6 +8,7 @@ from covey.config import Config
 from covey.errors import CoveyError, DataError
 from covey.plan.finding import Seen
 from covey.plan.shapes import source_of
+from covey.policy.pretrained import read_tokenizer
 from covey.train.assemble import held_out_of, task_of
 from covey.train.solutions import write_solution
 from covey.types import Prompt
@@ -18,8 +19,6 @@ SAMPLE = 64
 
 def look(config: Config) -> Seen:
     """Look at the task of a resolved configuration; what cannot be read is not known."""
-    import transformers
-
     try:
         task = task_of(config)
         prompts, held_out = task.train(), len(held_out_of(config, task))
@@ -27,7 +26,7 @@ def look(config: Config) -> Seen:
         return Seen()
     try:
         source, more = source_of(config.model.path)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **more)
+        tokenizer = read_tokenizer(source, **more)
     except (CoveyError, OSError, ValueError, KeyError, ImportError):
         return Seen(held_out=held_out)
     return seen_of(config, prompts, held_out, tokenizer.encode)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import transformers
-
 from covey.config import Config
 from covey.errors import CoveyError
 from covey.plan.shapes import source_of
+from covey.policy.pretrained import read_tokenizer
 from covey.policy.template import renderer
 from covey.train.assemble import held_out_of, task_of, template_of
 from covey.types import Prompt
@@ -37,7 +36,7 @@ def prompt_lengths(config: Config) -> Lengths:
     """Measure some prompts of the task, or say what is assumed where that cannot be done."""
     source, more = source_of(config.model.path)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **more)
+        tokenizer = read_tokenizer(source, **more)
         task = task_of(config)
         prompts, held_out = _sample(task.train()), len(held_out_of(config, task))
         asking = renderer(tokenizer, template_of(config), config.model.path)

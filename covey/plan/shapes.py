@@ -23,6 +23,7 @@ from covey.policy.adapter import CONFIG_FILE, CONV, adapter_base
 from covey.policy.attention import NAME
 from covey.policy.gguf import find_gguf
 from covey.policy.place import check_model_path
+from covey.policy.pretrained import NO_CODE
 from covey.policy.trial import plain_positions
 
 JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -95,9 +96,9 @@ def shape_of(config: Config) -> Shape:
     """Build the model of a configuration without memory, and measure it."""
     source, more = source_of(config.model.path)
     try:
-        model_config = transformers.AutoConfig.from_pretrained(source, **more)
+        model_config = transformers.AutoConfig.from_pretrained(source, **more, **NO_CODE)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(model_config)
+            model = transformers.AutoModelForCausalLM.from_config(model_config, **NO_CODE)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         what = f"model: cannot read the configuration of {config.model.path!r}"

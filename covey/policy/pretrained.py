@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+NO_CODE = {"trust_remote_code": False}
+"""Files of a model may name Python code beside them; without this transformers asks to run it."""
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -20,12 +22,19 @@ def read_pretrained(kind: Any, source: str, dtype: torch.dtype) -> Any:
         dtype=dtype,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are told below, by name
+        use_safetensors=True,  # all else is pickle, which can run code as it is read
+        **NO_CODE,
     )
     lacking = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
     if lacking:
         what = f"{len(lacking)} of its weights are missing or of another shape"
         raise ValueError(f"{what}, {lacking[0]} for one")
     return model
+
+
+def read_tokenizer(source: str, **more: str) -> Any:
+    """Load a tokenizer, without code of its own."""
+    return transformers.AutoTokenizer.from_pretrained(source, **more, **NO_CODE)
 
 
 def make_savable(model: Any) -> None:

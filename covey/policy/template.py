@@ -10,7 +10,6 @@ The prefill is put where the model's answer begins: it is part of the prompt and
 
 from __future__ import annotations
 
-import datetime
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -20,13 +19,11 @@ from typing import Any
 import jinja2
 
 from covey.errors import ConfigError, DataError, ModelError, nearest
+from covey.policy.rendering import render
 from covey.types import Message
 
 FORMS = ("auto", "chat", "plain")
 FIELDS = ("question", "system")
-
-TODAY = datetime.date(2024, 7, 26)
-"""What templates that print the date are told, so that a run resumed tomorrow asks the same."""
 
 OURS = frozenset(
     ("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt",
@@ -182,14 +179,8 @@ def chat_text(
     asking: bool = True,
 ) -> str:
     """Apply the tokenizer's chat template, up to where the answer begins if `asking`."""
-    text: str = tokenizer.apply_chat_template(
-        [dict(m) for m in messages],
-        tokenize=False,
-        add_generation_prompt=asking,
-        strftime_now=TODAY.strftime,
-        **options,
-    )
-    return text
+    told = {**tokenizer.special_tokens_map, **options, "add_generation_prompt": asking}
+    return render(tokenizer.get_chat_template(), messages, told)
 
 
 def _unusable(name: str, why: str) -> ModelError:

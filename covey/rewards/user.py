@@ -111,5 +111,19 @@ def as_reward(function: Callable[..., Any], options: Mapping[str, Any] | None = 
         return judge  # type: ignore[no-any-return]
     if not callable(judge):
         raise ConfigError(f"reward: {judge!r} cannot be called with a prompt and a text")
+    _check_signature(judge)
     own = {k: given.pop(k) for k in ("success_at", "conversational") if k in given}
     return UserFunction(function=judge, options=given, **own)
+
+
+def _check_signature(function: Callable[..., Any]) -> None:
+    """Refuse what was not written as a reward before it is called with anything."""
+    try:
+        signature = inspect.signature(function)
+        if "completions" not in signature.parameters:
+            signature.bind_partial(None, "")
+    except (TypeError, ValueError):
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ConfigError(
+            f"reward: {name} takes neither a prompt and a text nor completions, so it is no reward"
+        ) from None

@@ -22,6 +22,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from covey.errors import ConfigError, RewardError
+from covey.interpreter import module_command
 from covey.rewards.score import Reward
 from covey.scoring.verdict import READY, Job, Verdict
 
@@ -43,7 +44,7 @@ class Worker:
         here, there = Pipe()
         self.connection: Connection = here
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "covey.scoring.worker", str(there.fileno())],
+            module_command("covey.scoring.worker", str(there.fileno())),
             pass_fds=[there.fileno()],
             start_new_session=True,  # Ctrl-C is for the trainer, which ends the others in order
         )

@@ -8,7 +8,7 @@ from covey.tasks.hub import Hub
 from covey.tasks.jsonl import Jsonl
 from covey.tasks.mixed import Mixed
 from covey.tasks.reasoning_gym import ReasoningGym
-from covey.tasks.registry import TASKS, find_task
+from covey.tasks.registry import TASKS, find_task, is_own_task, make_task
 from covey.tasks.task import Task, bad_rows_of
 from covey.tasks.tools import Tools
 
@@ -26,4 +26,6 @@ __all__ = [
     "Tools",
     "bad_rows_of",
     "find_task",
+    "is_own_task",
+    "make_task",
 ]

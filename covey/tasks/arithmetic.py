@@ -15,7 +15,7 @@ from functools import cache, partial
 from random import Random
 
 from covey.errors import ConfigError
-from covey.tasks.task import Generated
+from covey.tasks.task import Generated, check_sizes
 from covey.types import Prompt
 
 HELD_OUT_ONE_IN = 6
@@ -133,11 +133,7 @@ class Arithmetic:
     name: str = "arithmetic"
 
     def __post_init__(self) -> None:
-        if self.train_size < 1 or self.held_out_size < 1:
-            raise ConfigError(
-                "task: train_size and held_out_size must be at least 1, "
-                f"not {self.train_size} and {self.held_out_size}"
-            )
+        check_sizes(self.train_size, self.held_out_size)
         if not 1 <= self.min_operations <= self.max_operations <= 12:
             raise ConfigError(
                 "task: operations must satisfy 1 <= min_operations <= max_operations <= 12, "

@@ -36,7 +36,7 @@ def json_lines(path: Path) -> Iterator[Place]:
     """Read a file of objects, blank lines aside; what is no object says so in its stead."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # bad text, and a path with NUL, are ValueErrors
         raise DataError(f"task: cannot read {path}: {reason(error)}") from None
     for number, line in enumerate(lines, start=1):
         if line.strip():

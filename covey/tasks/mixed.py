@@ -121,7 +121,7 @@ def _weight(key: str, options: Mapping[str, Any]) -> float:
 
 
 def _build(key: str, options: Mapping[str, Any]) -> Task:
-    from covey.tasks.registry import find_task  # the registry holds this very class
+    from covey.tasks.registry import find_task, make_task  # it holds this very class
 
     where = f"task.parts.{key}"
     name = options.get("name", key)
@@ -134,7 +134,7 @@ def _build(key: str, options: Mapping[str, Any]) -> Task:
     section = Named.model_validate({"name": name, **preset, **given})
     resolved = resolve_options(constructor, section, where)
     try:
-        return constructor(**resolved)
+        return make_task(name, resolved, f"{where}.name")
     except ConfigError as error:
         reason = str(error).removeprefix("task: ").removeprefix("config: ")
         raise ConfigError(f"config: {where}: {reason}") from None

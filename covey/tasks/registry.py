@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from covey.dotted import is_dotted, load_dotted
-from covey.errors import ConfigError, nearest
+from covey.errors import ConfigError, CoveyError, nearest
 from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.code import Code
 from covey.tasks.countdown import Countdown
@@ -36,6 +36,11 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
 _GYM = "reasoning_gym:"
 
 
+def is_own_task(name: str) -> bool:
+    """Tell whether a name is the path of a user's own task, which would have to be imported."""
+    return is_dotted(name) and not name.startswith(_GYM)
+
+
 def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task], dict[str, Any]]:
     """Return what builds a task of that name, and the options that the name itself gives.
 
@@ -49,6 +54,27 @@ def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task],
         return TASKS[name], {}
     if name.startswith(_GYM):
         return ReasoningGym, {"dataset": name.removeprefix(_GYM)}
-    if is_dotted(name):
+    if is_own_task(name):
         return load_dotted(name, where), {}
     raise ConfigError(f"config: {where} = {name!r} is not known{nearest(name, TASKS)}")
+
+
+def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -> Task:
+    """Make the task of a name with its resolved options; a user's own must turn out to be one."""
+    maker, _ = find_task(name, where)
+    if not is_own_task(name):
+        return maker(**options)
+    try:
+        task = maker(**options)
+    except CoveyError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"config: {where} = {name!r} fails: {what}") from error
+    methods = all(callable(getattr(task, method, None)) for method in ("train", "held_out"))
+    if not methods or not isinstance(getattr(task, "name", None), str):
+        raise ConfigError(
+            f"config: {where} = {name!r} gives no task but {type(task).__name__}: a task has a "
+            "name, train() and held_out()"
+        )
+    return task

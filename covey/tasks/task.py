@@ -15,6 +15,9 @@ THINK_THEN_ANSWER = (
 )
 """What is asked for where a task is judged by the answer tags."""
 
+MOST_PROMPTS = 10**9
+"""Prompts of a split that are made when they are asked for."""
+
 
 class Task(Protocol):
     """Two disjoint sequences of prompts, each prompt a function of its index alone.
@@ -88,9 +91,9 @@ def asked(question: str, system: str = "") -> tuple[Message, ...]:
 
 
 def check_sizes(train_size: int, held_out_size: int) -> None:
-    """Refuse splits without prompts."""
-    if train_size < 1 or held_out_size < 1:
+    """Refuse splits without prompts, and those that no run could ask."""
+    if not 1 <= train_size <= MOST_PROMPTS or not 1 <= held_out_size <= MOST_PROMPTS:
         raise ConfigError(
-            "task: train_size and held_out_size must be at least 1, "
+            f"task: train_size and held_out_size must be at least 1 and at most {MOST_PROMPTS}, "
             f"not {train_size} and {held_out_size}"
         )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from covey.config import Config, parse_config
 from covey.config.options import choose, resolve_options
 from covey.config.schema import Named, Train
+from covey.dotted import is_dotted
 from covey.errors import ConfigError, DataError
 from covey.objective import Objective, algorithm, build
 from covey.policy.adapter import adapter_base, add_adapter, load_adapter
@@ -29,7 +31,7 @@ from covey.sampler.native import NativeSampler
 from covey.sampler.pick import Distribution
 from covey.sampler.protocol import Sampler, Sampling
 from covey.scoring import Scorer, make_scorer
-from covey.tasks import Task, bad_rows_of, find_task
+from covey.tasks import Task, bad_rows_of, find_task, is_own_task, make_task
 from covey.train.update import UpdateSettings
 from covey.types import Prompt
 
@@ -55,24 +57,32 @@ class Parts:
     update_settings: UpdateSettings
 
 
-def resolve(config: Config) -> Config:
-    """Write out the options of task, reward and objective that were left to default."""
-    budget = config.rollout.max_tokens
-    defaults = {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
-    functions = {
-        "length_penalty": choose(LENGTH_PENALTIES, config.length_penalty, "length_penalty"),
-        "objective": algorithm(config.objective.name, config.objective.options),
+def resolve(config: Config, *, imports: bool = True) -> Config:
+    """Write out the options of task, reward and objective that were left to default.
+
+    Without `imports` no code of the user's own is loaded: its options stay as they were given.
+    """
+    own = {
+        "task": is_own_task(config.task.name),
+        "reward": is_dotted(config.reward.name),
+        "objective": is_dotted(config.objective.name),
     }
     options = {
-        where: resolve_options(function, getattr(config, where), where, defaults)
-        for where, function in functions.items()
+        where: options_of(config)
+        for where, options_of in _OPTIONS.items()
+        if imports or not own.get(where)
     }
-    options["reward"] = reward_options(config.reward)
-    options["task"] = _task_options(config.task)
     named = {where: {"name": getattr(config, where).name, **o} for where, o in options.items()}
     resolved = parse_config({**config.model_dump(), **named})
     check_reference(resolved.reference)
     template_of(resolved)
+    if "objective" in options:
+        _check_old_logp(resolved)
+    return resolved
+
+
+def _check_old_logp(resolved: Config) -> None:
+    """Refuse the sampler's probabilities where they cannot stand for the trainer's."""
     if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' does not go with rollout.top_k, top_p or min_p: "
@@ -85,19 +95,51 @@ def resolve(config: Config) -> Config:
             "config: train.old_logp = 'sampler' leaves objective.correction and objective.veto "
             "nothing to compare the sampler with; set it to 'recompute'"
         )
-    return resolved
 
 
-def _task_options(section: Named) -> dict[str, object]:
+def _length_defaults(config: Config) -> dict[str, int]:
+    """Return what stands in for lengths that were not given: parts of the longest completion."""
+    budget = config.rollout.max_tokens
+    return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
+
+
+def _length_penalty_options(config: Config) -> dict[str, object]:
+    section = config.length_penalty
+    maker = choose(LENGTH_PENALTIES, section, "length_penalty")
+    return resolve_options(maker, section, "length_penalty", _length_defaults(config))
+
+
+def _objective_options(config: Config) -> dict[str, object]:
+    section = config.objective
+    maker = algorithm(section.name, section.options)
+    return resolve_options(maker, section, "objective", _length_defaults(config))
+
+
+def _reward_options(config: Config) -> dict[str, object]:
+    return reward_options(config.reward)
+
+
+def _task_options(config: Config) -> dict[str, object]:
+    section = config.task
     maker, preset = find_task(section.name)
     given = Named.model_validate({"name": section.name, **preset, **section.options})
     return resolve_options(maker, given, "task")
 
 
+_OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType(
+    {
+        "length_penalty": _length_penalty_options,
+        "objective": _objective_options,
+        "reward": _reward_options,
+        "task": _task_options,
+    }
+)
+"""How the options of each section that names a function are found out."""
+
+
 def task_of(config: Config) -> Task:
     """Build the task."""
-    maker, _ = find_task(config.task.name)
-    return maker(**config.task.options)
+    return make_task(config.task.name, config.task.options)
 
 
 def reward_of(config: Config) -> Reward:

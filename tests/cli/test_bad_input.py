@@ -15,6 +15,9 @@ from covey.cli.main import run
 QUICK = ("train.steps=1", "rollout.prompts=2", "rollout.samples=2", "evaluate.every=0")
 
 
+LONG = f"{'x' * 300}/x"
+
+
 def train(path: Path, *settings: str, more: tuple[str, ...] = ()) -> int:
     overrides = [word for setting in (*QUICK, *settings) for word in ("--set", setting)]
     return run(["train", "--run", str(path), *overrides, *more])
@@ -35,6 +38,28 @@ def jsonl(path: Path, rows: list[object]) -> Path:
             ["someone/unknown-model", "; and there is no folder"],
         ),
         (["model.device=cuda:9"], 1, ["cuda:9"]),
+        (["model.device=foo"], 2, ["model.device = 'foo'", "auto|cpu|cuda"]),
+        (["model.path="], 2, ["model.path = ''"]),
+        (["model.path=" + "x" * 300], 1, ["File name too long"]),
+        (["seed=" + "[" * 3000], 2, ["--set: the value is nested too deeply"]),
+        (["a." * 3000 + "b=1"], 2, ["nested too deeply"]),
+        (
+            ["task.name=jsonl", 'task.train_file="a\\u0000"', "task.held_out_file=b"],
+            1,
+            ["null byte"],
+        ),
+        (['model.path="a\\u0000"'], 1, ["the character NUL"]),
+        (["rollout.prompts=1000000001"], 2, ["rollout.prompts", "less than or equal to 1000000"]),
+        (["rollout.samples=1000000001"], 2, ["rollout.samples", "less than or equal to 100000"]),
+        (["rollout.max_tokens=1000000001"], 2, ["rollout.max_tokens", "equal to 10000000"]),
+        (["rollout.slots=1000000001"], 2, ["rollout.slots", "less than or equal to 1000000"]),
+        (["rollout.prompts=1000000", "rollout.samples=11"], 2, ["11000000 answers a step"]),
+        (["train.steps=1000000001"], 2, ["train.steps", "less than or equal to 1000000000"]),
+        (["train.epochs=1000000001"], 2, ["train.epochs"]),
+        (["adapter.rank=1000000001"], 2, ["adapter.rank"]),
+        (["scoring.workers=1000000001"], 2, ["scoring.workers"]),
+        (["evaluate.samples=1000000001"], 2, ["evaluate.samples"]),
+        (["task.train_size=1000000001"], 2, ["train_size", "at most 1000000000"]),
         (["rollout.samples=1"], 2, ["rollout.samples = 1", "greater than or equal to 2"]),
         (["rollout.prompts=0"], 2, ["rollout.prompts = 0"]),
         (["rollout.temperature=0.0"], 2, ["rollout.temperature"]),
@@ -86,6 +111,27 @@ def test_one_line_and_nothing_written(
         (["eval", "/no/such/model"], 1, ["/no/such/model"]),
         (["eval"], 2, ["RUN|MODEL"]),
         (["runs", "nowhere"], 1, ["no runs in nowhere"]),
+        (["eval", ""], 2, ["model.path = ''"]),
+        (["export", "", "out"], 1, ["the path is empty"]),
+        (["compare", "--seeds", "1000000000"], 2, ["--seeds", "1000"]),
+        *(
+            ([*words, LONG], 1, ["File name too long"])
+            for words in (
+                ["train", "--run"],
+                ["train", "--resume"],
+                ["warmup", "--run"],
+                ["runs"],
+                ["eval"],
+                ["numerics"],
+                ["explain", "--step", "1"],
+                ["export", "out"],
+                ["compare", "--report"],
+                ["compare", "--folder"],
+                ["eval", "embedded", "--out"],
+                ["rewards", "score"],
+            )
+        ),
+        (["train", LONG], 2, ["File name too long"]),
     ],
 )
 def test_wrong_commands(
@@ -159,3 +205,51 @@ def test_a_disk_that_fills_up_during_a_save_leaves_no_half_checkpoint(tmp_path: 
     # With room again, the run goes on.
     assert run(["train", "--resume", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/checkpoints/000002/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed = " + "[" * 3000 + "]" * 3000, ["nested too deeply"]),
+        ("[reward]\nparts = " + "{a = " * 40 + "1" + "}" * 40, ["nested too deeply", "16 tables"]),
+        ("[model]\npath = 'a\0b'", ["x00"]),
+    ],
+    ids=["arrays", "tables", "nul"],
+)
+def test_a_file_that_no_setting_can_hold(
+    text: str, words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.toml").write_text(text)
+    assert run(["train", str(tmp_path / "bad.toml"), "--print-config"]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"covey: config: {tmp_path / 'bad.toml'}: ")
+    assert error.count("\n") == 1
+    assert all(word in error for word in words), error
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "marked.toml").write_text("[train]\nsteps = 3\n", encoding="utf-8-sig")
+    assert run(["train", str(tmp_path / "marked.toml"), "--print-config"]) == 0
+    assert "\nsteps = 3\n" in capfd.readouterr().out
+    row = '{"completion": "<answer>2</answer>", "answer": "2"}\n'
+    (tmp_path / "rows.jsonl").write_text(row, encoding="utf-8-sig")
+    assert run(["rewards", "score", str(tmp_path / "rows.jsonl")]) == 0
+    assert "1 answers judged" in capfd.readouterr().out
+
+
+def test_scores_of_nothing_are_no_mean_of_zero(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "away.py").write_text("def reward(prompt, text): raise OSError('offline')\n")
+    jsonl(tmp_path / "rows.jsonl", [{"completion": "2", "answer": "2"}] * 3)
+    own = ["--set", "reward.name=away:reward", "--trust", "away", "--out", "scores.jsonl"]
+    assert run(["rewards", "score", "rows.jsonl", *own, "--json"]) == 1
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "covey: rows.jsonl: none of the 3 completions could be scored; the first: OSError: offline\n"
+    )
+    assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == 3

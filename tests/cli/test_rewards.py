@@ -329,7 +329,7 @@ ANSWERS = "\n".join(json.dumps({"completion": c, "answer": "4"}) for c in ("4", 
     ("arguments", "code", "words"),
     [
         (["rewards", "list", "think_anser"], 2, ["'think_anser' is not known", "'think_answer'"]),
-        (["rewards", "list", "no.such:thing"], 2, ["cannot import 'no.such'"]),
+        (["rewards", "list", "no.such:thing", "--trust", "no"], 2, ["cannot import 'no.such'"]),
         (["rewards", "score", "missing.jsonl"], 1, ["cannot read missing.jsonl"]),
         (["rewards", "score", "empty.jsonl"], 1, ["empty.jsonl holds no answers"]),
         (["rewards", "score", "bad.jsonl"], 1, ["bad.jsonl:1 is not JSON"]),
@@ -433,8 +433,10 @@ def test_eval_judges_in_processes_and_says_what_it_could_not(
     assert json.loads(capsys.readouterr().out) == usual
     assert usual["unscored"] == 0
     assert 0 < usual["greedy"]["value"] < 1
-    assert run([*measure, *sets("reward.name=mine:fails")]) == 0
-    assert "16 held-out prompts, 48 answers not scored" in " ".join(capsys.readouterr().out.split())
+    assert run([*measure, *sets("reward.name=mine:fails")]) == 1
+    error = capsys.readouterr().err
+    assert "embedded: none of the 48 completions could be scored; the first: " in error
+    assert "offline" in error
     assert scorers_of(os.getpid()) == []
 
 

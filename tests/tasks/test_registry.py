@@ -47,9 +47,14 @@ def test_a_path_leads_to_a_task_of_the_users_own(
         ("zzz", "config: task.name = 'zzz' is not known; choose from arithmetic, code"),
         ("no_such_module:fn", "task.name = 'no_such_module:fn': cannot import 'no_such_module'"),
         ("covey.errors:nothing", "task.name = 'covey.errors:nothing': 'covey.errors' has no func"),
+        ("os:system", "config: task.name = 'os:system' is no function or class of Python code"),
+        ("os:open", "config: task.name = 'os:open' is no function or class of Python code"),
     ],
 )
-def test_an_unknown_name_says_what_is_known(name: str, message: str) -> None:
+def test_an_unknown_name_says_what_is_known(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COVEY_TRUST", "no_such_module,covey.errors,os")
     with pytest.raises(ConfigError) as raised:
         find_task(name)
     assert str(raised.value).startswith(message)

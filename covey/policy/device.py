@@ -1,0 +1,27 @@
+"""What a model is put on, by name."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from covey.errors import ModelError
+
+DEVICE = r"auto|cpu|cuda(:[0-9]{1,4})?"
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device of a name, which must be there; auto: a GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"model: device {name!r} was asked for, but torch sees no CUDA device")
+    if not re.fullmatch(DEVICE, name):
+        raise ModelError(f"model: device {name!r} is none of auto, cpu, cuda, cuda:0, cuda:1, ...")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"model: device {name!r}: torch sees {torch.cuda.device_count()} of them")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # kernels of our own and recordings go to the current one
+    return device

@@ -1,0 +1,171 @@
+"""A model that was downloaded cannot run code, hold up a run, or take all memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import transformers
+
+from covey.embedded import CHECKPOINT
+from covey.errors import ModelError
+from covey.interpreter import module_command
+from covey.policy import rendering
+from covey.policy.model import load_language_model
+from covey.policy.template import Renderer, Template, chat_text, renderer
+
+ASKED = {"role": "user", "content": "1+1?"}
+CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+NESTED = "".join(f"{{% for i{n} in range(100000) %}}" for n in range(4)) + "{% endfor %}" * 4
+
+
+def made(chat: str) -> Renderer:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokenizer.chat_template = chat
+    return renderer(tokenizer, Template(), "tiny")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have renders stopped after half a second."""
+    rendering._RENDERS.close()
+    monkeypatch.setattr(rendering, "SECONDS", 0.5)
+    yield
+    rendering._RENDERS.close()
+
+
+@pytest.mark.parametrize(
+    ("bomb", "why"),
+    [
+        (NESTED, "took longer than 0.5 seconds"),
+        ("{{ (10 ** (10 ** 8)) % 7 }}", "took longer than 0.5 seconds"),
+        ("{{ 'a' * 10 ** 11 }}", "took too much memory"),
+    ],
+)
+def test_a_template_without_end_is_one_line(bomb: str, why: str, quick: None) -> None:
+    with pytest.raises(ModelError) as raised:
+        made(bomb + CHAT)
+    assert str(raised.value).startswith(f"model: its chat template {why} for one prompt; set model")
+    # What comes after is rendered as ever.
+    assert made(CHAT).text([ASKED]) == "1+1?"
+
+
+def test_a_bomb_for_some_prompts_only_is_found_in_any_thread(quick: None) -> None:
+    asking = made("{% if 'boom' in messages[0]['content'] %}" + NESTED + "{% endif %}" + CHAT)
+    caught: list[str] = []
+
+    def ask() -> None:
+        try:
+            asking.text([{"role": "user", "content": "boom"}])
+        except ModelError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(30)
+    assert len(caught) == 1
+    assert "took longer" in caught[0]
+    assert asking.text([ASKED]) == "1+1?"
+
+
+def test_what_fails_in_a_template_is_one_line() -> None:
+    with pytest.raises(ModelError, match="fails: TypeError: "):
+        made("{{ 1 + 'a' }}" + CHAT)
+    with pytest.raises(ModelError, match=r"fails: .*unsafe"):
+        made("{{ ().__class__.__bases__[0].__subclasses__() }}" + CHAT)
+
+
+def test_a_template_renders_as_transformers_renders_it() -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokenizer.chat_template = (
+        "{{ bos_token }}{{ eos_token }}{%- for m in messages %}{{ m|tojson }}\n{%- endfor %}"
+        "{% generation %}x{% endgeneration %}{% if add_generation_prompt %}>{% endif %}{{ shout }}"
+    )
+    messages = [{"role": "user", "content": "ä\ud800\n<&>'\u2028"}, ASKED]
+    options = {"shout": 1.5}
+    expected = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **options
+    )
+    assert chat_text(tokenizer, messages, options) == expected
+
+
+def test_a_render_takes_less_than_a_millisecond() -> None:
+    asking = made(CHAT)
+    began = time.perf_counter()
+    for _ in range(200):
+        asking.text([ASKED])
+    assert (time.perf_counter() - began) / 200 < 5e-3  # 0.1 ms where nothing else runs
+
+
+@pytest.fixture
+def downloaded(tmp_path: Path) -> Path:
+    """A copy of the embedded model, to be spoilt."""
+    shutil.copytree(CHECKPOINT, tmp_path / "model")
+    return tmp_path / "model"
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickled_weights_are_refused(name: str, downloaded: Path, tmp_path: Path) -> None:
+    (downloaded / "model.safetensors").unlink()
+    (downloaded / name).write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
+    with pytest.raises(ModelError, match=f"weights in {name}, a pickle, which can run code"):
+        load_language_model(str(downloaded), device="cpu")
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_pickled_adapter_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "embedded"}')
+    (folder / "adapter_model.bin").write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
+    with pytest.raises(ModelError, match=r"adapter_model.bin, a pickle"):
+        load_language_model(str(folder), device="cpu")
+    assert not (tmp_path / "touched").exists()
+
+
+def test_code_beside_the_weights_is_not_run(
+    downloaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched = tmp_path / "touched"
+    for file in ("config.json", "tokenizer_config.json"):
+        settings = json.loads((downloaded / file).read_text())
+        settings |= {"model_type": "strange"} if file == "config.json" else {}
+        settings["auto_map"] = {
+            "AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", None],
+        }  # fmt: skip
+        (downloaded / file).write_text(json.dumps(settings))
+    (downloaded / "evil.py").write_text(f"open({str(touched)!r}, 'w')\nclass C: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers would ask
+    with pytest.raises(ModelError, match="custom code"):
+        load_language_model(str(downloaded), device="cpu")
+    assert not touched.exists()
+
+
+def test_processes_of_ours_import_nothing_from_the_working_folder(tmp_path: Path) -> None:
+    for name in ("json", "pickle", "asyncio", "transformers", "jinja2"):
+        (tmp_path / f"{name}.py").write_text("open('touched', 'w')")
+    for module in ("covey.scoring.worker", "covey.policy.render_worker"):
+        done = subprocess.run(
+            module_command(module, "999", "1", "1"), cwd=tmp_path, capture_output=True, check=False
+        )
+        assert b"Bad file descriptor" in done.stderr, done.stderr
+    assert not (tmp_path / "touched").exists()
+    assert sys.executable in module_command("covey.scoring.worker")
