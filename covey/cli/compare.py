@@ -93,7 +93,7 @@ Report = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be compared, and stop.")]
 
 
-def compare_command(  # noqa: PLR0913 - one argument for each flag
+def compare_command(
     source: Source = None,
     algorithms: Algorithms = "",
     arms: Arms = None,

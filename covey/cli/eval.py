@@ -56,7 +56,7 @@ Out = Annotated[
 ]
 
 
-def eval_command(  # noqa: PLR0913 - one argument for each flag
+def eval_command(
     target: Target,
     source: Source = None,
     overrides: Overrides = None,

@@ -51,7 +51,7 @@ Exact = Annotated[
 ]
 
 
-def explain_command(  # noqa: PLR0913 - one argument for each flag
+def explain_command(
     path: Run,
     step: Step,
     line: Line = None,

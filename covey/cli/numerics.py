@@ -51,7 +51,7 @@ Updates = Annotated[
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write one JSON object here.")]
 
 
-def numerics_command(  # noqa: PLR0913 - one argument for each flag
+def numerics_command(
     target: Target = None,
     overrides: Overrides = None,
     model: Model = None,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from covey.train.assemble import Parts
 
 
-def train_command(  # noqa: PLR0913 - one argument for each flag
+def train_command(
     source: Source = None,
     overrides: Overrides = None,
     model: Model = None,
