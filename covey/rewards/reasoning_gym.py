@@ -12,7 +12,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from covey.rewards.reading import final_text, read_number
@@ -83,7 +83,7 @@ class ReasoningGym:
     def _score(
         self, info: Mapping[str, Any], dataset: Any, entry: Mapping[str, Any], answer: str
     ) -> float:
-        if _only_compares(type(dataset)):
+        if _only_compares(dataset):
             return float(dataset.score_answer(answer, entry))
         trusted = {"reasoning_gym": {**info["reasoning_gym"], "entry": entry}}
         return _sandboxed_score(pickle.dumps(trusted), answer, self.unsafe)
@@ -95,11 +95,10 @@ def _sandboxed_score(trusted: bytes, answer: str, unsafe: bool) -> float:
     return sandboxed(*_SCORER, unsafe=unsafe).score(pickle.loads(trusted), answer) or 0.0
 
 
-@cache
-def _only_compares(dataset: type) -> bool:
+def _only_compares(dataset: Any) -> bool:
     """Whether the data set has no scorer of its own: the common one looks for a text in a text."""
     common = importlib.import_module("reasoning_gym.dataset").ProceduralDataset
-    return dataset.score_answer is common.score_answer  # type: ignore[attr-defined]
+    return bool(type(dataset).score_answer is common.score_answer)
 
 
 def _is_near(answer: str, expected: str) -> bool:
