@@ -69,7 +69,8 @@ def stated_values(parts: list[str], target: str) -> list[str]:
     (['41', '42'], [])
     """
     wanted = variables(target)
-    values, rest = [], []
+    values: list[str] = []
+    rest: list[str] = []
     for part in parts:
         named = _NAME.fullmatch(part) is not None and part not in wanted
         could_be = variables(part) == wanted or read_number(part) is not None
