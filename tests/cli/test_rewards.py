@@ -447,4 +447,4 @@ def test_parts_that_come_and_go_do_not_break_the_table_at_the_end(here: Path) ->
         folder.log_evaluation({"step": step, "prompts": 4, "greedy": value, "parts": parts})
     table = before_and_after(folder)
     assert table is not None
-    assert list(table.columns[0].cells) == ["greedy", "greedy: often"]
+    assert [str(cell) for cell in table.columns[0].cells] == ["greedy", "greedy: often"]
