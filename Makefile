@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 # The embedded model learns at a hundred times the rate that GSPO's clip is made for: 100 x 3e-4.
 demo: $(STAMP)  ## compare four algorithms on the embedded model, two seeds each: five minutes
 	$(BIN)/covey compare demo --algorithms grpo,dr_grpo,dapo --seeds 2 \
-		--arm "gspo: objective.name=gspo, objective.low=0.03, objective.high=0.04"
+		--arm "gspo: objective.name=gspo, objective.clip_low=0.03, objective.clip_high=0.04"
 
 test: $(STAMP)  ## run every test that needs no GPU
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -m "not gpu"

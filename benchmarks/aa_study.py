@@ -26,17 +26,17 @@ import numpy as np
 from described import described
 from scipy import stats
 
-from covey.compare.outcome import Arm, Comparison, Outcome, Point
-from covey.compare.statistics import LEVEL, power
-from covey.compare.verdict import PairVerdict, verdict
+from covey.analysis.compare.outcome import Arm, Comparison, Outcome, Point
+from covey.analysis.compare.statistics import LEVEL, power
+from covey.analysis.compare.verdict import PairVerdict, verdict
 from covey.run.files import append_line, read_lines
 
 RESULT = Path(__file__).parent / "results" / "aa_study.json"
 SETTINGS: Mapping[str, Any] = {
     "task.min_operations": 1,
     "task.max_operations": 1,
-    "rollout.prompts": 8,
-    "rollout.samples": 8,
+    "rollout.prompts_per_step": 8,
+    "rollout.group_size": 8,
     "rollout.max_tokens": 32,
     "train.steps": 25,
     "train.mini_batches": 4,
@@ -44,7 +44,7 @@ SETTINGS: Mapping[str, Any] = {
     "evaluate.prompts": 128,
     "save.every": 0,
     "save.rollouts": "false",
-    "save.review_every": 0,
+    "save.samples_every": 0,
 }
 ARMS: Mapping[str, dict[str, Any]] = {
     "grpo": {},
@@ -70,7 +70,7 @@ class Watch:
     def sampled(self, answers: int) -> None: ...
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        self.tokens += round(metrics["val/sequence_lengths"] * self.answers)
+        self.tokens += round(metrics["rollout/lengths"] * self.answers)
         self.updates += SETTINGS["train.mini_batches"]
         self.seconds += metrics["time/total"]
 
@@ -94,8 +94,8 @@ def train_one(arm: str, seed: int) -> dict[str, Any]:
     from covey.config import load_config, to_toml
     from covey.run.folder import RunFolder
     from covey.stopping import StopSignal
-    from covey.train.assemble import assemble, resolve
-    from covey.train.loop import train
+    from covey.training.build import assemble, resolve
+    from covey.training.loop import train
 
     torch.set_num_threads(1)
     started = time.process_time()

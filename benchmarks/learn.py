@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from described import anywhere, described
 
-from covey.evaluate.statistics import paired_difference
+from covey.evaluate.intervals import paired_difference
 from covey.run.folder import RunFolder
 
 HERE = Path(__file__).parent
@@ -82,13 +82,13 @@ def files_of(folder: Path, task: str) -> list[str]:
 
 def export(folder: Path) -> None:
     """Write the prompts of chain_sum to files."""
-    from covey.cli.opening import resolved
-    from covey.train.assemble import task_of
+    from covey.cli.startup import resolved
+    from covey.training.build import task_of
 
     task = task_of(resolved(str(HERE / "chain_sum.toml")))
     folder.mkdir(parents=True, exist_ok=True)
     for split, prompts in zip(SPLITS, (task.train(), task.held_out()), strict=True):
-        lines = [json.dumps({"question": p.text, "answer": p.answer}) + "\n" for p in prompts]
+        lines = [json.dumps({"question": p.text, "answer": p.target}) + "\n" for p in prompts]
         (folder / f"{split}.jsonl").write_text("".join(lines))
 
 

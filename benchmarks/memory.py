@@ -69,18 +69,18 @@ class Setting:
         return any(override.startswith("adapter.rank") for override in self.overrides)
 
 
-SMALL = ("rollout.prompts=4", "rollout.samples=4", "rollout.max_tokens=32", "evaluate.every=0")
-LARGE = ("rollout.prompts=32", "rollout.samples=8", "rollout.max_tokens=256", "evaluate.every=0")
+SMALL = ("rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_tokens=32", "evaluate.every=0")
+LARGE = ("rollout.prompts_per_step=32", "rollout.group_size=8", "rollout.max_tokens=256", "evaluate.every=0")
 LORA = ("adapter.rank=16", "objective.beta=0.04")
 EVALUATED = ("evaluate.every=2", "evaluate.prompts=64")
 SETTINGS: Mapping[str, Mapping[str, Setting]] = {
     "cpu": {
         "embedded": Setting(model="embedded"),
         "smollm2-full": Setting(
-            model="smollm2", overrides=(*SMALL, "objective.beta=0.0", "train.token_budget=400")
+            model="smollm2", overrides=(*SMALL, "objective.beta=0.0", "train.micro_batch_tokens=400")
         ),
         "smollm2-lora": Setting(
-            model="smollm2", overrides=(*SMALL, *LORA, "train.token_budget=1024")
+            model="smollm2", overrides=(*SMALL, *LORA, "train.micro_batch_tokens=1024")
         ),
     },
     "cuda": {
@@ -130,7 +130,7 @@ def random_model(
     import torch
     import transformers
 
-    from covey.policy.model import wrap
+    from covey.models.language_model import wrap
 
     kind = torch.bfloat16 if device == "cuda" else torch.float32
     assert dtype == "auto"
@@ -147,7 +147,7 @@ def random_model(
 
 def config_of(setting: Setting, device: str, folder: Path) -> Any:
     from covey.config import load_config
-    from covey.train.assemble import resolve
+    from covey.training.build import resolve
 
     path = "embedded" if setting.model == "embedded" else str(folder / setting.model)
     always = (
@@ -162,8 +162,8 @@ def config_of(setting: Setting, device: str, folder: Path) -> Any:
 def run_setting(config: Any) -> None:
     """Train for two steps, from nothing, and forget all of it."""
     from covey.run.folder import RunFolder
-    from covey.train import loop
-    from covey.train.assemble import assemble
+    from covey.training import loop
+    from covey.training.build import assemble
 
     parts = assemble(config)
     with tempfile.TemporaryDirectory() as runs, closing(parts.scorer):
@@ -188,7 +188,7 @@ def on_gpu(name: str, folder: Path, device: str = "cuda") -> dict[str, Any]:
     before = torch.cuda.memory_allocated()  # what an earlier setting left: workspaces of products
     peaks: dict[str, int] = {}
     started = time.perf_counter()
-    with mock.patch("covey.train.assemble.load_language_model", random_model), watched(peaks):
+    with mock.patch("covey.training.build.load_language_model", random_model), watched(peaks):
         run_setting(config_of(SETTINGS["cuda"][name], device, folder))
     peaks["rest"] = max(peaks.get("rest", 0), torch.cuda.max_memory_allocated())
     return {
@@ -206,7 +206,7 @@ def watched(peaks: dict[str, int]) -> Iterator[None]:
     """Note the peaks while answers are sampled, and while the policy learns from them."""
     import torch
 
-    from covey.train import loop
+    from covey.training import loop
 
     def watching(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
@@ -261,7 +261,7 @@ def in_own_process(name: str, folder: Path) -> dict[str, Any]:
 
 def compare(name: str, device: str, folder: Path) -> dict[str, Any]:
     """Foretell and measure a setting."""
-    from covey.plan.memory import forecast
+    from covey.analysis.plan.memory import forecast
 
     foretold = forecast(config_of(SETTINGS[device][name], device, folder))
     measured = in_own_process(name, folder) if device == "cpu" else on_gpu(name, folder)

@@ -19,14 +19,14 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from covey.collect import Moment, ask, collect
 from covey.config import load_config
 from covey.rewards import Reward, Score
 from covey.rewards.answer import MathAnswer
 from covey.rewards.code import CodeTests
-from covey.scoring import Here, Job, Pool
+from covey.rollout.collect import Moment, ask, collect
+from covey.scoring import InlineScorer, Job, Pool
 from covey.tasks import Code
-from covey.train.assemble import assemble, resolve
+from covey.training.build import assemble, resolve
 from covey.types import Prompt
 
 
@@ -129,7 +129,7 @@ class Slow:
 
 def beside_sampling() -> dict[str, float]:
     """Sample the same answers with a reward that takes no time, and with a slow one."""
-    config = resolve(load_config("arithmetic", ["rollout.prompts=32", "evaluate.every=0"]))
+    config = resolve(load_config("arithmetic", ["rollout.prompts_per_step=32", "evaluate.every=0"]))
     parts = assemble(config)
     questions = ask(parts.policy.model, parts.train_prompts[:32])
     seconds = {}
@@ -137,7 +137,7 @@ def beside_sampling() -> dict[str, float]:
     with closing(slow):
         slow.start()
         for round_number in range(3):
-            for name, scorer in (("quick", Here(parts.scorer.reward)), ("slow", slow)):  # type: ignore[attr-defined]
+            for name, scorer in (("quick", InlineScorer(parts.scorer.reward)), ("slow", slow)):  # type: ignore[attr-defined]
                 collected = collect(
                     questions,
                     sampler=parts.sampler,

@@ -24,11 +24,11 @@ import torch
 from described import described
 from torch.nn.functional import rms_norm, silu
 
-from covey.collect import ask, draw_prompts
 from covey.config.smoke import WORD_PROBLEMS
-from covey.policy.model import LanguageModel, load_language_model
-from covey.sampler.native import NativeSampler
-from covey.sampler.protocol import Sampling
+from covey.engines.native.engine import NativeEngine
+from covey.engines.protocol import Sampling
+from covey.models.language_model import LanguageModel, load_language_model
+from covey.rollout.collect import ask, draw_prompts
 from covey.tasks import Arithmetic, Task
 from covey.tasks.gsm8k import Gsm8k
 
@@ -117,7 +117,7 @@ def written(model: LanguageModel, task: Task, prompts: int, tokens: int) -> list
     """Return answers of the model."""
     questions = ask(model, draw_prompts(task.train(), seed=0, step=0, count=prompts))
     sampling = Sampling(samples=2, max_tokens=tokens)
-    groups = NativeSampler(model).generate(questions, step=0, sampling=sampling)
+    groups = NativeEngine(model).generate(questions, step=0, sampling=sampling)
     pairs = zip(questions, groups, strict=True)
     return [(list(q.tokens), list(r.tokens)) for q, group in pairs for r in group]
 

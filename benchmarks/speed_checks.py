@@ -17,15 +17,15 @@ from speed_shapes import questions, random_model, tiny_shapes, word_tokenizer
 from speed_sizes import Sizes
 from update_gpu import Setting, policy_for
 
+from covey.engines.draw import Distribution
+from covey.engines.native.engine import NativeEngine
+from covey.engines.native.kv_cache import Slots
+from covey.engines.protocol import Sampling
+from covey.models.language_model import wrap
 from covey.objective import ALGORITHMS, with_advantage
-from covey.policy.model import wrap
-from covey.policy.policy import Policy
-from covey.sampler.native import NativeSampler
-from covey.sampler.pick import Distribution
-from covey.sampler.protocol import Sampling
-from covey.sampler.slots import Slots
-from covey.train.collate import collate
-from covey.train.update import Seen, UpdateSettings, update
+from covey.training.collate import collate
+from covey.training.policy import Policy
+from covey.training.update import Seen, UpdateSettings, update
 from covey.types import Batch, Group
 
 SHARP = 3.0
@@ -70,7 +70,7 @@ def first_rollout(sizes: Sizes, name: str) -> dict[str, float]:
     answers = sizes.startup_answers
     synchronize(sizes.device)
     started = time.perf_counter()
-    sampler = NativeSampler(wrap(model, tokenizer, name))
+    sampler = NativeEngine(wrap(model, tokenizer, name))
     ready = time.perf_counter()
     sampler.stepper = first = FirstStep(sampler.stepper, sizes.device)
     prompts = asked(sizes, sampler.model, answers)
@@ -118,7 +118,7 @@ def _sampler_and_trainer(sizes: Sizes, dtype: torch.dtype, scale: float) -> dict
     model = random_model(shape.config, dtype=dtype, device=sizes.device, scale=scale)
     policy = policy_for(model, Setting(device=sizes.device))
     prompts = asked(sizes, policy.model, sizes.logp_answers)
-    found = NativeSampler(policy.model).generate(
+    found = NativeEngine(policy.model).generate(
         prompts, step=0, sampling=sampling_of(sizes, sizes.logp_answers)
     )
     groups = [
@@ -145,7 +145,7 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
     settings = UpdateSettings(
         mini_batches=1,
         epochs=1,
-        token_budget=budget,
+        micro_batch_tokens=budget,
         old_logp_from_sampler=True,
         learning_rate=lambda _: 0.0,
         seed=0,
@@ -183,7 +183,7 @@ def _greedy(sizes: Sizes, config: Any) -> dict[str, Any]:
         input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new,
         eos_token_id=None, pad_token_id=0,
     )[:, ids.shape[1] :]  # fmt: skip
-    sampler = NativeSampler(
+    sampler = NativeEngine(
         wrap(random_model(config, **options), word_tokenizer(config.vocab_size), "greedy")
     )
     greedy = Sampling(max_tokens=new, slots=answers, distribution=Distribution(temperature=0.0))

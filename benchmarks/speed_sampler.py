@@ -15,10 +15,10 @@ from speed_report import Report, reason
 from speed_shapes import questions, random_model, step_bytes, word_tokenizer
 from speed_sizes import Sizes
 
-from covey.garbage import old_objects_left_alone
-from covey.policy.model import LanguageModel, wrap
-from covey.sampler.native import NativeSampler
-from covey.sampler.protocol import Question, Sampling
+from covey.engines.native.engine import NativeEngine
+from covey.engines.protocol import Question, Sampling
+from covey.models.language_model import LanguageModel, wrap
+from covey.training.garbage import freeze_garbage_collector
 from covey.types import Rollout
 
 STEPS = 8
@@ -42,11 +42,11 @@ class Timed:
         return {"tokens_per_s": self.tokens / self.median, "best_tokens_per_s": best}
 
 
-def made_sampler(sizes: Sizes, name: str) -> NativeSampler:
+def made_sampler(sizes: Sizes, name: str) -> NativeEngine:
     """Return a sampler for a shape whose answers never end by themselves."""
     config = sizes.shapes[name].config
     model = random_model(config, dtype=sizes.dtype, device=sizes.device)
-    return NativeSampler(wrap(model, word_tokenizer(config.vocab_size), name))
+    return NativeEngine(wrap(model, word_tokenizer(config.vocab_size), name))
 
 
 def asked(sizes: Sizes, model: LanguageModel, answers: int) -> list[Question]:
@@ -58,7 +58,7 @@ def sampling_of(sizes: Sizes, slots: int) -> Sampling:
     return Sampling(samples=sizes.group, max_tokens=sizes.tokens, slots=slots)
 
 
-def timed(sampler: NativeSampler, sizes: Sizes, answers: int, repeat: int) -> Timed:
+def timed(sampler: NativeEngine, sizes: Sizes, answers: int, repeat: int) -> Timed:
     """Sample several times, after once in which kernels are compiled and graphs recorded."""
     prompts, sampling = asked(sizes, sampler.model, answers), sampling_of(sizes, answers)
     written: list[int] = []
@@ -67,7 +67,7 @@ def timed(sampler: NativeSampler, sizes: Sizes, answers: int, repeat: int) -> Ti
         written.append(tokens_in(sampler.generate(prompts, step=step, sampling=sampling)))
 
     once(0)
-    with old_objects_left_alone():  # as in a run
+    with freeze_garbage_collector():  # as in a run
         seconds = tuple(seconds_of(lambda n=n: once(n + 1), sizes.device) for n in range(repeat))
     assert set(written) == {answers * sizes.tokens}, "no answer ends before its time"
     return Timed(tokens=written[0], seconds=seconds)
@@ -78,7 +78,7 @@ def tokens_in(answers: Sequence[Sequence[Rollout]]) -> int:
 
 
 @torch.inference_mode()
-def step_seconds(sampler: NativeSampler, sizes: Sizes, answers: int) -> float:
+def step_seconds(sampler: NativeEngine, sizes: Sizes, answers: int) -> float:
     """Time a decode step by itself, with every answer half written.
 
     The memory is that of the last call, so that slots still point to their prompts.
@@ -219,7 +219,7 @@ def linear(sizes: Sizes, report: Report) -> None:
 def ragged(sizes: Sizes, report: Report) -> None:
     """Answers of very different length: slots that are filled again, and batches that wait."""
     forget(sizes.device)
-    sampler = NativeSampler(stopping_model(sizes, "smollm2", sizes.ragged_mean))
+    sampler = NativeEngine(stopping_model(sizes, "smollm2", sizes.ragged_mean))
     slots, answers = sizes.ragged_slots, sizes.ragged_answers
     sampling = replace(sampling_of(sizes, slots), max_tokens=sizes.ragged_longest)
     prompts = asked(sizes, sampler.model, answers)

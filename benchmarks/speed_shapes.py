@@ -11,7 +11,7 @@ import tokenizers
 import torch
 import transformers
 
-from covey.sampler.protocol import Question
+from covey.engines.protocol import Question
 from covey.types import Prompt
 
 PEAK = 989e12

@@ -30,8 +30,8 @@ from speed_shapes import prompt_text, random_model, word_tokenizer
 from speed_sizes import Sizes
 from step_workers import PLAIN_TRL, Watch, stopwatch
 
-from covey.collect import draw_prompts
 from covey.rewards.score import Score
+from covey.rollout.collect import draw_prompts
 from covey.tasks.task import Generated, asked
 from covey.types import Prompt
 
@@ -112,10 +112,10 @@ class Stopwatch(Watch):
 def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int, steps: int) -> Run:
     """Train by covey's own loop, from random weights; nothing is evaluated or saved."""
     from covey.config import load_config
-    from covey.policy.model import wrap
+    from covey.models.language_model import wrap
     from covey.run.folder import RunFolder
-    from covey.train import loop
-    from covey.train.assemble import assemble, resolve
+    from covey.training import loop
+    from covey.training.build import assemble, resolve
 
     shape = sizes.shapes[name]
 
@@ -132,7 +132,7 @@ def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int,
         f"task.words={sizes.prompt}",
         f"task.vocabulary={shape.config.vocab_size}",
         f"train.steps={warmup + steps}",
-        f"train.token_budget={shape.budgets[0]}",
+        f"train.micro_batch_tokens={shape.budgets[0]}",
         "train.logits_megabytes=512.0",
         "evaluate.every=0",
         "save.every=0",
@@ -143,7 +143,7 @@ def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int,
     started = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch("covey.train.assemble.load_language_model", load),
+        mock.patch("covey.training.build.load_language_model", load),
         mock.patch.object(loop, "save"),
     ):
         parts = assemble(config, EvenWords())
@@ -158,14 +158,14 @@ def step_covey(sizes: Sizes) -> dict[str, Any]:
     """Measure steps of covey; called in a process of its own."""
     answers = sizes.prompts * sizes.group
     overrides = (
-        f"rollout.prompts={sizes.prompts}",
-        f"rollout.samples={sizes.group}",
+        f"rollout.prompts_per_step={sizes.prompts}",
+        f"rollout.group_size={sizes.group}",
         f"rollout.max_tokens={sizes.tokens}",
-        f"rollout.slots={answers}",
+        f"engine.max_concurrent={answers}",
         "objective.beta=0.0",
     )
     run = covey_run(sizes, "smollm2", overrides, warmup=sizes.warmup, steps=sizes.steps)
-    written = {round(row["val/sequence_lengths"] * answers) for row in run.rows}
+    written = {round(row["rollout/lengths"] * answers) for row in run.rows}
     assert written == {answers * sizes.tokens}, "no answer ends before its time"
     return {
         "all_seconds": [row["time/total"] for row in run.rows],
@@ -256,10 +256,10 @@ def seed_shape(sizes: Sizes, report: Report) -> None:
         forget(sizes.device)
         overrides = (
             f"objective.name={algorithm}",
-            f"rollout.prompts={sizes.seed_prompts}",
-            f"rollout.samples={sizes.group}",
+            f"rollout.prompts_per_step={sizes.seed_prompts}",
+            f"rollout.group_size={sizes.group}",
             f"rollout.max_tokens={sizes.seed_tokens}",
-            f"rollout.slots={answers}",
+            f"engine.max_concurrent={answers}",
         )
         run = covey_run(sizes, "qwen2.5", overrides, warmup=3, steps=sizes.seed_steps)
         seconds = run.median("time/total")

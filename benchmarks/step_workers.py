@@ -75,8 +75,8 @@ def time_covey(warmup: int, steps: int) -> Steps:
     from covey.config import load_config, to_toml
     from covey.run.folder import RunFolder
     from covey.stopping import StopSignal
-    from covey.train.assemble import assemble, resolve
-    from covey.train.loop import train
+    from covey.training.build import assemble, resolve
+    from covey.training.loop import train
 
     config = resolve(load_config("arithmetic", _covey_settings(warmup + steps)))
     watch = Watch()
@@ -88,8 +88,8 @@ def time_covey(warmup: int, steps: int) -> Steps:
     return Steps(
         # All but writing the line of metrics, which takes about a millisecond.
         seconds=[row["time/total"] for row in timed],
-        tokens=[round(row["val/sequence_lengths"] * ANSWERS) for row in timed],
-        stopped=[row["val/stop_rate"] for row in timed],
+        tokens=[round(row["rollout/lengths"] * ANSWERS) for row in timed],
+        stopped=[row["rollout/stop_rate"] for row in timed],
         rewards=[row["objective/scores"] for row in timed],
     )
 
@@ -100,11 +100,11 @@ def _covey_settings(steps: int) -> list[str]:
         "model.device=cpu",
         "model.dtype=float32",
         *(f"task.{name}={value}" for name, value in OPERATIONS.items()),
-        "objective.low=0.2",
-        "objective.high=0.2",
+        "objective.clip_low=0.2",
+        "objective.clip_high=0.2",
         "objective.beta=0.0",
-        f"rollout.prompts={PROMPTS}",
-        f"rollout.samples={SAMPLES}",
+        f"rollout.prompts_per_step={PROMPTS}",
+        f"rollout.group_size={SAMPLES}",
         f"rollout.max_tokens={MAX_TOKENS}",
         "rollout.temperature=1.0",
         f"optimizer.learning_rate={LEARNING_RATE}",
@@ -180,7 +180,7 @@ def _rendered_prompts(tokenizer: Any, steps: int) -> list[tuple[str, Prompt]]:
 
     Text, not messages: TRL then need not render the chat template again for each of 128 rows.
     """
-    from covey.collect import draw_prompts
+    from covey.rollout.collect import draw_prompts
     from covey.tasks import Arithmetic
 
     task = Arithmetic(**OPERATIONS).train()

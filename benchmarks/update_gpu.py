@@ -1,4 +1,4 @@
-"""How fast and how small an update is on a GPU: covey/train/update.py, whole, on made-up answers.
+"""How fast and how small an update is on a GPU: covey/training/update.py, whole, on made-up answers.
 
     python benchmarks/update_gpu.py --out update.json            # both shapes, all settings
     python benchmarks/update_gpu.py --shape smollm2 --profile    # and where the time goes
@@ -31,13 +31,13 @@ import torch
 from speed_device import forget, peaks, seconds_of
 from speed_shapes import PEAK, Shape, flops, random_model, shapes, word_tokenizer
 
+from covey.models.language_model import wrap
+from covey.models.layout import micro_batches
 from covey.objective import ALGORITHMS, with_advantage
-from covey.policy.compact import CompactAdamW
-from covey.policy.layout import micro_batches
-from covey.policy.model import wrap
-from covey.policy.optimizer import MasterAdamW
-from covey.policy.policy import Policy
-from covey.train.update import UpdateSettings, update
+from covey.training.compact_adamw import CompactAdamW
+from covey.training.optimizer import MasterAdamW
+from covey.training.policy import Policy
+from covey.training.update import UpdateSettings, update
 from covey.types import Batch
 
 
@@ -148,7 +148,7 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
     objective = ALGORITHMS["grpo"](beta=0.0)
     batch = with_advantage(objective, make_batch(shape, setting.group, device))
     settings = UpdateSettings(
-        mini_batches=1, epochs=1, token_budget=budget, old_logp_from_sampler=True,
+        mini_batches=1, epochs=1, micro_batch_tokens=budget, old_logp_from_sampler=True,
         learning_rate=lambda _: 1e-6, seed=0,
     )  # fmt: skip
 

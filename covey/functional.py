@@ -1,7 +1,7 @@
 """The algorithms for people with their own training loop: tensors in, loss out.
 
     out = covey.functional.loss(
-        "dapo", logp=logp, old_logp=old_logp, mask=mask, rewards=rewards, group=group, high=0.3
+        "dapo", logp=logp, old_logp=old_logp, mask=mask, rewards=rewards, group=group, clip_high=0.3
     )
     out.loss.backward()
 

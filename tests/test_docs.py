@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from covey.config import load_config
+from covey.engines.native.shared_prompt_cache import WIDTHS
 from covey.objective import ALGORITHMS, describe
 from covey.objective.compose import DEFAULTS, PIECES
 from covey.objective.correction import CORRECTIONS
 from covey.objective.penalty import PENALTIES
 from covey.rewards.build import REWARDS, make_reward
 from covey.run.metrics import table
-from covey.sampler.pool import WIDTHS
 from covey.tasks import TASKS
-from covey.train.assemble import objective_of, resolve, task_of
+from covey.training.build import objective_of, resolve, task_of
 
 ROOT = Path(__file__).parent.parent
 ALGORITHM_PAGES = ROOT / "docs/algorithms"
@@ -36,7 +36,7 @@ def test_the_configuration_example_loads(tmp_path: Path) -> None:
     example = re.search(r"```toml\n(.*?)```", page, re.DOTALL).group(1)
     (tmp_path / "example.toml").write_text(example)
     config = load_config(str(tmp_path / "example.toml"))
-    assert config.rollout.samples == 8
+    assert config.rollout.group_size == 8
     assert config.objective.options == {"low": 0.2, "high": 0.2, "beta": 0.0}
 
 

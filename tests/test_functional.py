@@ -36,9 +36,9 @@ def step(dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, torch.
     """Return every tensor there is: three groups, interleaved, and one answer without a token."""
     generator = torch.Generator().manual_seed(3)
 
-    def uniform(low: float, high: float) -> torch.Tensor:
+    def uniform(clip_low: float, clip_high: float) -> torch.Tensor:
         values = torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64)
-        return (low + (high - low) * values).to(dtype)
+        return (clip_low + (clip_high - clip_low) * values).to(dtype)
 
     old_logp = uniform(-2.5, -0.5)
     tensors = {
@@ -125,7 +125,7 @@ def test_an_option_that_is_not_there_is_answered_with_those_that_are() -> None:
         "correction_high, correction_mean_one, veto, off_policy_limit"
     )
     assert refused("gspo", step(), dual=3.0) == (
-        f"gspo has no option 'dual'; it has low, high, beta, kl, ddof, eps, {shared}"
+        f"gspo has no option 'dual'; it has clip_low, clip_high, beta, kl, ddof, eps, {shared}"
     )
     assert refused("gropo", step()) == (
         "config: objective.name = 'gropo' is not known; did you mean 'grpo'?"
@@ -348,12 +348,12 @@ def test_grpo_is_its_formula() -> None:
             gains += gain != ratio * advantage
             total -= (gain - 0.5 * (math.exp(-d) - 1 + d)) / len(trained) / ROWS
     assert gains >= 3  # the clip acts
-    out, _ = run("grpo", step(), low=0.1, high=0.3, beta=0.5)
+    out, _ = run("grpo", step(), clip_low=0.1, clip_high=0.3, beta=0.5)
     assert out.loss.item() == pytest.approx(total, rel=1e-13)
 
 
 def test_the_loss_is_what_advantage_and_weight_say() -> None:
-    out, _ = run("grpo", step(), low=0.1, high=0.3, beta=0.0)
+    out, _ = run("grpo", step(), clip_low=0.1, clip_high=0.3, beta=0.0)
     given = step()
     ratio = (given["logp"] - given["old_logp"]).exp()
     gain = torch.minimum(ratio * out.advantage, ratio.clamp(0.9, 1.3) * out.advantage)
@@ -371,8 +371,8 @@ def test_every_metric_has_a_meaning(name: str) -> None:
     }  # fmt: skip
     all_, _ = run(name, step(), **options)
     assert [m for m in (*some.metrics, *all_.metrics) if meaning(m) is None] == []
-    assert {"policy/approxkl_avg", "val/ratio", "val/advantages_mean"} <= some.metrics.keys()
-    more = {"objective/kl_avg", "policy/entropy_avg", "val/correction_mean", "debug/sampler_kl"}
+    assert {"policy/approxkl_avg", "policy/ratio", "reward/advantages_mean"} <= some.metrics.keys()
+    more = {"objective/kl_avg", "policy/entropy_avg", "policy/correction_mean", "debug/sampler_kl"}
     assert more | some.metrics.keys() <= all_.metrics.keys()
     assert ("policy/clipfrac_dual" in all_.metrics) == (name == "grpo")
 
@@ -384,10 +384,10 @@ def test_metrics_are_over_trained_tokens() -> None:
     expected = {
         "policy/approxkl_k1": -x[mask].mean(),
         "policy/approxkl_k2": x[mask].square().mean() / 2,
-        "val/ratio": x[mask].exp().mean(),
-        "val/ratio_max": x[mask].exp().max(),
-        "val/advantages_mean": out.advantage[mask].mean(),
-        "val/advantages_min": out.advantage[mask].min(),
+        "policy/ratio": x[mask].exp().mean(),
+        "policy/ratio_max": x[mask].exp().max(),
+        "reward/advantages_mean": out.advantage[mask].mean(),
+        "reward/advantages_min": out.advantage[mask].min(),
         "policy/entropy_avg": given["entropy"][mask].mean(),
         "debug/sampler_kl": (given["sampler_logp"] - given["old_logp"])[mask].mean(),
     }
@@ -405,7 +405,7 @@ def snippets() -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("source", "name", "options"),
-    [("page", "gspo", {"high": 5e-4}), ("docstring", "dapo", {"high": 0.3})],
+    [("page", "gspo", {"clip_high": 5e-4}), ("docstring", "dapo", {"clip_high": 0.3})],
 )
 def test_the_examples_run_as_they_are_printed(
     source: str, name: str, options: dict[str, float]

@@ -1,7 +1,7 @@
 import gc
 import weakref
 
-from covey.garbage import old_objects_left_alone
+from covey.training.garbage import freeze_garbage_collector
 
 
 class Knot:
@@ -13,13 +13,13 @@ class Knot:
 
 def test_old_objects_are_left_alone_until_the_end_and_no_longer() -> None:
     before = gc.get_freeze_count()
-    with old_objects_left_alone():
+    with freeze_garbage_collector():
         assert gc.get_freeze_count() > before + 10_000
     assert gc.get_freeze_count() == 0
 
 
 def test_what_is_made_meanwhile_is_collected() -> None:
-    with old_objects_left_alone():
+    with freeze_garbage_collector():
         seen = weakref.ref(Knot())
         gc.collect()
         assert seen() is None
@@ -27,5 +27,5 @@ def test_what_is_made_meanwhile_is_collected() -> None:
 
 def test_what_is_garbage_already_does_not_stay() -> None:
     seen = weakref.ref(Knot())
-    with old_objects_left_alone():
+    with freeze_garbage_collector():
         assert seen() is None

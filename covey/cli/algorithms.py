@@ -10,8 +10,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from covey.cli.opening import Trust
 from covey.cli.screen import Screen
+from covey.cli.startup import Trust
 
 
 def algorithms_command(

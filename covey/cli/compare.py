@@ -12,16 +12,16 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from covey.cli.opening import Model, Smoke, Trust, settings_of
 from covey.cli.screen import Screen, cell
+from covey.cli.startup import Model, Smoke, Trust, settings_of
 from covey.config import toml_value
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
-    from covey.compare.design import Asked
-    from covey.compare.place import Place
-    from covey.compare.record import Record
-    from covey.compare.watch import Watching
+    from covey.analysis.compare.design import Asked
+    from covey.analysis.compare.place import Place
+    from covey.analysis.compare.record import Record
+    from covey.analysis.compare.watch import Watching
 
 PARENT = Path("comparisons")
 SEEDS = 3
@@ -118,8 +118,8 @@ def compare_command(
     """
     if report is not None:
         return _write_report(report)
-    from covey.compare.design import Asked, parse_arm
-    from covey.compare.place import checked, place
+    from covey.analysis.compare.design import Asked, parse_arm
+    from covey.analysis.compare.place import checked, place
 
     asked = Asked(
         source=source or "arithmetic",
@@ -149,14 +149,14 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _grown(folder: Path, asked: Asked, algorithms: tuple[str, ...], seeds: int | None) -> Place:
-    from covey.compare.place import grown
+    from covey.analysis.compare.place import grown
 
     return grown(folder, algorithms=algorithms, arms=asked.arms, seeds=seeds, threads=asked.threads)
 
 
 def _tell_plan(folder: Path, record: Record) -> None:
     """Say what is compared, how the arms differ, and what is known beforehand."""
-    from covey.compare.words import count
+    from covey.analysis.compare.words import count
 
     console = Screen(soft_wrap=True)
     runs = len(record.arms) * len(record.seeds)
@@ -188,11 +188,11 @@ def _value(key: str, value: object) -> str:
 
 def _run(place: Place, parallel: int | None) -> None:
     """Run what is not done, then write the reports."""
-    from covey.compare.jobs import make_jobs
-    from covey.compare.place import settle, side_by_side
-    from covey.compare.run import held, run_jobs
-    from covey.run.environment import describe_environment
+    from covey.analysis.compare.jobs import make_jobs
+    from covey.analysis.compare.place import settle, side_by_side
+    from covey.analysis.compare.run import held, run_jobs
     from covey.run.files import write_text
+    from covey.run.provenance import describe_environment
 
     folder, record = place.folder, place.record
     jobs = make_jobs(folder, record)  # loads the model, and so finds out what is wrong with it
@@ -218,7 +218,7 @@ def _watching(record: Record) -> Iterator[Watching]:
     """Give what suits standard output."""
     from rich.live import Live
 
-    from covey.compare.watch import LiveWatch, PlainWatch
+    from covey.analysis.compare.watch import LiveWatch, PlainWatch
 
     console = Screen(soft_wrap=True)
     if not console.is_terminal:
@@ -230,8 +230,8 @@ def _watching(record: Record) -> Iterator[Watching]:
 
 def _write_report(folder: Path) -> None:
     """Write the reports of what there is, and show the table."""
-    from covey.compare.load import load_comparison
-    from covey.compare.report import terminal_table, write_reports
+    from covey.analysis.compare.load import load_comparison
+    from covey.analysis.compare.report import terminal_table, write_reports
 
     comparison = load_comparison(folder)
     write_reports(folder, comparison)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress
 
-from covey.cli.opening import STARTING, Smoke, Trust, loaded, tell_edited, waiting
+from covey.cli.checkpoint_choice import run_around, weights_of
 from covey.cli.screen import Screen
-from covey.cli.weights import run_around, weights_of
+from covey.cli.startup import STARTING, Smoke, Trust, loaded, tell_edited, waiting
 from covey.config import Config, toml_value
 from covey.errors import ConfigError, RewardError
-from covey.policy.place import check_model_path
+from covey.models.model_path import check_model_path
 from covey.run.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def eval_command(
     for path, evaluation in zip(models, evaluations, strict=True):
         _check_scored(path, evaluation)
 
-    from covey.cli.measurements import measured, show_measured  # brings torch along
+    from covey.cli.eval_output import measured, show_measured  # brings torch along
 
     if as_json:
         typer.echo(json.dumps(measured(models, evaluations, by)))
@@ -119,11 +119,11 @@ def _model(target: str) -> str:
 def _evaluations(config: Config, models: list[str], by: str | None, show: bool) -> list[Evaluation]:
     """Measure one model after the other on the same prompts, by the same scorer."""
     with waiting(STARTING):
-        from covey.collect import ask
+        from covey.engines.native.engine import NativeEngine
         from covey.evaluate import check_category
         from covey.evaluate.evaluate import evaluate
-        from covey.sampler.native import NativeSampler
-        from covey.train.assemble import (
+        from covey.rollout.collect import ask
+        from covey.training.build import (
             held_out_of,
             load_model,
             resolve,
@@ -142,7 +142,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
             named = config.model.model_copy(update={"path": path})
             with waiting(f"loading {path}"):
                 model = load_model(config.model_copy(update={"model": named}))
-                sampler = NativeSampler(model)
+                sampler = NativeEngine(model)
             with Progress(console=Screen(stderr=True), disable=not show) as progress:
                 if show:
                     progress.console.print(f"sampling: {sampler.way}")

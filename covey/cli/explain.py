@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from covey.cli.opening import STARTING, Trust, tell_edited, waiting
+from covey.cli.startup import STARTING, Trust, tell_edited, waiting
 from covey.errors import ConfigError
 from covey.run.folder import RunFolder
 
 if TYPE_CHECKING:
-    from covey.explain.step import ExplainedAnswer, Explanation
+    from covey.analysis.explain.step import ExplainedAnswer, Explanation
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Step = Annotated[int, typer.Option(min=1, help="Which step of the run.")]
@@ -78,8 +78,8 @@ def explain_command(
         return
 
     with waiting(STARTING) as say:
-        from covey.explain.recorded import bring_back, read_step  # imports torch
-        from covey.explain.step import explain_step
+        from covey.analysis.explain.recorded import bring_back, read_step  # imports torch
+        from covey.analysis.explain.step import explain_step
 
         recorded = read_step(run, step)
         if line is not None:
@@ -93,7 +93,7 @@ def explain_command(
         typer.echo(json.dumps(_finite(_data(explained, answer))))
         return
 
-    from covey.cli.explained import show_answer, show_step, wide_console
+    from covey.cli.explain_output import show_answer, show_step, wide_console
 
     if answer is None:
         show_step(explained, wide_console())
@@ -139,8 +139,8 @@ def _replay(
     if not names:
         raise ConfigError(f"--replay {algorithms!r} names no algorithm; give some, or all")
     with waiting(STARTING) as say:
-        from covey.explain.recorded import bring_back, read_step
-        from covey.explain.replay import objectives, replay
+        from covey.analysis.explain.recorded import bring_back, read_step
+        from covey.analysis.explain.replay import objectives, replay
 
         recorded = read_step(run, step)
         built = objectives(run, names, options)
@@ -152,8 +152,8 @@ def _replay(
         typer.echo(json.dumps(_finite({**asdict(found), "exact": found.origin.exact})))
         return
 
-    from covey.cli.explained import wide_console
-    from covey.cli.replayed import show_replay
+    from covey.cli.explain_output import wide_console
+    from covey.cli.replay_output import show_replay
 
     show_replay(found, wide_console())
 

@@ -9,15 +9,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from covey.cli.opening import STARTING, tell_edited, waiting
+from covey.cli.checkpoint_choice import run_around, weights_of
 from covey.cli.screen import echo
-from covey.cli.weights import run_around, weights_of
+from covey.cli.startup import STARTING, tell_edited, waiting
 from covey.config import Config, load_config
 from covey.errors import RunError
-from covey.policy.place import check_model_path
-from covey.run.card import Exported, model_card
+from covey.models.model_path import check_model_path
 from covey.run.files import check_free
 from covey.run.folder import RunFolder
+from covey.run.model_card import Exported, model_card
 
 
 def export_command(
@@ -64,8 +64,8 @@ def export_command(
         return model_card(exported, run)
 
     with waiting(STARTING) as say:
-        from covey.policy.export import export_model  # imports torch, which takes seconds
-        from covey.train.assemble import template_of
+        from covey.models.export import export_model  # imports torch, which takes seconds
+        from covey.training.build import template_of
 
         say(f"exporting {source}")
         export_model(source, folder, dtype=chosen, template=template_of(config), card=card)

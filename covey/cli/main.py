@@ -21,8 +21,8 @@ from covey.cli.reference import app as reference_app
 from covey.cli.rewards import app as rewards_app
 from covey.cli.runs import runs_command
 from covey.cli.screen import Screen
+from covey.cli.sft import warmup_command
 from covey.cli.train import train_command
-from covey.cli.warmup import warmup_command
 from covey.errors import CoveyError, reason
 from covey.shown import printable
 from covey.trust import trust_ends_here

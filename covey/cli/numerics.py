@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from covey.cli.opening import (
+from covey.cli.screen import echo
+from covey.cli.startup import (
     STARTING,
     Model,
     Overrides,
@@ -21,16 +22,15 @@ from covey.cli.opening import (
     settings_of,
     waiting,
 )
-from covey.cli.screen import echo
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder
-from covey.run.reading import to_stderr
+from covey.run.read_files import to_stderr
 from covey.run.resume import last_good
 
 if TYPE_CHECKING:
+    from covey.analysis.numerics.measure import Report
     from covey.config import Config
     from covey.evaluate.evaluate import Evaluation
-    from covey.numerics.measure import Report
 
 Target = Annotated[
     str | None,
@@ -86,16 +86,16 @@ def numerics_command(
         typer.echo(json.dumps(report.row()))
         return
 
-    from covey.cli.differences import show_report  # imports torch, which takes seconds
-    from covey.cli.explained import wide_console
+    from covey.cli.explain_output import wide_console
+    from covey.cli.numerics_output import show_report  # imports torch, which takes seconds
 
     show_report(report, wide_console())
 
 
 def _measured(config: Config, run: RunFolder | None, updates: int | None, say: Say) -> Report:
-    from covey.numerics.measure import default_updates, measure
-    from covey.train.assemble import assemble
-    from covey.train.state import State, load_state
+    from covey.analysis.numerics.measure import default_updates, measure
+    from covey.training.build import assemble
+    from covey.training.state import State, load_state
 
     say(f"loading {config.model.path}")
     parts = assemble(config)
@@ -105,7 +105,7 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
         if found is not None and found.checkpoint is not None:
             state = load_state(parts, found.step, found.checkpoint)
         wanted = default_updates(config) if updates is None else updates
-        answers = config.rollout.prompts * config.rollout.samples
+        answers = config.rollout.prompts_per_step * config.rollout.group_size
         return measure(parts, state, _Notes(say, answers), updates=wanted)
 
 

@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from covey.cli.opening import (
+from covey.cli.screen import Screen, cell
+from covey.cli.startup import (
     STARTING,
     Model,
     Overrides,
@@ -19,14 +20,13 @@ from covey.cli.opening import (
     settings_of,
     waiting,
 )
-from covey.cli.screen import Screen, cell
 from covey.config import Config
 from covey.errors import CoveyError
 
 if TYPE_CHECKING:
-    from covey.plan.describe import Plan
-    from covey.plan.finding import Finding
-    from covey.plan.forecast import Forecast
+    from covey.analysis.plan.describe import Plan
+    from covey.analysis.plan.finding import Finding
+    from covey.analysis.plan.forecast import Forecast
 
 HEADINGS = {"same": "the same", "idle": "does nothing", "risk": "may harm"}
 
@@ -47,9 +47,9 @@ def plan_command(
     with waiting(STARTING) as say:
         config = resolved(source or "arithmetic", settings, model=False)
 
-        from covey.plan.describe import describe
-        from covey.plan.findings import findings
-        from covey.plan.look import look
+        from covey.analysis.plan.describe import describe
+        from covey.analysis.plan.findings import findings
+        from covey.analysis.plan.look import look
 
         say("looking at the task")
         seen = look(config)
@@ -71,7 +71,7 @@ def plan_command(
 
 def _memory(config: Config) -> tuple[Forecast | None, str]:
     """Foretell the memory, or say why that cannot be done."""
-    from covey.plan.memory import forecast
+    from covey.analysis.plan.memory import forecast
 
     try:
         return forecast(config), ""

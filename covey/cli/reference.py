@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from covey.cli.opening import STARTING, waiting
 from covey.cli.screen import echo
+from covey.cli.startup import STARTING, waiting
 from covey.errors import ConfigError
-from covey.policy.place import check_model_path
+from covey.models.model_path import check_model_path
 
 if TYPE_CHECKING:
     from covey.reference.server import ServerSettings
@@ -76,8 +76,8 @@ def serve_command(
     check_model_path(model)
     listener = _bound(host, port)
     with waiting(STARTING) as say:
-        from covey.policy.model import load_language_model
-        from covey.policy.template import Template
+        from covey.models.chat_template import Template
+        from covey.models.language_model import load_language_model
         from covey.reference.server import ServerSettings, make_app
 
         # Tokens come in and numbers go out: nothing is asked, whatever its chat template is like.

@@ -15,13 +15,13 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from covey.cli.opening import STARTING, Trust, resolved, waiting
 from covey.cli.screen import Screen, cell, echo
+from covey.cli.startup import STARTING, Trust, resolved, waiting
 from covey.config import Config
 from covey.errors import RewardError
 
 if TYPE_CHECKING:
-    from covey.lab.lab import Case, Check
+    from covey.analysis.lab.lab import Case, Check
     from covey.scoring import Scorer
 
 app = typer.Typer(
@@ -101,14 +101,14 @@ def score_command(
     as_json: JsonOption = False,
 ) -> None:
     """Score a file of answers: mean, share right, parts, and what could not be scored."""
-    from covey.lab.files import read_cases
+    from covey.analysis.lab.files import read_cases
     from covey.run.files import write_text
 
     cases = read_cases(file)
     with waiting(STARTING):
         config = resolved(source, overrides or (), model=False)
 
-        from covey.train.assemble import scorer_of
+        from covey.training.build import scorer_of
 
         started = scorer_of(config)
     with closing(started) as scorer:
@@ -191,8 +191,8 @@ def lab_command(
     Right answers must have full marks; hacks must not; the same answer must score the same in
     another process. Exit code 0 if all of it holds, 1 if not.
     """
-    from covey.lab.files import read_labelled
-    from covey.lab.lab import Lab, examine
+    from covey.analysis.lab.files import read_labelled
+    from covey.analysis.lab.lab import Lab, examine
     from covey.rewards.identity import identity
     from covey.rewards.seeds import gamed_by
     from covey.scoring import Pool, check_timeout
@@ -201,7 +201,7 @@ def lab_command(
     with waiting(STARTING):
         config = resolved(source, overrides or (), model=False)
 
-        from covey.train.assemble import reward_of, task_of
+        from covey.training.build import reward_of, task_of
 
         reward, limits = reward_of(config), config.scoring
         asked = list(task_of(config).held_out()[:prompts])

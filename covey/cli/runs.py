@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from covey.cli.opening import tell_edited
 from covey.cli.screen import Screen, cell
+from covey.cli.startup import tell_edited
 from covey.errors import RunError
 from covey.run.folder import RunFolder, list_runs
 

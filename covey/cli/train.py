@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from covey.cli.opening import (
+from covey.cli.startup import (
     STARTING,
     Model,
     Overrides,
@@ -31,7 +31,7 @@ from covey.run.resume import Start, start_of
 from covey.stopping import stop_signal
 
 if TYPE_CHECKING:
-    from covey.train.assemble import Parts
+    from covey.training.build import Parts
 
 
 def train_command(
@@ -80,7 +80,7 @@ def train_command(
 def _start(config: Config, path: Path | None, label: str, not_own: frozenset[str]) -> None:
     import torch
 
-    from covey.run.environment import describe_environment
+    from covey.run.provenance import describe_environment
 
     parts = _assembled(config)
     name = config.objective.name.replace(":", ".")  # no file may have a colon on some systems
@@ -98,7 +98,7 @@ def _start(config: Config, path: Path | None, label: str, not_own: frozenset[str
 
 def _assembled(config: Config) -> Parts:
     """Load all that a run needs: whatever is wrong with it is found before a folder is made."""
-    from covey.train.assemble import assemble
+    from covey.training.build import assemble
 
     with waiting(f"loading {config.model.path}"):
         return assemble(config)
@@ -123,9 +123,9 @@ def _resume(path: Path, step: int | None, print_config: bool) -> None:
 def _run(
     parts: Parts, folder: RunFolder, start: Start, not_own: frozenset[str] = frozenset()
 ) -> None:
-    from covey.cli.report import make_reporter
-    from covey.collect import prompt_notes
-    from covey.train.loop import train
+    from covey.cli.console import make_reporter
+    from covey.rollout.collect import prompt_notes
+    from covey.training.loop import train
 
     reporter = make_reporter(folder)
     tell_notes(reporter, folder, parts)

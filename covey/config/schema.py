@@ -210,7 +210,7 @@ class Scoring(Section):
 
 
 class Select(Section):
-    """[select]"""
+    """[filter]"""
 
     dynamic: bool = Field(
         False, description="Learn only from groups that are neither all right nor all wrong."
@@ -264,7 +264,7 @@ class Train(Section):
     )
     mini_batches: Positive = Field(1, description="Optimizer steps in one pass over a batch.")
     epochs: Positive = Field(1, description="Passes over each rollout batch.")
-    token_budget: Positive = Field(
+    micro_batch_tokens: Positive = Field(
         16_384, description="Tokens, padded, in one forward and backward pass."
     )
     logits_megabytes: Annotated[float, Field(gt=0)] = Field(
@@ -297,7 +297,7 @@ class Train(Section):
 
 
 class Warmup(Section):
-    """[warmup]"""
+    """[sft]"""
 
     steps: Count = Field(0, description="Optimizer steps; 0: as many as `epochs` takes.")
     epochs: Positive = Field(1, description="Passes over all solutions, where steps is 0.")
@@ -343,12 +343,12 @@ class Save(Section):
     )
     keep: Positive = Field(2, description="Checkpoints kept, newest first.")
     rollouts: bool = Field(True, description="Write every rollout to the run folder.")
-    review_every: Count = Field(
+    samples_every: Count = Field(
         100,
         description="Every so many steps write a page with the highest and lowest answers; "
         "0: never.",
     )
-    review_answers: Positive = Field(20, description="Of each.")
+    samples_shown: Positive = Field(20, description="Of each.")
 
 
 class Config(Section):
@@ -378,11 +378,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _enough_rows(self) -> Config:
-        rows = self.rollout.prompts * self.rollout.samples
+        rows = self.rollout.prompts_per_step * self.rollout.group_size
         if rows > MOST_ANSWERS:
             raise ValueError(
-                f"rollout.prompts = {self.rollout.prompts} times rollout.samples = "
-                f"{self.rollout.samples} are {rows} answers a step; at most {MOST_ANSWERS} fit"
+                f"rollout.prompts_per_step = {self.rollout.prompts_per_step} times rollout.group_size = "
+                f"{self.rollout.group_size} are {rows} answers a step; at most {MOST_ANSWERS} fit"
             )
         if self.train.mini_batches > rows:
             raise ValueError(

@@ -19,19 +19,19 @@ from covey.config.schema import Config, Named
 
 AT_MOST: Mapping[str, float] = MappingProxyType(
     {
-        "rollout.prompts": 2,
-        "rollout.samples": 4,
+        "rollout.prompts_per_step": 2,
+        "rollout.group_size": 4,
         "rollout.max_tokens": 32,
-        "rollout.slots": 16,
+        "engine.max_concurrent": 16,
         "train.steps": 2,
         "train.mini_batches": 2,
         "train.epochs": 2,
-        "train.token_budget": 2048,
+        "train.micro_batch_tokens": 2048,
         "train.logits_megabytes": 64.0,
         "optimizer.warmup_steps": 1,
-        "warmup.steps": 2,
-        "warmup.solutions": 4,
-        "warmup.warmup_steps": 1,
+        "sft.steps": 2,
+        "sft.solutions": 4,
+        "sft.warmup_steps": 1,
         "evaluate.prompts": 8,
         "evaluate.samples": 1,
         "scoring.workers": 1,
@@ -39,7 +39,7 @@ AT_MOST: Mapping[str, float] = MappingProxyType(
 )
 """A setting becomes the smaller of the recipe's value and this one."""
 
-ZERO_IS_MANY = frozenset({"warmup.steps", "evaluate.prompts", "scoring.workers"})
+ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
 """Settings of which 0 means as many as there are: the cap is then the smaller one."""
 
 ALWAYS: Mapping[str, bool | int | str] = MappingProxyType(
@@ -48,9 +48,9 @@ ALWAYS: Mapping[str, bool | int | str] = MappingProxyType(
         "train.amount": 0,
         "evaluate.every": 2,  # at the start and at the end
         "save.every": 0,  # at the end
-        "warmup.evaluate_every": 2,
-        "warmup.max_tokens": 256,  # solutions are longer than the answers above
-        "select.dynamic": False,  # so few and short answers are hardly ever right
+        "sft.evaluate_every": 2,
+        "sft.max_tokens": 256,  # solutions are longer than the answers above
+        "filter.dynamic_sampling": False,  # so few and short answers are hardly ever right
     }
 )
 """A setting becomes this."""

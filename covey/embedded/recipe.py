@@ -28,17 +28,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from covey.embedded import CHECKPOINT
-from covey.policy.model import LanguageModel, wrap
-from covey.policy.optimizer import MasterAdamW, learning_rate
-from covey.policy.policy import Policy
+from covey.models.language_model import LanguageModel, wrap
 from covey.tasks.arithmetic import Sum, chain, question, written
-from covey.train.supervised import encode_example, learn, stack
+from covey.training.optimizer import MasterAdamW, learning_rate
+from covey.training.policy import Policy
+from covey.training.sft_step import encode_example, learn, stack
 from covey.types import Batch
 
 SEED = 0
 BATCH = 32
 BROKEN_FORM = 0.2
-TOKEN_BUDGET = 4096
+MICRO_BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ def teach(model: LanguageModel, lesson: Lesson, random: Random) -> None:
             total_steps=lesson.steps,
         )
         batch = lesson_batch(model, lesson, random)
-        learned = learn(policy, batch, rate=rate, token_budget=TOKEN_BUDGET)
+        learned = learn(policy, batch, rate=rate, micro_batch_tokens=MICRO_BATCH_TOKENS)
         if (step + 1) % 50 == 0:
             seconds = time.monotonic() - start
             print(f"step {step + 1}/{lesson.steps}  loss {learned.loss:.3f}  {seconds:.0f} s")

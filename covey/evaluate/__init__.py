@@ -3,6 +3,7 @@
 `covey.evaluate.evaluate` asks a policy; what is here needs no torch, and reports use it without.
 """
 
+from covey.evaluate.intervals import Difference, Estimate
 from covey.evaluate.items import (
     Comparison,
     Item,
@@ -11,7 +12,6 @@ from covey.evaluate.items import (
     compare,
     estimates,
 )
-from covey.evaluate.statistics import Difference, Estimate
 
 __all__ = [
     "Comparison",

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.collect import Collected, Moment, collect
+from covey.engines.draw import Distribution
+from covey.engines.protocol import Engine, Question, Sampling
+from covey.evaluate.intervals import Estimate
 from covey.evaluate.items import Answer, Item, estimates
-from covey.evaluate.statistics import Estimate
-from covey.sampler.pick import Distribution
-from covey.sampler.protocol import Question, Sampler, Sampling
+from covey.rollout.collect import Collected, Moment, collect
 from covey.scoring import Scorer
 
 EVALUATION_STEP = 2**62
@@ -47,7 +47,7 @@ class Evaluation:
 def evaluate(
     questions: Sequence[Question],
     *,
-    sampler: Sampler,
+    sampler: Engine,
     scorer: Scorer,
     sampling: Sampling,
     samples: int = 0,

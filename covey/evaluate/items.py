@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from covey.errors import ConfigError, nearest
-from covey.evaluate.statistics import (
+from covey.evaluate.intervals import (
     Difference,
     Estimate,
     mean_over_prompts,
@@ -68,7 +68,7 @@ class Item:
         return {
             "prompt_id": self.prompt.id,
             "prompt": self.prompt.text,
-            "expected": self.prompt.answer,
+            "expected": self.prompt.target,
             **{name: value for name, value in asdict(self.greedy).items() if name != "text"},
             "answer": self.greedy.text,
             "values": self.values(),

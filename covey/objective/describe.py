@@ -92,8 +92,8 @@ def _piece_name(kind: str, piece: Callable[..., Any]) -> str:
 
 
 def _clip(own: dict[str, inspect.Parameter]) -> str:
-    if {"low", "high"} <= own.keys():
-        return f"{_text(own['low'].default)} / {_text(own['high'].default)}"
+    if {"clip_low", "clip_high"} <= own.keys():
+        return f"{_text(own['clip_low'].default)} / {_text(own['clip_high'].default)}"
     if "max_weight" in own:
         return f"weight up to {_text(own['max_weight'].default)}"
     return "none"

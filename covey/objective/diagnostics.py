@@ -89,7 +89,7 @@ def observe(
         "policy/approxkl_k2": x.square() / 2,
         "policy/approxkl_avg": torch.expm1(x) - x,
         "policy/ratio_overflow": output.x.abs() > MAX_LOG_RATIO,
-        "val/advantages_mean": batch.advantage,
+        "reward/advantages_mean": batch.advantage,
     }
     if entropy is not None:
         values["policy/entropy_avg"] = entropy.detach()
@@ -98,9 +98,9 @@ def observe(
     elif batch.token_penalty is not None:
         values["objective/kl_avg"] = batch.token_penalty / objective.beta
     if output.kept is not None:
-        values["val/off_policy_dropped"] = ~output.kept
+        values["policy/off_policy_dropped"] = ~output.kept
     meter.means(values, batch.mask)
-    meter.extremes("val/advantages", batch.advantage, batch.mask)
+    meter.extremes("reward/advantages", batch.advantage, batch.mask)
     _observe_ratio(meter, objective, batch.mask, output)
 
 
@@ -119,8 +119,8 @@ def _observe_ratio(
         log_ratio = row_mean(log_ratio, mask)
     ratio = log_ratio.exp()
     values["policy/clipfrac_avg"] = values["policy/clipfrac_low"] + values["policy/clipfrac_high"]
-    meter.means({**values, "val/ratio": ratio, "ratio_square": ratio.square()}, votes)
-    meter.extremes("val/ratio", ratio, votes)
+    meter.means({**values, "policy/ratio": ratio, "ratio_square": ratio.square()}, votes)
+    meter.extremes("policy/ratio", ratio, votes)
 
 
 def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
@@ -150,9 +150,9 @@ def observe_correction(meter: Meter, batch: Batch) -> None:
         return
     correction = batch.correction.double()
     values = {
-        "val/correction_mean": correction,
+        "policy/correction_mean": correction,
         "correction_square": correction.square(),
-        "val/correction_dropped": correction == 0,
+        "policy/correction_dropped": correction == 0,
     }
     meter.means(values, batch.mask)
 
@@ -162,13 +162,13 @@ def summary(meter: Meter) -> dict[str, float]:
     numbers = meter.read()
     if "ratio_square" in numbers:
         # Var r = E r^2 - (E r)^2, from sums that add up over micro-batches.
-        variance = numbers.pop("ratio_square") - numbers["val/ratio"] ** 2
-        numbers["val/ratio_var"] = max(0.0, variance)
+        variance = numbers.pop("ratio_square") - numbers["policy/ratio"] ** 2
+        numbers["policy/ratio_var"] = max(0.0, variance)
     if "rho_square" in numbers:
         numbers["debug/sampler_chi2"] = numbers.pop("rho_square") - 1.0
     if "correction_square" in numbers:
         square = numbers.pop("correction_square")
-        share = numbers["val/correction_mean"] ** 2 / square if square else 0.0
-        numbers["val/correction_ess"] = share
+        share = numbers["policy/correction_mean"] ** 2 / square if square else 0.0
+        numbers["policy/correction_ess"] = share
     numbers.pop("debug/sampler_logp_diff_min", None)
     return numbers

@@ -25,9 +25,9 @@ class Option(NamedTuple):
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
-        "low": Option("How far below 1 a ratio may fall (`gmpo`: its logarithm, below 0).", 0),
-        "high": Option("How far above 1 a ratio may rise (`gmpo`: its logarithm, above 0).", 0),
-        "dual": Option("Bound on the ratio of bad tokens, above 1 + high; 0: none.", 0),
+        "clip_low": Option("How far below 1 a ratio may fall (`gmpo`: its logarithm, below 0).", 0),
+        "clip_high": Option("How far above 1 a ratio may rise (`gmpo`: its logarithm, above 0).", 0),
+        "dual": Option("Bound on the ratio of bad tokens, above 1 + clip_high; 0: none.", 0),
         "max_weight": Option("The largest weight, as an absolute number.", 0),
         "min_weight": Option("The smallest weight, as an absolute number.", 0),
         "tau_pos": Option("Steepness of the gate for good tokens.", 1e-9),
@@ -132,10 +132,10 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
             if option.at_most < math.inf:
                 bounds += f" and at most {option.at_most:g}"
             raise ConfigError(f"objective.{key} = {value} of {name} must be {bounds}")
-    dual, bound = numbers.get("dual"), 1 + numbers.get("high", 0.0)
+    dual, bound = numbers.get("dual"), 1 + numbers.get("clip_high", 0.0)
     if dual and dual <= bound:
-        raise ConfigError(f"objective.dual = {dual} of {name} must exceed 1 + high = {bound:g}")
-    for low, high in PAIRS:
-        if low in numbers and high in numbers and numbers[low] > numbers[high]:
-            what = f"objective.{low} = {numbers[low]} of {name}"
-            raise ConfigError(f"{what} exceeds {high} = {numbers[high]}")
+        raise ConfigError(f"objective.dual = {dual} of {name} must exceed 1 + clip_high = {bound:g}")
+    for clip_low, clip_high in PAIRS:
+        if clip_low in numbers and clip_high in numbers and numbers[clip_low] > numbers[clip_high]:
+            what = f"objective.{clip_low} = {numbers[clip_low]} of {name}"
+            raise ConfigError(f"{what} exceeds {clip_high} = {numbers[clip_high]}")

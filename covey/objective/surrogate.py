@@ -41,23 +41,23 @@ class Gain(NamedTuple):
     """bool: a bad token's ratio rose above the dual bound. None: there is none."""
 
 
-def clipped(tokens: Tokens, *, low: float = 0.2, high: float = 0.2, dual: float = 0.0) -> Gain:
-    """min(r A, clip(r, 1 - low, 1 + high) A), the PPO surrogate (arXiv 1707.06347).
+def clipped(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual: float = 0.0) -> Gain:
+    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), the PPO surrogate (arXiv 1707.06347).
 
-    The gradient is r A, except where A > 0 and r > 1 + high, or A < 0 and r < 1 - low: there it is
+    The gradient is r A, except where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low: there it is
     0. A bad token whose ratio has already risen, or a good one whose ratio has fallen, is not cut;
     with `dual` (arXiv 1912.09729) a bad one is, above r = dual: the gain is at least dual A.
     """
     ratio, advantage = tokens.log_ratio.exp(), tokens.advantage
-    value = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    value = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
     above_dual = None
     if dual:
         value = torch.where(advantage < 0, torch.maximum(value, dual * advantage), value)
         above_dual = (advantage < 0) & (ratio > dual)
     return Gain(
         value=value,
-        clipped_low=(advantage < 0) & (ratio < 1 - low),
-        clipped_high=(advantage > 0) & (ratio > 1 + high),
+        clipped_low=(advantage < 0) & (ratio < 1 - clip_low),
+        clipped_high=(advantage > 0) & (ratio > 1 + clip_high),
         clipped_dual=above_dual,
     )
 
@@ -86,18 +86,18 @@ def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: flo
     )
 
 
-def geometric_clipped(tokens: Tokens, *, low: float = 0.4, high: float = 0.4) -> Gain:
-    """A exp(mean_t z), z = log r clipped to [-low, high] on the side that A pushes to. GMPO.
+def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Gain:
+    """A exp(mean_t z), z = log r clipped to [-clip_low, clip_high] on the side that A pushes to. GMPO.
 
     arXiv 2507.20673. The bounds are of the logarithm: 0.4 lets ratios from 0.67 to 1.49 through.
     """
     x, advantage = tokens.log_ratio, tokens.advantage
-    held = x.clamp(-low, high)
+    held = x.clamp(-clip_low, clip_high)
     z = torch.where(advantage > 0, torch.minimum(x, held), torch.maximum(x, held))
     return Gain(
         value=advantage * bounded(answer_mean(z, tokens.mask)).exp(),
-        clipped_low=(advantage < 0) & (x < -low),
-        clipped_high=(advantage > 0) & (x > high),
+        clipped_low=(advantage < 0) & (x < -clip_low),
+        clipped_high=(advantage > 0) & (x > clip_high),
     )
 
 
@@ -133,17 +133,17 @@ def gamma_weight(
 
 
 def trust_mask(
-    tokens: Tokens, *, low: float = 0.2, high: float = 0.2, max_weight: float = 20.0
+    tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, max_weight: float = 20.0
 ) -> Gain:
     """sg(min(r, max_weight)) A logp where the probability has not moved too far. DPPO.
 
-    arXiv 2602.04879 with total variation: kept while p - p_old <= high (A > 0), or >= -low (else).
+    arXiv 2602.04879 with total variation: kept while p - p_old <= clip_high (A > 0), or >= -clip_low (else).
     The bounds are of probabilities, not of their ratio: a rare token may double.
     """
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()
     good = tokens.advantage > 0
-    outside_high = good & (moved > high)
-    outside_low = ~good & (moved < -low)
+    outside_high = good & (moved > clip_high)
+    outside_low = ~good & (moved < -clip_low)
     weight = tokens.log_ratio.detach().exp().clamp(max=max_weight)
     kept = ~(outside_high | outside_low)
     return Gain(
@@ -153,10 +153,10 @@ def trust_mask(
     )
 
 
-def clipped_without_marked(tokens: Tokens, *, low: float = 1.0, high: float = 1.0) -> Gain:
+def clipped_without_marked(tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 1.0) -> Gain:
     """The PPO surrogate, and no gain for the tokens that were marked. Clip-Cov, 2505.22617."""
     assert tokens.marked is not None
-    gain = clipped(tokens, low=low, high=high)
+    gain = clipped(tokens, clip_low=clip_low, clip_high=clip_high)
     return gain._replace(value=gain.value.where(~tokens.marked, 0.0))
 
 

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from covey.config.schema import Config
 from covey.config.schema import Reference as Section
 from covey.errors import ConfigError
-from covey.policy.adapter import adapter_base
-from covey.policy.model import LanguageModel
+from covey.models.adapter import adapter_base
+from covey.models.language_model import LanguageModel
 from covey.reference.client import Address, ServerReference
 from covey.reference.fingerprint import tokenizer_digest
 from covey.reference.frozen import AdapterOffReference, FrozenReference, OffloadedReference

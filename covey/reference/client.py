@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.errors import ConfigError, ModelError, RunError
-from covey.policy.layout import padded_parts
-from covey.policy.policy import LogProbs
+from covey.models.layout import padded_parts
 from covey.reference.protocol import Still
 from covey.reference.wire import (
     BYTES_PER_TOKEN,
@@ -34,6 +33,7 @@ from covey.reference.wire import (
 )
 from covey.shown import printable
 from covey.stopping import may_be_given_up
+from covey.training.policy import LogProbs
 from covey.types import Batch
 
 AWAY = frozenset({502, 503, 504})

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from covey.policy.model import LanguageModel
+from covey.models.language_model import LanguageModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

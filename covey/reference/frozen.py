@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from covey.policy.adapter import adapter_off
-from covey.policy.model import LanguageModel
-from covey.policy.policy import LogProbs, batch_logp
+from covey.models.adapter import adapter_off
+from covey.models.language_model import LanguageModel
 from covey.reference.protocol import Still
+from covey.training.policy import LogProbs, batch_logp
 from covey.types import Batch
 
 

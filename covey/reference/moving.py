@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from covey.errors import RunError
-from covey.policy.model import LanguageModel
-from covey.policy.policy import Policy
+from covey.models.language_model import LanguageModel
 from covey.reference.frozen import FrozenReference
+from covey.training.policy import Policy
 
 REFERENCE_FILE = "reference.safetensors"
 

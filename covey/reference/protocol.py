@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from covey.policy.policy import LogProbs, Policy
+from covey.training.policy import LogProbs, Policy
 from covey.types import Batch
 
 

@@ -21,7 +21,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from covey._version import __version__
-from covey.policy.model import LanguageModel
+from covey.models.language_model import LanguageModel
 from covey.reference.fingerprint import Fingerprint, fingerprint
 from covey.reference.wire import Bounds, WireError, check_values, decode_request, encode_reply
 from covey.reference.worker import Busy, Worker

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from covey.policy.policy import LogProbs
+from covey.training.policy import LogProbs
 from covey.types import Batch, HostRows
 
 TYPES: Mapping[str, tuple[torch.dtype, int]] = {

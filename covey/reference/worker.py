@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from covey.policy.layout import micro_batches
-from covey.policy.model import LanguageModel
-from covey.policy.policy import LogProbs, batch_logp
+from covey.models.language_model import LanguageModel
+from covey.models.layout import micro_batches
 from covey.reference.wire import Request, joined, padded_tokens, to_device
+from covey.training.policy import LogProbs, batch_logp
 
 
 @dataclass(slots=True)

@@ -96,7 +96,7 @@ class MathAnswer:
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Judge one answer."""
-        expected = find_answer(prompt.answer, ("boxed", "hashes")) or prompt.answer.strip()
+        expected = find_answer(prompt.target, ("boxed", "hashes")) or prompt.target.strip()
         if not expected:
             raise ValueError(f"prompt {prompt.id!r} has no answer to compare with")
         given = find_answer(text, self.styles)
@@ -152,7 +152,7 @@ class MathAnswer:
 def _expected_texts(prompt: Prompt) -> list[str]:
     """Return the expected answer and `prompt.info["answers"]`, without blanks around."""
     others = prompt.info.get("answers", ())
-    given = [prompt.answer, *(others if isinstance(others, list | tuple) else [others])]
+    given = [prompt.target, *(others if isinstance(others, list | tuple) else [others])]
     texts = [stripped for text in given if (stripped := str(text).strip())]
     if not texts:
         raise ValueError(f"prompt {prompt.id!r} has neither an answer nor info['answers']")

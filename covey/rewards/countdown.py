@@ -28,7 +28,7 @@ class Countdown:
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Judge one answer."""
-        target = read_number(str(prompt.info.get("target", prompt.answer)))
+        target = read_number(str(prompt.info.get("target", prompt.target)))
         numbers = prompt.info.get("numbers")
         if target is None or not numbers:
             raise ValueError(f"prompt {prompt.id!r} lacks info['numbers'] or info['target']")

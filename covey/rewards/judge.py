@@ -228,7 +228,7 @@ class Judge:
             answer, appeals = remove_appeals(answer)
         sections = {"QUESTION": defuse(_question(prompt))}
         if self.show_reference:
-            sections["EXPECTED ANSWER"] = defuse(prompt.answer)
+            sections["EXPECTED ANSWER"] = defuse(prompt.target)
         sections["ANSWER TO GRADE"] = answer
         user = "\n".join(f"=== {name} {code} ===\n{said}" for name, said in sections.items())
         return [

@@ -278,7 +278,7 @@ def _found(rules: Iterable[tuple[str, Rule]], text: str, harmless: Test) -> dict
 
 def findings(prompt: Prompt, text: str) -> dict[str, dict[str, float]]:
     """Return what is unsafe in a text: by part, the kinds found and what each costs."""
-    said = "\n".join([*(message.get("content", "") for message in prompt.messages), prompt.answer])
+    said = "\n".join([*(message.get("content", "") for message in prompt.messages), prompt.target])
     return {
         "commands": _found(
             COMMANDS.items(), text, lambda match: warned_against(text, match.start())

@@ -76,7 +76,7 @@ class LmBook:
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Judge one answer."""
-        correct = self._correct(prompt.answer.strip(), _last_answer(text))
+        correct = self._correct(prompt.target.strip(), _last_answer(text))
         tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
         present = sum(tag in text for tag in tags)
         return Score(
@@ -237,7 +237,7 @@ class SimpleGrpo:
             not found[0][0] and not found[0][1].strip(" \n") and found[0][2] in ("", "\n")
         )
         # The closing tag is cut off: it is no part of the last word.
-        right = _ends_in(text.rstrip().removesuffix("</answer>"), prompt.answer)
+        right = _ends_in(text.rstrip().removesuffix("</answer>"), prompt.target)
         correct, form = (1.0 if right else -1.0), (1.25 if well_formed else -1.0)
         return Score(
             reward=correct + form, success=right, parts={"correct": correct, "format": form}
@@ -294,7 +294,7 @@ class OpenInstruct:
         """Judge one answer."""
         answer = self._answer(text)
         well_formed = answer is not None
-        right = _ends_in(text if answer is None else answer, prompt.answer)
+        right = _ends_in(text if answer is None else answer, prompt.target)
         counted = right and (well_formed or self.additive)
         reward = self.verification_reward * counted
         if self.additive:

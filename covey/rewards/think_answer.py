@@ -78,7 +78,7 @@ class ThinkAnswer:
         """Judge one answer."""
         answer = read_answer(text)
         well_formed = answer is not None
-        success = answer is not None and equal_answers(answer, prompt.answer.strip())
+        success = answer is not None and equal_answers(answer, prompt.target.strip())
         # Only what earns something is worth a closer look.
         factor = robust_factor(text) if success and self.robust else 1.0
         return Score(

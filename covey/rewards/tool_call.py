@@ -167,7 +167,7 @@ def _named(call: Call, order: Sequence[str]) -> Mapping[str, Any] | None:
 
 def wanted_call(prompt: Prompt) -> Call | None:
     """Return the call that a prompt asks for: `info["call"]`, an object or text, else `answer`."""
-    given = prompt.info.get("call", prompt.answer)
+    given = prompt.info.get("call", prompt.target)
     return _from_object(given) if isinstance(given, Mapping) else parse_call(str(given))
 
 
@@ -189,7 +189,7 @@ class ToolCall:
     that calling everything at once gains nothing. With `partial` the share of right arguments among
     all that are given or expected counts; otherwise it is all of them or nothing.
 
-    The call is `prompt.info["call"]` (an object or text), else `prompt.answer`. Arguments without
+    The call is `prompt.info["call"]` (an object or text), else `prompt.target`. Arguments without
     names take those of `prompt.info["parameters"]`, in order; without it they are wrong.
     """
 

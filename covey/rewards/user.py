@@ -86,7 +86,7 @@ class UserFunction:
         if self.conversational:
             completions = [[{"role": "assistant", "content": text}] for text in texts]
             asked = [dict(message) for message in prompt.messages]
-        row = {"answer": prompt.answer, **prompt.info, "prompts": asked}
+        row = {"answer": prompt.target, **prompt.info, "prompts": asked}
         return {**{name: [value] * len(texts) for name, value in row.items()},
                 "completions": completions}  # fmt: skip
 

@@ -32,8 +32,8 @@ from typing import Any
 from covey.errors import DiskError, RunError
 from covey.run.digests import write_digests
 from covey.run.files import append_line, check_free, whole_folder, write_text
-from covey.run.reading import Note, by_step, read_lines, read_object, to_stderr, usable_lines
-from covey.run.shapes import ENVIRONMENT, EVALUATION, ITEM, ROLLOUT, SAVED, STEP
+from covey.run.read_files import Note, by_step, read_lines, read_object, to_stderr, usable_lines
+from covey.run.record_shapes import ENVIRONMENT, EVALUATION, ITEM, ROLLOUT, SAVED, STEP
 from covey.types import Group
 
 
@@ -124,7 +124,7 @@ class RunFolder:
                 row = {name: getattr(rollout, name) for name in rollout.__slots__}
                 lead = {
                     "prompt": group.prompt.text,
-                    "answer": group.prompt.answer,
+                    "answer": group.prompt.target,
                     "text": row.pop("text"),
                     "reward": row.pop("reward"),
                     "success": row.pop("success"),

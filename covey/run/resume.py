@@ -20,8 +20,8 @@ from covey.errors import DiskError, RunError
 from covey.run.digests import damage
 from covey.run.files import write_bytes
 from covey.run.folder import RunFolder
-from covey.run.reading import Note, Shape, is_missing, read_bytes, scan_lines
-from covey.run.shapes import EVALUATION, SAVED, STEP
+from covey.run.read_files import Note, Shape, is_missing, read_bytes, scan_lines
+from covey.run.record_shapes import EVALUATION, SAVED, STEP
 
 RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, "checkpoints.jsonl": SAVED}
 """Files with a line for each step. The last decides where a run goes on, and is trimmed last."""

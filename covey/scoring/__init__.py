@@ -3,9 +3,9 @@
 A reward that raises, hangs or dies costs the answer its reward and nothing else.
 """
 
-from covey.scoring.here import Here
+from covey.scoring.inline import InlineScorer
 from covey.scoring.pool import Pool
+from covey.scoring.result import Job, Pending, ScoreResult
 from covey.scoring.scorer import Scorer, check_timeout, make_scorer
-from covey.scoring.verdict import Job, Pending, Verdict
 
-__all__ = ["Here", "Job", "Pending", "Pool", "Scorer", "Verdict", "check_timeout", "make_scorer"]
+__all__ = ["Here", "Job", "Pending", "Pool", "Scorer", "ScoreResult", "check_timeout", "make_scorer"]

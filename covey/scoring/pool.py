@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from covey.errors import ConfigError, RewardError
 from covey.interpreter import module_command
 from covey.rewards.score import Reward
-from covey.scoring.verdict import READY, Job, Verdict
+from covey.scoring.result import READY, Job, ScoreResult
 
 START_SECONDS = 120.0
 HUNG_UP_SECONDS = 5.0
@@ -34,7 +34,7 @@ MOST_JOBS = 64
 HANDED_SECONDS = 0.01
 """A process is handed about this much work at once: many quick jobs, or a single slow one."""
 
-Task = tuple[Job, "Future[list[Verdict]]"]
+Task = tuple[Job, "Future[list[ScoreResult]]"]
 
 
 class Worker:
@@ -132,10 +132,10 @@ class Pool:
             self.close()
             raise
 
-    def submit(self, job: Job) -> Future[list[Verdict]]:
+    def submit(self, job: Job) -> Future[list[ScoreResult]]:
         """Queue a job."""
         self.start()
-        future: Future[list[Verdict]] = Future()
+        future: Future[list[ScoreResult]] = Future()
         with self._changed:
             if self._closed:
                 raise RewardError("reward: the scoring processes are closed")
@@ -267,7 +267,7 @@ class Pool:
 
 def _fail(task: Task, why: str) -> None:
     job, future = task
-    future.set_result([Verdict(error=why)] * len(job.texts))
+    future.set_result([ScoreResult(error=why)] * len(job.texts))
 
 
 def _payload(reward: Reward, identity: str) -> bytes:

@@ -8,9 +8,9 @@ from typing import Protocol
 from covey.errors import ConfigError
 from covey.rewards.identity import identity
 from covey.rewards.score import Reward, longest
-from covey.scoring.here import Here
+from covey.scoring.inline import InlineScorer
 from covey.scoring.pool import Pool
-from covey.scoring.verdict import Job, Pending
+from covey.scoring.result import Job, Pending
 
 
 class Scorer(Protocol):
@@ -40,7 +40,7 @@ def make_scorer(
     """
     who = identity(name, reward)
     if reward.quick:
-        return Here(reward, who)
+        return InlineScorer(reward, who)
     check_timeout(name, reward, timeout)
     workers = workers or os.cpu_count() or 1
     pool = Pool(reward, who, workers=workers, timeout=timeout, gigabytes=gigabytes)

@@ -17,7 +17,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from covey.scoring.verdict import READY, Job, judge, judge_async
+from covey.scoring.result import READY, Job, judge, judge_async
 
 PR_SET_PDEATHSIG = 1
 

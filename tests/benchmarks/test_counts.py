@@ -38,7 +38,7 @@ class Told:
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         with self.file.open("a") as file:
-            file.write(json.dumps([prompt.answer, text]) + "\n")
+            file.write(json.dumps([prompt.target, text]) + "\n")
         return Score(reward=1.0, success=True)
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from covey.policy.model import LanguageModel
+from covey.models.language_model import LanguageModel
 
 TOKENS = torch.arange(40) % 90 + 2
 

@@ -97,7 +97,7 @@ def test_a_result_names_no_folder_of_the_machine_that_it_is_from() -> None:
 def test_a_word_is_a_token(stops: bool) -> None:
     from speed_shapes import prompt_text, questions, word_tokenizer
 
-    from covey.policy.decoding import byte_pieces
+    from covey.models.detokenize import byte_pieces
 
     tokenizer = word_tokenizer(200, stops=stops)
     assert tokenizer.encode("w17 w3 w133 w2") == [17, 3, 133, 2]
@@ -152,15 +152,15 @@ def test_all_memory_is_there_before_refilled_slots_are_timed(
     import speed_sampler
     from speed_report import Report
     from speed_sizes import sizes_for
-
-    from covey.policy.model import LanguageModel
-    from covey.sampler.native import NativeSampler
     from tests.sampler.test_graph import by_graph
 
-    made: list[NativeSampler] = []
+    from covey.engines.native.engine import NativeEngine
+    from covey.models.language_model import LanguageModel
+
+    made: list[NativeEngine] = []
     kept: list[bool] = []
 
-    def sampler(model: LanguageModel) -> NativeSampler:
+    def sampler(model: LanguageModel) -> NativeEngine:
         made.append(by_graph(model))
         return made[0]
 
@@ -170,7 +170,7 @@ def test_all_memory_is_there_before_refilled_slots_are_timed(
         kept.append(made[0].stepper.memory is before)
         return 1.0
 
-    monkeypatch.setattr(speed_sampler, "NativeSampler", sampler)
+    monkeypatch.setattr(speed_sampler, "NativeEngine", sampler)
     monkeypatch.setattr(speed_sampler, "seconds_of", seconds_of)
     few = {"ragged_answers": 8, "ragged_slots": 4, "ragged_longest": 3, "ragged_mean": 2}
     report = Report.at(None, ENVIRONMENT)

@@ -12,7 +12,7 @@ import pytest
 
 from covey.cli.main import run
 
-QUICK = ("train.steps=1", "rollout.prompts=2", "rollout.samples=2", "evaluate.every=0")
+QUICK = ("train.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2", "evaluate.every=0")
 
 
 LONG = f"{'x' * 300}/x"
@@ -49,26 +49,26 @@ def jsonl(path: Path, rows: list[object]) -> Path:
             ["null byte"],
         ),
         (['model.path="a\\u0000"'], 1, ["the character NUL"]),
-        (["rollout.prompts=1000000001"], 2, ["rollout.prompts", "less than or equal to 1000000"]),
-        (["rollout.samples=1000000001"], 2, ["rollout.samples", "less than or equal to 100000"]),
+        (["rollout.prompts_per_step=1000000001"], 2, ["rollout.prompts_per_step", "less than or equal to 1000000"]),
+        (["rollout.group_size=1000000001"], 2, ["rollout.group_size", "less than or equal to 100000"]),
         (["rollout.max_tokens=1000000001"], 2, ["rollout.max_tokens", "equal to 10000000"]),
-        (["rollout.slots=1000000001"], 2, ["rollout.slots", "less than or equal to 1000000"]),
-        (["rollout.prompts=1000000", "rollout.samples=11"], 2, ["11000000 answers a step"]),
+        (["engine.max_concurrent=1000000001"], 2, ["engine.max_concurrent", "less than or equal to 1000000"]),
+        (["rollout.prompts_per_step=1000000", "rollout.group_size=11"], 2, ["11000000 answers a step"]),
         (["train.steps=1000000001"], 2, ["train.steps", "less than or equal to 1000000000"]),
         (["train.epochs=1000000001"], 2, ["train.epochs"]),
         (["adapter.rank=1000000001"], 2, ["adapter.rank"]),
         (["scoring.workers=1000000001"], 2, ["scoring.workers"]),
         (["evaluate.samples=1000000001"], 2, ["evaluate.samples"]),
         (["task.train_size=1000000001"], 2, ["train_size", "at most 1000000000"]),
-        (["rollout.samples=1"], 2, ["rollout.samples = 1", "greater than or equal to 2"]),
-        (["rollout.prompts=0"], 2, ["rollout.prompts = 0"]),
+        (["rollout.group_size=1"], 2, ["rollout.group_size = 1", "greater than or equal to 2"]),
+        (["rollout.prompts_per_step=0"], 2, ["rollout.prompts_per_step = 0"]),
         (["rollout.temperature=0.0"], 2, ["rollout.temperature"]),
         (["optimizer.learning_rate=fast"], 2, ["optimizer.learning_rate = 'fast'"]),
         (["optimizer.learning_rate=nan"], 2, ["optimizer.learning_rate"]),
         (["train.mini_batches=5"], 2, ["train.mini_batches = 5", "4 answers"]),
         (["objective.name=gropo"], 2, ["'gropo'", "did you mean 'grpo'"]),
         (["objective.clip=0.1"], 2, ["objective.clip", "grpo"]),
-        (["objective.low=abc"], 2, ["objective.low = 'abc'"]),
+        (["objective.clip_low=abc"], 2, ["objective.clip_low = 'abc'"]),
         (["task.name=arithmetics"], 2, ["did you mean 'arithmetic'"]),
         (["task.max_operations=0"], 2, ["max_operations"]),
         (["reward.correct=-1.0"], 2, ["correct=-1.0"]),
@@ -77,7 +77,7 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (["train.old_logp=sampler", "rollout.top_p=0.5"], 2, ["old_logp", "top_p"]),
         (["train.old_logp=sampler", "objective.veto=0.5"], 2, ["old_logp", "veto", "'recompute'"]),
         (["rollout.max_tokens=600"], 1, ["600", "context is 512"]),
-        (["task.train_size=1"], 1, ["1 training prompts", "rollout.prompts"]),
+        (["task.train_size=1"], 1, ["1 training prompts", "rollout.prompts_per_step"]),
     ],
 )
 def test_one_line_and_nothing_written(
@@ -184,7 +184,7 @@ FULL_DISK = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 from covey.cli.main import run
-import covey.train.loop
+import covey.training.loop
 resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
 sys.exit(run(sys.argv[1:]))
 """

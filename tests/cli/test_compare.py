@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 
+from covey.analysis.compare import run as runner
+from covey.analysis.compare.design import Asked, plan_comparison
+from covey.analysis.compare.jobs import Job, make_jobs, ready
+from covey.analysis.compare.load import load_comparison
+from covey.analysis.compare.outcome import Comparison, Outcome
+from covey.analysis.compare.place import Place, checked, grown
+from covey.analysis.compare.record import log_path, read_outcome, run_path
 from covey.cli.main import run as covey
-from covey.compare import run as runner
-from covey.compare.design import Asked, plan_comparison
-from covey.compare.jobs import Job, make_jobs, ready
-from covey.compare.load import load_comparison
-from covey.compare.outcome import Comparison, Outcome
-from covey.compare.place import Place, checked, grown
-from covey.compare.record import log_path, read_outcome, run_path
 from covey.errors import DataError
 from covey.run.folder import RunFolder
 from tests.processes import wait_until
 
 SETTINGS = (
     "model.device=cpu", "train.steps=6", "train.mini_batches=1", "save.every=2",
-    "evaluate.every=3", "evaluate.prompts=16", "rollout.prompts=4", "rollout.samples=4",
+    "evaluate.every=3", "evaluate.prompts=16", "rollout.prompts_per_step=4", "rollout.group_size=4",
     "task.train_size=500",
 )  # fmt: skip
 
@@ -200,7 +200,7 @@ def test_a_killed_run_is_reported_and_the_same_command_goes_on_to_the_same_end(
 ) -> None:
     folder = tmp_path / "killed"
     # It asks for more prompts than there are, which is found when it begins.
-    words = command(folder, "--algorithms", "grpo", "--arm", "hungry: rollout.prompts=501")
+    words = command(folder, "--algorithms", "grpo", "--arm", "hungry: rollout.prompts_per_step=501")
     processes = started(monkeypatch)
 
     def kill() -> None:

@@ -45,7 +45,7 @@ def test_items_categories_and_numbers_agree(
     items = [json.loads(line) for line in out.read_text().splitlines()]
     prompts = Arithmetic(min_operations=2, max_operations=3).held_out()[:24]
     assert [i["prompt_id"] for i in items] == [p.id for p in prompts]
-    assert [i["expected"] for i in items] == [p.answer for p in prompts]
+    assert [i["expected"] for i in items] == [p.target for p in prompts]
     for i in items:
         assert i["right"] == i["answer"].endswith(f"<answer>{i['expected']}</answer>")
         assert len(i["samples"]) == 4

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli.opening import waiting
+from covey.cli.startup import waiting
 
 WITHOUT_TORCH = """
 import sys

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 from rich.table import Table
+from tests.compare.made import comparison, fill
 
+from covey.analysis.compare.report import terminal_table, write_reports
 from covey.cli import main
 from covey.cli.main import run
 from covey.cli.screen import Screen, cell
-from covey.compare.report import terminal_table, write_reports
 from covey.config import toml_value
-from covey.policy.model import LanguageModel
-from tests.compare.made import comparison, fill
+from covey.models.language_model import LanguageModel
 
 # A title for the window, a cleared screen, colours in 8-bit codes, text turned around; and markup.
 HOSTILE = "\x1b]0;t\x07\x1b[2J\x9b1m\u202ee\u2066\u2069\u200e\u200f\u061c\x00\x7f\r\x08[red]x[/]"
@@ -29,8 +29,8 @@ ORDERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c\u2028\u2029]"
 )
 SETTINGS = (
-    "model.device=cpu", "train.steps=2", "rollout.prompts=2", "rollout.samples=4",
-    "rollout.max_tokens=12", "objective.beta=0.1", "save.every=1", "save.review_every=1",
+    "model.device=cpu", "train.steps=2", "rollout.prompts_per_step=2", "rollout.group_size=4",
+    "rollout.max_tokens=12", "objective.beta=0.1", "save.every=1", "save.samples_every=1",
     "evaluate.prompts=2", "task.name=jsonl", "task.skip_bad_rows=true", "reward.name=think_answer",
 )  # fmt: skip
 

@@ -19,9 +19,9 @@ from tests.processes import forked
 from tests.reference.servers import Server, fork_server, new_process, wait_for_text
 
 SETTINGS = (
-    "model.device=cpu", "train.steps=4", "evaluate.every=0", "rollout.prompts=3",
-    "rollout.samples=4", "train.mini_batches=2", "objective.beta=0.1",
-    "optimizer.learning_rate=1e-3", "train.token_budget=200",
+    "model.device=cpu", "train.steps=4", "evaluate.every=0", "rollout.prompts_per_step=3",
+    "rollout.group_size=4", "train.mini_batches=2", "objective.beta=0.1",
+    "optimizer.learning_rate=1e-3", "train.micro_batch_tokens=200",
 )  # fmt: skip
 
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
+from covey.cli.console import before_and_after
 from covey.cli.main import run
-from covey.cli.report import before_and_after
 from covey.config import load_config
 from covey.rewards.build import REWARDS
 from covey.run.folder import RunFolder
 from covey.sandbox.run import _why_not
-from covey.train.assemble import resolve
+from covey.training.build import resolve
 from tests.processes import alive, forked, wait_until
 
 QUICK = (
-    "model.device=cpu", "train.steps=2", "rollout.prompts=4", "rollout.samples=4",
+    "model.device=cpu", "train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4",
     "evaluate.every=0", "save.every=1", "save.keep=10", "scoring.workers=2",
 )  # fmt: skip
 
@@ -168,7 +168,7 @@ def test_ctrl_c_while_judging_finishes_the_step_and_can_be_resumed(here: Path) -
 
 
 def test_ctrl_c_twice_ends_at_once_and_says_so(here: Path) -> None:
-    trainer, scorers = start(here, "rollout.samples=64")
+    trainer, scorers = start(here, "rollout.group_size=64")
     began = time.monotonic()
     os.kill(trainer, signal.SIGINT)
     time.sleep(0.3)

@@ -106,7 +106,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "amount": st.just(0),
         "mini_batches": st.integers(1, 2),
         "epochs": positive,
-        "token_budget": positive,
+        "micro_batch_tokens": positive,
         "logits_megabytes": size,
         "old_logp": st.sampled_from(["auto", "recompute", "sampler"]),
         "graphs": st.sampled_from(["auto", "off"]),
@@ -133,8 +133,8 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "every": count,
         "keep": positive,
         "rollouts": st.booleans(),
-        "review_every": count,
-        "review_answers": positive,
+        "samples_every": count,
+        "samples_shown": positive,
     },
 }
 configs = st.fixed_dictionaries(
@@ -236,7 +236,7 @@ def test_the_defaults_are_these() -> None:
     assert config == Config()
     assert (config.seed, config.model.path, config.task.name) == (0, "embedded", "arithmetic")
     assert (config.reward.name, config.objective.name) == ("think_answer", "grpo")
-    assert (config.rollout.prompts, config.rollout.samples) == (16, 8)
+    assert (config.rollout.prompts_per_step, config.rollout.group_size) == (16, 8)
     assert config.optimizer.learning_rate == 1e-6
 
 
@@ -361,7 +361,7 @@ def test_an_override_of_a_table_or_inside_a_value_is_an_error(
         ),
         (
             "save.zzz=1",
-            "config: save.zzz is not a setting; choose from every, keep, review_answers, review_every, rollouts",
+            "config: save.zzz is not a setting; choose from every, keep, samples_shown, samples_every, rollouts",
         ),
     ],
 )
@@ -408,7 +408,7 @@ def test_a_value_of_the_wrong_type_is_named(override: str, message: str) -> None
     [
         ("seed=-1", "greater than or equal to 0"),
         ("train.steps=0", "greater than or equal to 1"),
-        ("rollout.samples=1", "greater than or equal to 2"),
+        ("rollout.group_size=1", "greater than or equal to 2"),
         ("rollout.temperature=0", "greater than 0"),
         ("rollout.temperature=-1.0", "greater than 0"),
         ("rollout.top_p=0.0", "greater than 0"),
@@ -435,7 +435,7 @@ def test_a_seed_has_64_bits_as_the_generator_does() -> None:
 
 
 def test_mini_batches_cannot_outnumber_the_answers() -> None:
-    fits = ["rollout.prompts=2", "rollout.samples=3", "train.mini_batches=6"]
+    fits = ["rollout.prompts_per_step=2", "rollout.group_size=3", "train.mini_batches=6"]
     assert load_config(None, fits).train.mini_batches == 6
     message = error_of(*fits[:2], "train.mini_batches=7")
     assert message == "config: train.mini_batches = 7 exceeds the 6 answers a step"

@@ -17,8 +17,8 @@ from covey.cli.main import run
 from covey.config import Config, load_config, load_smoke, recipe_names
 from covey.config.load import RECIPES, parse_config, read_settings
 from covey.embedded import CHECKPOINT
-from covey.train.assemble import objective_of, resolve, reward_of, task_of, template_of
-from covey.train.solutions import solutions_of
+from covey.training.build import objective_of, resolve, reward_of, task_of, template_of
+from covey.training.sft_data import solutions_of
 
 PAGE = Path(__file__).parent.parent.parent / "docs/recipes.md"
 KEYS = (
@@ -111,8 +111,8 @@ def numbers_of(config: Config) -> dict[str, float | None]:
         "beta": objective["beta"],
         "low": objective.get("low"),
         "high": objective.get("high"),
-        "prompts": config.rollout.prompts,
-        "samples": config.rollout.samples,
+        "prompts": config.rollout.prompts_per_step,
+        "samples": config.rollout.group_size,
         "tokens": config.rollout.max_tokens,
         "temperature": config.rollout.temperature,
         "steps": config.train.steps,
@@ -169,7 +169,7 @@ def test_sixteen_micro_batches_between_new_weights_are_one_rollout(
 ) -> None:
     # gen_update_steps 16, gradient_accumulation_steps 4, all_steps 1000, all in micro-batches.
     config = load_config(name)
-    answers = config.rollout.prompts * config.rollout.samples
+    answers = config.rollout.prompts_per_step * config.rollout.group_size
     assert answers == 16 * micro_batch
     assert answers / config.train.updates == 4 * micro_batch
     assert config.train.steps == math.ceil(1000 / 16)
@@ -195,7 +195,7 @@ def test_the_settings_of_one_system_alone() -> None:
         assert config.length_penalty.name == "unfinished"
         assert config.length_penalty.options == {"at_most": 0.0}
     assert (tulu.optimizer.schedule, zero.optimizer.schedule) == ("constant", "linear")
-    assert (tulu.train.token_budget, zero.train.token_budget) == (4096, 6144)
+    assert (tulu.train.micro_batch_tokens, zero.train.micro_batch_tokens) == (4096, 6144)
     assert zero.rollout.stop == ["</answer>"]
 
 
@@ -253,7 +253,7 @@ def test_a_recipe_runs_with_the_embedded_model(
     assert config.objective.name == WHAT[name][3]
     steps = read(folder / "steps.jsonl")
     assert [row["step"] for row in steps] == [1, 2]
-    assert all(row["val/learned_groups"] == config.rollout.prompts for row in steps)
+    assert all(row["rollout/trained_groups"] == config.rollout.prompts_per_step for row in steps)
     assert [row["step"] for row in read(folder / "eval.jsonl")] == [0, 2]
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["000002"]
 

@@ -10,7 +10,7 @@ import pytest
 from covey.cli.main import run
 from covey.config import load_config, load_smoke, recipe_names
 from covey.config.smoke import ALWAYS, AT_MOST, WORD_PROBLEMS, ZERO_IS_MANY, changed_by_smoke
-from covey.train.assemble import resolve, task_of
+from covey.training.build import resolve, task_of
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -33,13 +33,13 @@ def test_overrides_come_after(tmp_path: Path) -> None:
     config, _ = load_smoke("simple-grpo", [*settings, "model.path=any"])
     assert (config.train.steps, config.rollout.max_tokens) == (5, 100)
     assert config.objective.name == "dapo"
-    assert config.rollout.prompts == AT_MOST["rollout.prompts"]
+    assert config.rollout.prompts_per_step == AT_MOST["rollout.prompts_per_step"]
 
 
 def test_what_is_small_because_of_it_is_known() -> None:
-    changed = changed_by_smoke("arithmetic", ["evaluate.prompts=9", "rollout.samples=3"])
-    assert {"train.steps", "rollout.prompts", "scoring.workers"} <= changed
-    assert not {"evaluate.prompts", "rollout.samples", "train.budget"} & changed
+    changed = changed_by_smoke("arithmetic", ["evaluate.prompts=9", "rollout.group_size=3"])
+    assert {"train.steps", "rollout.prompts_per_step", "scoring.workers"} <= changed
+    assert not {"evaluate.prompts", "rollout.group_size", "train.budget"} & changed
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_smaller_sizes_stay_as_they_are(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("[rollout]\nsamples = 2\nmax_tokens = 9\n[train]\nsteps = 1\n")
     config, [note] = load_smoke(str(file))
-    assert (config.rollout.samples, config.rollout.max_tokens, config.train.steps) == (2, 9, 1)
+    assert (config.rollout.group_size, config.rollout.max_tokens, config.train.steps) == (2, 9, 1)
     assert "1 steps of 2 x 2 answers of at most 9 tokens" in note
 
 
@@ -87,7 +87,7 @@ def test_data_of_the_hub_are_replaced_by_problems_that_come_along(name: str) -> 
     questions = Counter(p.messages[-1]["content"] for p in [*train, *held_out])
     assert set(questions.values()) == {1}
     for prompt in train:
-        assert float(prompt.answer) == int(prompt.answer)
+        assert float(prompt.target) == int(prompt.target)
         # An instruction that the recipe does not give is not added.
         assert prompt.messages[-1]["content"].endswith(("?", asked.get("instruction") or "?"))
         assert (prompt.messages[0]["role"] == "system") == bool(asked.get("system"))
@@ -119,7 +119,7 @@ def test_print_config_shows_what_smoke_makes(
     shown = capsys.readouterr()
     (tmp_path / "small.toml").write_text(shown.out)
     config = load_config(str(tmp_path / "small.toml"))
-    assert (config.train.steps, config.rollout.samples) == (3, 4)
+    assert (config.train.steps, config.rollout.group_size) == (3, 4)
     assert config.task.options["train_file"] == WORD_PROBLEMS["train_file"]
     assert shown.err.startswith("smoke: ")
     assert run(["train", "--resume", str(tmp_path), "--smoke"]) == 2

@@ -8,17 +8,17 @@ import pytest
 import torch
 import transformers
 
-from covey.collect import Moment, ask, collect
 from covey.embedded import CHECKPOINT, recipe
+from covey.engines.native.engine import NativeEngine
+from covey.engines.protocol import Sampling
 from covey.evaluate.evaluate import evaluate
-from covey.policy.model import LanguageModel, wrap
-from covey.policy.policy import batch_logp
+from covey.models.language_model import LanguageModel, wrap
 from covey.rewards import ThinkAnswer
-from covey.sampler.native import NativeSampler
-from covey.sampler.protocol import Sampling
-from covey.scoring import Here
+from covey.rollout.collect import Moment, ask, collect
+from covey.scoring import InlineScorer
 from covey.tasks import Arithmetic
 from covey.tasks.arithmetic import parse_question
+from covey.training.policy import batch_logp
 
 TASK = Arithmetic(min_operations=2, max_operations=3)
 
@@ -40,7 +40,7 @@ def test_the_tokenizer_reads_any_text_and_gives_it_back(text: str) -> None:
 
 
 def test_the_start_leaves_reinforcement_both_calculation_and_form(embedded: LanguageModel) -> None:
-    sampler, scorer = NativeSampler(embedded), Here(ThinkAnswer())
+    sampler, scorer = NativeEngine(embedded), InlineScorer(ThinkAnswer())
     questions = ask(embedded, TASK.held_out())
     start = evaluate(
         questions, sampler=sampler, scorer=scorer, sampling=Sampling(max_tokens=48, slots=256)

@@ -8,8 +8,8 @@ import pytest
 
 from covey.errors import ConfigError
 from covey.evaluate import by_category, check_category, compare, estimates
+from covey.evaluate.intervals import mean_over_prompts, proportion
 from covey.evaluate.items import Answer, Item
-from covey.evaluate.statistics import mean_over_prompts, proportion
 from covey.types import Prompt
 
 

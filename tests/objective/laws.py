@@ -120,11 +120,11 @@ def make_step(
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
-        return low + (high - low) * torch.rand(*shape, generator=generator, dtype=torch.float64)
+    def uniform(clip_low: float, clip_high: float, *shape: int) -> torch.Tensor:
+        return clip_low + (clip_high - clip_low) * torch.rand(*shape, generator=generator, dtype=torch.float64)
 
-    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=generator)
+    def integers(clip_low: int, clip_high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(clip_low, clip_high, shape, generator=generator)
 
     def normal(scale: float) -> torch.Tensor:
         return scale * torch.randn(rows, width, generator=generator, dtype=torch.float64)

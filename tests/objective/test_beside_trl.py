@@ -9,7 +9,7 @@ sides. Where TRL means something else on purpose, the tests at the end put a num
 Written beside TRL 1.16. What it calls differently, or does not have:
 
 - The default of `loss_type` is "dapo", and of `use_bias_correction_kl` true: `kl = "ratio_k3"`.
-- `epsilon` is our `low`; without `epsilon_high` it is our `high` too.
+- `epsilon` is our `clip_low`; without `epsilon_high` it is our `clip_high` too.
 - Advantages are divided by std + 1e-4, ddof 1; `eps` is 1e-4 here. There is no guard for groups of
   equal rewards.
 - `loss_type` does not touch advantages: dr_grpo needs `scale_rewards="none"`, lite_ppo "batch".
@@ -41,10 +41,10 @@ from torch.nn.utils.rnn import pad_sequence
 import covey.functional
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError
+from covey.models.language_model import Head, LanguageModel
 from covey.objective.advantage import sum_of_standardized
 from covey.objective.masked import row_mean
-from covey.policy.model import Head, LanguageModel
-from covey.policy.policy import LogProbs, batch_logp
+from covey.training.policy import LogProbs, batch_logp
 from covey.types import Batch
 
 pytest.importorskip("trl", minversion="1.16", reason="there is no TRL, or an older one")
@@ -80,31 +80,31 @@ class Case(NamedTuple):
 
 
 CLIPS = ("policy/clipfrac_low", "policy/clipfrac_high")
-WEIGHS = ("val/correction_ess",)
-DROPS = ("val/correction_dropped",)
+WEIGHS = ("policy/correction_ess",)
+DROPS = ("policy/correction_dropped",)
 
 
-def corrected(mode: str, low: float | None, high: float, acts: tuple[str, ...] = ()) -> Case:
+def corrected(mode: str, clip_low: float | None, clip_high: float, acts: tuple[str, ...] = ()) -> Case:
     trl = {
         "loss_type": "grpo",
         "vllm_importance_sampling_mode": mode,
-        "vllm_importance_sampling_clip_min": low,
-        "vllm_importance_sampling_clip_max": high,
+        "vllm_importance_sampling_clip_min": clip_low,
+        "vllm_importance_sampling_clip_max": clip_high,
     }
-    bounds = {"correction_low": low or 0.0, "correction_high": high}
+    bounds = {"correction_low": clip_low or 0.0, "correction_high": clip_high}
     return Case(trl, "grpo", {"beta": 0.0, "correction": mode, **bounds, **EPS}, acts, sampler=True)
 
 
 SEQUENCE = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
 NARROW = {"epsilon": 0.03, "epsilon_high": 0.04}
-OURS_NARROW = {"low": 0.03, "high": 0.04, **EPS}
+OURS_NARROW = {"clip_low": 0.03, "clip_high": 0.04, **EPS}
 K3 = {"beta": 0.04, "use_bias_correction_kl": False}
 
 CASES = {
     "grpo": Case({"loss_type": "grpo"}, "grpo", {"beta": 0.0, **EPS}, CLIPS),
     "grpo, unequal clips": Case(
         {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.3},
-        "grpo", {"beta": 0.0, "low": 0.1, "high": 0.3, **EPS}, CLIPS,
+        "grpo", {"beta": 0.0, "clip_low": 0.1, "clip_high": 0.3, **EPS}, CLIPS,
     ),
     "grpo, k3": Case({"loss_type": "grpo", **K3}, "grpo", {"beta": 0.04, "kl": "k3", **EPS}, CLIPS),
     "grpo, ratio_k3": Case(
@@ -130,7 +130,7 @@ CASES = {
     ),
     "grpo, off-policy limit": Case(
         {"loss_type": "grpo", **K3, "off_policy_mask_threshold": 0.1},
-        "grpo", {"beta": 0.04, "off_policy_limit": 0.1, **EPS}, (*CLIPS, "val/off_policy_dropped"),
+        "grpo", {"beta": 0.04, "off_policy_limit": 0.1, **EPS}, (*CLIPS, "policy/off_policy_dropped"),
     ),
     "dr_grpo": Case(
         {"loss_type": "dr_grpo", "scale_rewards": "none"}, "dr_grpo", {"length": BUDGET}, CLIPS

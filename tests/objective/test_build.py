@@ -23,7 +23,7 @@ from covey.objective.compose import PIECES, hints_of, options_of
 from covey.objective.correction import CORRECTIONS
 from covey.objective.options import OPTIONS
 from covey.objective.penalty import PENALTIES, Kl
-from covey.train.assemble import objective_of, resolve
+from covey.training.build import objective_of, resolve
 
 NEEDED: dict[str, dict[str, Any]] = {"dr_grpo": {"length": 12}}
 SHARED = options_of(extended)
@@ -91,14 +91,14 @@ def test_all_pieces_go_together(advantage: str) -> None:
 AS_PIECES: dict[str, dict[str, Any]] = {
     "grpo": {"weights": "sequence_mean_token_mean"},
     "dr_grpo": {"advantage": "centered", "weights": "sequence_mean_token_sum_norm", "length": 12},
-    "dapo": {"high": 0.28},
-    "gspo": {"ratio": "sequence", "weights": "sequence_mean_token_mean", "low": 3e-4, "high": 4e-4},
-    "gspo_token": {"ratio": "sequence_token", "weights": "sequence_mean_token_mean", "low": 3e-4, "high": 4e-4},
-    "luspo": {"ratio": "sequence", "weights": "sequence_mean_token_sum", "low": 2e-3, "high": 2.5e-3},
+    "dapo": {"clip_high": 0.28},
+    "gspo": {"ratio": "sequence", "weights": "sequence_mean_token_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo_token": {"ratio": "sequence_token", "weights": "sequence_mean_token_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    "luspo": {"ratio": "sequence", "weights": "sequence_mean_token_sum", "clip_low": 2e-3, "clip_high": 2.5e-3},
     "gmpo": {"surrogate": "geometric_clipped", "weights": "sequence_mean_token_mean"},
     "rloo": {"advantage": "leave_one_out", "ratio": "product", "weights": "sequence_mean_token_mean"},
-    "grpo_s": {"advantage": "entropy_shaped_answers", "ratio": "sequence", "weights": "sequence_mean_token_mean", "high": 0.28},
-    "gtpo": {"advantage": "entropy_shaped_tokens", "high": 0.28},
+    "grpo_s": {"advantage": "entropy_shaped_answers", "ratio": "sequence", "weights": "sequence_mean_token_mean", "clip_high": 0.28},
+    "gtpo": {"advantage": "entropy_shaped_tokens", "clip_high": 0.28},
     "gtpo_trajectory": {"advantage": "without_conflicts", "ratio": "one", "surrogate": "unclipped", "weights": "sequence_mean_token_mean"},
     "reinforce_pp": {"advantage": "returns_whitened"},
     "reinforce_pp_baseline": {"advantage": "group_whitened"},
@@ -180,7 +180,7 @@ def test_a_piece_that_is_not_there(options: dict[str, Any], message: str) -> Non
     ("option", "pieces"),
     [
         ("max_weight", {}),
-        ("low", {"surrogate": "unclipped"}),
+        ("clip_low", {"surrogate": "unclipped"}),
         ("ddof", {"advantage": "centered"}),
         ("length", {"weights": "token_mean"}),
         ("dual", {"surrogate": "trust_mask"}),
@@ -202,12 +202,12 @@ def test_pieces_need_no_name_in_a_file(tmp_path: Path) -> None:
     assert config.objective.name == "composed"
     assert config.objective.options == {
         "advantage": "standardized", "ratio": "sequence", "surrogate": "clipped", "weights": "token_mean",
-        "ddof": 1, "eps": 1e-6, "low": 3e-4, "high": 0.2, "dual": 0.0, "beta": 0.0, "kl": "k3",
+        "ddof": 1, "eps": 1e-6, "clip_low": 3e-4, "clip_high": 0.2, "dual": 0.0, "beta": 0.0, "kl": "k3",
         **{k: p.default for k, p in SHARED.items()}, "kl_in": "reward",
     }  # fmt: skip
     objective = objective_of(config)
     assert objective.ratio is PIECES["ratio"]["sequence"]
-    assert objective.surrogate.keywords["low"] == 3e-4
+    assert objective.surrogate.keywords["clip_low"] == 3e-4
     # What is written out reads back as the same.
     again = from_toml(tmp_path, to_toml(config))
     assert again == config
@@ -228,9 +228,9 @@ def test_a_resolved_algorithm_reads_back_as_the_same(name: str, tmp_path: Path) 
         ('ratio = "sequenc"', "config: objective.ratio = 'sequenc' is not known; did you mean 'sequence'?"),
         ("ratio = [1]", "config: objective.ratio = [1] is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
         ('ratio = "token"\nmin_weight = 1.0', "config: objective.min_weight is not an option of composed; did you mean 'weights'?"),
-        ('ratio = "token"\nlow = "x"', "config: objective.low = 'x': input should be a valid number"),
+        ('ratio = "token"\nlow = "x"', "config: objective.clip_low = 'x': input should be a valid number"),
         ('name = "gspo"\nratio = "token"', "config: objective.ratio needs objective.name = 'composed'; 'gspo' has pieces of its own"),
-        ('name = "gspo"\nlow = -0.1', "objective.low = -0.1 of gspo must be at least 0"),
+        ('name = "gspo"\nlow = -0.1', "objective.clip_low = -0.1 of gspo must be at least 0"),
         ('name = "gspo"\ntop_entropy = 0.2', "objective.top_entropy of gspo: its gain is of whole answers, so tokens cannot be left out; gspo_token takes the ratio of the answer token by token"),
         ('name = "composd"', "config: objective.name = 'composd' is not known; did you mean 'composed'?"),
     ],
@@ -277,26 +277,26 @@ if TYPE_CHECKING:
 
 def steady(*, strength: float = 0.5, mode: Literal["hot", "cold"] = "hot"):
     """Clip less."""
-    return build("grpo", beta=0.0, low=strength, high=2 * strength)
+    return build("grpo", beta=0.0, clip_low=strength, clip_high=2 * strength)
 
 
 def needy(*, strength: float):
-    return build("dapo", high=strength)
+    return build("dapo", clip_high=strength)
 
 
 def bare(strength=0.5, other=None):
-    return build("dapo", high=strength)
+    return build("dapo", clip_high=strength)
 
 
 def for_type_checkers(*, strength: float = 0.5) -> Objective:
-    return build("dapo", high=strength)
+    return build("dapo", clip_high=strength)
 
 
 def corrected():
     return build("rloo", correction="token_mask", entropy_bonus=0.1, top_entropy=1.0)
 
 
-def lenient(*, low: float | None = None, dual: float = 3.0):
+def lenient(*, clip_low: float | None = None, dual: float = 3.0):
     return build("dapo", dual=dual)
 
 
@@ -309,7 +309,7 @@ def fails():
 
 
 def careless():
-    return build("grpo", low=-1.0)
+    return build("grpo", clip_low=-1.0)
 
 
 def open_ended(**options):
@@ -355,14 +355,14 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )  # fmt: skip
 def test_a_function_in_the_working_folder(name: str, own: Path) -> None:
     out, gradient = descend(name, strength=0.05)
-    expected, same = descend("grpo", beta=0.0, low=0.05, high=0.1)
+    expected, same = descend("grpo", beta=0.0, clip_low=0.05, clip_high=0.1)
     assert torch.equal(out.loss, expected.loss)
     assert torch.equal(gradient, same)
     config = from_toml(own, f'[objective]\nname = "{name}"\nstrength = 1\nveto = 0.1\n')
     assert config.objective.options == {
         "strength": 1.0, "mode": "hot", **{k: p.default for k, p in SHARED.items()}, "veto": 0.1,
     }  # fmt: skip
-    assert objective_of(config).surrogate.keywords["high"] == 2.0
+    assert objective_of(config).surrogate.keywords["clip_high"] == 2.0
     assert objective_of(config).veto == 0.1
     assert from_toml(own, to_toml(config)) == config
 
@@ -372,7 +372,7 @@ def test_annotations_and_bare_stars_are_not_asked_for(function: str, own: Path) 
     option = "dual" if function == "lenient" else "strength"
     text = f'[objective]\nname = "own_module:{function}"\n{option} = 1.5\n'
     config = from_toml(own, text)
-    assert objective_of(config).surrogate.keywords["dual" if option == "dual" else "high"] == 1.5
+    assert objective_of(config).surrogate.keywords["dual" if option == "dual" else "clip_high"] == 1.5
     assert from_toml(own, to_toml(config)) == config  # what is None is left out
 
 
@@ -402,7 +402,7 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_key:f", "objective.name = 'own_key:f': cannot import 'own_key': KeyError: 'k'"),
         ("own_module:nothing", "objective.name = 'own_module:nothing' gives no covey.objective.Objective"),
         ("own_module:fails", "objective.name = 'own_module:fails' fails: RuntimeError: first line second line"),
-        ("own_module:careless", "objective.low = -1.0 of grpo must be at least 0"),
+        ("own_module:careless", "objective.clip_low = -1.0 of grpo must be at least 0"),
         ("own_module:open_ended", "objective.name = 'own_module:open_ended' must take options by keyword, unlike '**options'"),
         ("own_module:positional", "objective.name = 'own_module:positional' must take options by keyword, unlike 'strength'"),
         ("own_module:needy", "config: objective.strength must be given for own_module:needy"),
@@ -464,9 +464,9 @@ def bounded() -> list[tuple[str, str, float]]:
     cases = []
     for name in ALGORITHMS:
         for key in inspect.signature(algorithm(name)).parameters:
-            low, high = OPTIONS[key].at_least, OPTIONS[key].at_most
-            cases += [(name, key, low)] if low > -math.inf else []
-            cases += [(name, key, high)] if high < math.inf else []
+            clip_low, clip_high = OPTIONS[key].at_least, OPTIONS[key].at_most
+            cases += [(name, key, clip_low)] if clip_low > -math.inf else []
+            cases += [(name, key, clip_high)] if clip_high < math.inf else []
     return cases
 
 
@@ -485,11 +485,11 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("grpo", {"low": -0.1}, "objective.low = -0.1 of grpo must be at least 0"),
-        ("grpo", {"low": math.nan}, "objective.low = nan of grpo must be at least 0"),
+        ("grpo", {"clip_low": -0.1}, "objective.clip_low = -0.1 of grpo must be at least 0"),
+        ("grpo", {"clip_low": math.nan}, "objective.clip_low = nan of grpo must be at least 0"),
         ("grpo", {"ddof": 2}, "objective.ddof = 2 of grpo must be at least 0 and at most 1"),
-        ("grpo", {"dual": 1.2}, "objective.dual = 1.2 of grpo must exceed 1 + high = 1.2"),
-        ("dapo", {"dual": 1.25}, "objective.dual = 1.25 of dapo must exceed 1 + high = 1.28"),
+        ("grpo", {"dual": 1.2}, "objective.dual = 1.2 of grpo must exceed 1 + clip_high = 1.2"),
+        ("dapo", {"dual": 1.25}, "objective.dual = 1.25 of dapo must exceed 1 + clip_high = 1.28"),
         ("grpo", {"dual": -1.0}, "objective.dual = -1.0 of grpo must be at least 0"),
         ("dapo", {"top_entropy": 0.0}, "objective.top_entropy = 0.0 of dapo must be at least 1e-09 and at most 1"),
         ("dapo", {"top_entropy": 1.1}, "objective.top_entropy = 1.1 of dapo must be at least 1e-09 and at most 1"),
@@ -504,9 +504,9 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
         ("rloo", {"kl": "k3_sequence"}, "objective.kl = 'k3_sequence' of rloo is of whole answers and goes into the loss; for objective.kl_in = 'reward' take k1"),
         ("dapo", {"veto": 1.5}, "objective.veto = 1.5 of dapo must be at least 0 and at most 1"),
         ("dapo", {"kl_target": 0.1}, "objective.kl_target adapts beta, which is 0; start with a beta above 0"),
-        ("dapo", {"low": "0.2"}, "objective.low = '0.2' of dapo must be a number"),
-        ("dapo", {"low": None}, "objective.low = None of dapo must be a number"),
-        ("dapo", {"low": True}, "objective.low = True of dapo must be a number"),
+        ("dapo", {"clip_low": "0.2"}, "objective.clip_low = '0.2' of dapo must be a number"),
+        ("dapo", {"clip_low": None}, "objective.clip_low = None of dapo must be a number"),
+        ("dapo", {"clip_low": True}, "objective.clip_low = True of dapo must be a number"),
         ("dapo", {"ddof": 0.5}, "objective.ddof = 0.5 of dapo must be an integer"),
         ("dapo", {"correction_mean_one": 1}, "objective.correction_mean_one = 1 of dapo must be true or false"),
         ("dapo", {"kl": "k9"}, "objective.kl = 'k9' of dapo is not known; did you mean 'k3'?"),

@@ -42,7 +42,7 @@ every_algorithm = pytest.mark.parametrize("case", CASES)
 # token that only one right answer of its group reaches stands exactly at the mean.
 SIGNS = {
     "gtpo, by polarity": (
-        "policy/clipfrac_low", "policy/clipfrac_high", "policy/clipfrac_avg", "val/off_policy_dropped",
+        "policy/clipfrac_low", "policy/clipfrac_high", "policy/clipfrac_avg", "policy/off_policy_dropped",
     )
 }  # fmt: skip
 

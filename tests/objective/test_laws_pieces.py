@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from covey.accel.head import token_logp
 from covey.errors import ConfigError
+from covey.models.language_model import Head
 from covey.objective import with_advantage
 from covey.objective.loss import _uncertain
 from covey.objective.neighbours import preference_loss
 from covey.objective.penalty import PENALTIES
 from covey.objective.surrogate import SURROGATES, Tokens
-from covey.policy.head import token_logp
-from covey.policy.model import Head
 from tests.objective.laws import CASES, OF_ANSWERS, close, make_step, objective_of, seeds
 
 ONE = torch.ones(1, 1, dtype=torch.bool)

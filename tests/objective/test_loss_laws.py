@@ -72,8 +72,8 @@ def by_hand(objective: Objective, batch: Batch, logp: torch.Tensor) -> tuple[tor
     assert batch.advantage is not None
     x = (logp - batch.old_logp).where(batch.mask, 0.0)
     ratio = objective.ratio(x, batch.mask).exp()
-    low, high = (objective.surrogate.keywords[side] for side in ("low", "high"))  # type: ignore[attr-defined]
-    return ratio * batch.advantage, ratio.clamp(1 - low, 1 + high) * batch.advantage, batch.mask
+    clip_low, clip_high = (objective.surrogate.keywords[side] for side in ("clip_low", "clip_high"))  # type: ignore[attr-defined]
+    return ratio * batch.advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * batch.advantage, batch.mask
 
 
 def flat(step: Step) -> Step:
@@ -140,7 +140,7 @@ def test_law_3_on_policy_the_gradient_is_minus_advantage_times_weight(
 @settings(max_examples=25)
 @given(seed=seeds)
 def test_law_4_gspo_token_is_gspo_while_an_answer_has_one_advantage(seed: int) -> None:
-    step, bounds = make_step(seed), {"low": 0.05, "high": 0.07}
+    step, bounds = make_step(seed), {"clip_low": 0.05, "clip_high": 0.07}
     ours, theirs = (outcome(objective_of(name, **bounds), step) for name in ("gspo_token", "gspo"))
     close(ours.gradient, theirs.gradient)
     close(ours.loss[None], theirs.loss[None])
@@ -151,7 +151,7 @@ def test_law_4_gspo_token_is_gspo_while_an_answer_has_one_advantage(seed: int) -
 @settings(max_examples=25)
 @given(seed=seeds)
 def test_law_4_luspo_is_gspo_times_the_length_of_each_answer(seed: int) -> None:
-    step, bounds = make_step(seed), {"low": 0.05, "high": 0.07}
+    step, bounds = make_step(seed), {"clip_low": 0.05, "clip_high": 0.07}
     luspo, gspo = (gradient_of(objective_of(name, **bounds), step) for name in ("luspo", "gspo"))
     close(luspo, gspo * step.batch.mask.sum(dim=1, keepdim=True))
     assert (gspo != 0).any()
@@ -175,7 +175,7 @@ def test_law_8_clip_fractions_count_where_the_clipped_loss_is_the_larger(
     if objective.per_answer:
         good = (batch.advantage > 0).any(dim=1, keepdim=True)
     numbers = summary(meter)
-    for name, flags in (("avg", larger), ("high", larger & good), ("low", larger & ~good)):
+    for name, flags in (("avg", larger), ("clip_high", larger & good), ("clip_low", larger & ~good)):
         expected = float(flags[counted].double().mean())
         assert numbers[f"policy/clipfrac_{name}"] == pytest.approx(expected, abs=1e-12)
 
@@ -223,8 +223,8 @@ def test_law_10_a_sampler_that_agrees_needs_no_correction(
 
 def narrow(correction: str) -> dict[str, Any]:
     """Return the options of a correction that changes some tokens, and leaves others alone."""
-    low, high = (0.0, 0.02) if correction == "divergence_mask" else (0.8, 1.15)
-    return {"correction": correction, "correction_low": low, "correction_high": high}
+    clip_low, clip_high = (0.0, 0.02) if correction == "divergence_mask" else (0.8, 1.15)
+    return {"correction": correction, "correction_low": clip_low, "correction_high": clip_high}
 
 
 @NAMED

@@ -38,9 +38,9 @@ def slope(gain: Gain, x: torch.Tensor) -> list[float]:
     ("ratio", "advantage", "value", "wanted"),
     [
         (1.0, 2.0, 2.0, 2.0),
-        (1.5, 2.0, 2.4, 0.0),  # good and already raised: cut at 1 + high
+        (1.5, 2.0, 2.4, 0.0),  # good and already raised: cut at 1 + clip_high
         (0.5, 2.0, 1.0, 1.0),  # good but fallen: not cut
-        (0.5, -2.0, -1.6, 0.0),  # bad and already lowered: cut at 1 - low
+        (0.5, -2.0, -1.6, 0.0),  # bad and already lowered: cut at 1 - clip_low
         (1.5, -2.0, -3.0, -3.0),  # bad but risen: not cut
         (1.1, -2.0, -2.2, -2.2),
     ],
@@ -49,7 +49,7 @@ def test_clipped_surrogate_values_and_slopes(
     ratio: float, advantage: float, value: float, wanted: float
 ) -> None:
     x = row(math.log(ratio), requires_grad=True)
-    gain = clipped(tokens(x, advantage), low=0.2, high=0.2)
+    gain = clipped(tokens(x, advantage), clip_low=0.2, clip_high=0.2)
     assert gain.value.item() == pytest.approx(value)
     assert slope(gain, x) == pytest.approx([wanted])
     assert bool(gain.clipped_low | gain.clipped_high) == (wanted == 0.0)
@@ -62,20 +62,20 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token(
     ratio: float, value: float, wanted: float
 ) -> None:
     x = row(math.log(ratio), requires_grad=True)
-    gain = clipped(tokens(x, -2.0), low=0.2, high=0.2, dual=3.0)
+    gain = clipped(tokens(x, -2.0), clip_low=0.2, clip_high=0.2, dual=3.0)
     assert gain.value.item() == pytest.approx(value)
     assert slope(gain, x) == pytest.approx([wanted])
     assert gain.clipped_dual is not None
     assert bool(gain.clipped_dual) == (wanted == 0.0)
     # A good token has no such bound.
-    assert clipped(tokens(x, 2.0), low=0.2, high=9.0, dual=3.0).value.item() == pytest.approx(
+    assert clipped(tokens(x, 2.0), clip_low=0.2, clip_high=9.0, dual=3.0).value.item() == pytest.approx(
         2 * ratio
     )
 
 
 def test_geometric_clip_has_bounds_of_the_logarithm() -> None:
     x = row(0.6, -0.9, 0.2, requires_grad=True)
-    good, bad = (geometric_clipped(tokens(x, a), low=0.4, high=0.5) for a in (2.0, -2.0))
+    good, bad = (geometric_clipped(tokens(x, a), clip_low=0.4, clip_high=0.5) for a in (2.0, -2.0))
     assert good.clipped_high.tolist() == [[True, False, False]]
     assert bad.clipped_low.tolist() == [[False, True, False]]
     up, down = 2 * math.exp((0.5 - 0.9 + 0.2) / 3), -2 * math.exp((0.6 - 0.4 + 0.2) / 3)
@@ -89,10 +89,10 @@ def test_geometric_clip_has_bounds_of_the_logarithm() -> None:
 @pytest.mark.parametrize(
     ("old", "now", "advantage", "weight"),
     [
-        (0.5, 0.65, 1.0, 1.3),  # p - p_old = 0.15 <= high
-        (0.5, 0.75, 1.0, 0.0),  # 0.25 > high: cut
+        (0.5, 0.65, 1.0, 1.3),  # p - p_old = 0.15 <= clip_high
+        (0.5, 0.75, 1.0, 0.0),  # 0.25 > clip_high: cut
         (0.5, 0.75, -1.0, 1.5),  # a bad token that rose is not cut
-        (0.5, 0.25, -1.0, 0.0),  # -0.25 < -low: cut
+        (0.5, 0.25, -1.0, 0.0),  # -0.25 < -clip_low: cut
         (0.5, 0.25, 1.0, 0.5),  # a good token that fell is not cut
         (0.001, 0.1, 1.0, 20.0),  # a rare token may rise a hundredfold, with a bounded weight
     ],
@@ -175,7 +175,7 @@ MEAN = 0.8 ** (1 / 3)
 
 
 @pytest.mark.parametrize(
-    ("name", "low", "high", "expected"),
+    ("name", "clip_low", "clip_high", "expected"),
     [
         ("token_truncate", 0.6, 1.5, [0.8, 1.5, 0.6]),
         ("token_mask", 0.6, 1.5, [0.8, 0.0, 0.0]),
@@ -191,10 +191,10 @@ MEAN = 0.8 ** (1 / 3)
         ("divergence_mask", 0.0, 0.17, [0.0] * 3),
     ],
 )
-def test_corrections(name: str, low: float, high: float, expected: list[float]) -> None:
+def test_corrections(name: str, clip_low: float, clip_high: float, expected: list[float]) -> None:
     mask = torch.tensor([[True, True, False, True]])
     log_rho = row(*(math.log(r) for r in RHO))[:, [0, 1, 0, 2]].where(mask, 0.0)
-    factor = CORRECTIONS[name](log_rho, mask, low=low, high=high)
+    factor = CORRECTIONS[name](log_rho, mask, clip_low=clip_low, clip_high=clip_high)
     assert factor[mask].tolist() == pytest.approx(expected)
 
 

@@ -53,15 +53,15 @@ def same_as(name: str, step: Step, loss: torch.Tensor, logp: torch.Tensor, **opt
 def test_gspo_is_autograd_through_the_geometric_mean(
     name: str, seed: int, bounds: tuple[float, float]
 ) -> None:
-    low, high = bounds
+    clip_low, clip_high = bounds
     step = make_step(seed)
     logp = step.logp.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for advantage, x in answers(step, logp):
         s = x.exp().prod() ** (1 / len(x))
-        assume(min(abs(float(s.detach()) - edge) for edge in (1 - low, 1 + high)) > 1e-6)
-        total = total + torch.minimum(s * advantage, s.clamp(1 - low, 1 + high) * advantage)
-    same_as(name, step, -total / len(step.batch), logp, low=low, high=high)
+        assume(min(abs(float(s.detach()) - edge) for edge in (1 - clip_low, 1 + clip_high)) > 1e-6)
+        total = total + torch.minimum(s * advantage, s.clamp(1 - clip_low, 1 + clip_high) * advantage)
+    same_as(name, step, -total / len(step.batch), logp, clip_low=clip_low, clip_high=clip_high)
 
 
 @settings(max_examples=25)
@@ -69,7 +69,7 @@ def test_gspo_is_autograd_through_the_geometric_mean(
 def test_gmpo_is_the_geometric_mean_of_ratios_clipped_one_by_one(
     seed: int, bounds: tuple[float, float]
 ) -> None:
-    low, high = bounds
+    clip_low, clip_high = bounds
     step = make_step(seed)
     logp = step.logp.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
@@ -78,14 +78,14 @@ def test_gmpo_is_the_geometric_mean_of_ratios_clipped_one_by_one(
         for each in x:
             value = float(each.detach())
             # A good token may not rise above its bound, a bad one may not fall below.
-            if advantage > 0 and value > high:
-                product = product * torch.tensor(high, dtype=torch.float64).exp()
-            elif advantage <= 0 and value < -low:
-                product = product * torch.tensor(-low, dtype=torch.float64).exp()
+            if advantage > 0 and value > clip_high:
+                product = product * torch.tensor(clip_high, dtype=torch.float64).exp()
+            elif advantage <= 0 and value < -clip_low:
+                product = product * torch.tensor(-clip_low, dtype=torch.float64).exp()
             else:
                 product = product * each.exp()
         total = total + advantage * product ** (1 / len(x))
-    same_as("gmpo", step, -total / len(step.batch), logp, low=low, high=high)
+    same_as("gmpo", step, -total / len(step.batch), logp, clip_low=clip_low, clip_high=clip_high)
 
 
 @pytest.mark.parametrize("scope", ["group", "batch"])
@@ -133,8 +133,8 @@ def marked(step: Step, **options: Any) -> tuple[torch.Tensor, Batch]:
 def test_clip_cov_picks_as_many_as_it_says_within_its_bounds(
     seed: int, share: float, cov: tuple[float, float], bounds: tuple[float, float]
 ) -> None:
-    step, (low, high) = make_step(seed), bounds
-    options = {"share": share, "cov_low": cov[0], "cov_high": cov[1], "low": low, "high": high}
+    step, (clip_low, clip_high) = make_step(seed), bounds
+    options = {"share": share, "cov_low": cov[0], "cov_high": cov[1], "clip_low": clip_low, "clip_high": clip_high}
     picked, batch = marked(step, **options)
     assert batch.advantage is not None
     assert batch.old_logp is not None
@@ -142,7 +142,7 @@ def test_clip_cov_picks_as_many_as_it_says_within_its_bounds(
     advantage, logp = batch.advantage[batch.mask], step.logp[batch.mask]
     size = (advantage - advantage.mean()) * (logp - logp.mean())
     ratio = (logp - batch.old_logp[batch.mask]).exp()
-    cut = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
+    cut = ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
     candidates = (size > cov[0]) & (size < cov[1]) & ~cut
     wanted = max(1, int(share * len(size)))
     assert int(picked.sum()) == min(wanted, int(candidates.sum()))
@@ -162,7 +162,7 @@ def test_clip_cov_spreads_its_picks_evenly_over_tokens() -> None:
     # All advantages differ and no bound excludes a token, so every token is as likely as another:
     # whatever the row, the column, or how uncertain the sampler was.
     rows, width, trials, share = 12, 10, 300, 0.25
-    options = {"share": share, "cov_low": -1e9, "cov_high": 1e9, "low": 1e6, "high": 1e6}
+    options = {"share": share, "cov_low": -1e9, "cov_high": 1e9, "clip_low": 1e6, "clip_high": 1e6}
     times = torch.zeros(rows, width)
     of_likely = []
     for seed in range(trials):

@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from covey import functional
+from covey.accel.head import token_logp
+from covey.models.language_model import Head
 from covey.objective import (
     Objective,
     PolicyLoss,
@@ -52,10 +54,8 @@ from covey.objective.neighbours import gae, preference_loss, value_loss
 from covey.objective.penalty import PENALTIES
 from covey.objective.ratio import RATIOS
 from covey.objective.shaping import polarity
-from covey.policy.head import token_logp
-from covey.policy.model import Head
 from covey.rewards.length import Soft
-from covey.train.select import select, without_truncated
+from covey.rollout.filter import select, without_truncated
 from covey.types import Batch, Group, Prompt, Rollout, Totals
 
 NUMBERS = json.loads((Path(__file__).parent / "worked_examples.json").read_text(encoding="utf-8"))
@@ -110,7 +110,7 @@ GIVEN: dict[str, dict[str, torch.Tensor]] = {
 }
 EPS = {"eps": 1e-4}
 TOY_KL_COV = {"share": 0.1, **EPS}
-TOY_CLIP_COV = {"low": 0.2, "high": 0.2, "cov_low": 0.2, "share": 1.0, **EPS}
+TOY_CLIP_COV = {"clip_low": 0.2, "clip_high": 0.2, "cov_low": 0.2, "share": 1.0, **EPS}
 PRODUCT_K3 = {"ratio": "product", "kl": "k3_sequence", "weights": "sequence_mean_token_mean"}
 
 
@@ -135,7 +135,7 @@ LOSSES: list[tuple[str, str, dict[str, Any]]] = [
     ("dapo.dual", "dapo", {"dual": 3.0}),
     ("gspo.gspo", "gspo", EPS),
     ("gspo.gspo_token", "gspo_token", EPS),
-    ("gspo.luspo", "luspo", {"low": 3e-4, "high": 4e-4, **EPS}),
+    ("gspo.luspo", "luspo", {"clip_low": 3e-4, "clip_high": 4e-4, **EPS}),
     ("entropy_shaping.tokens_group_batch", "gtpo", {}),
     ("entropy_shaping.tokens_group_polarity", "gtpo", {"norm": "polarity"}),
     ("entropy_shaping.tokens_batch_batch", "gtpo", {"scope": "batch"}),
@@ -146,13 +146,13 @@ LOSSES: list[tuple[str, str, dict[str, Any]]] = [
     ("surrogates.cispo_both", "cispo", {"max_weight": 1.28, "min_weight": 0.8, **EPS}),
     ("surrogates.cispo_5", "cispo", EPS),
     ("surrogates.gmpo_04", "gmpo", EPS),
-    ("surrogates.gmpo_02", "gmpo", {"low": 0.2, "high": 0.2, **EPS}),
+    ("surrogates.gmpo_02", "gmpo", {"clip_low": 0.2, "clip_high": 0.2, **EPS}),
     ("surrogates.sapo", "sapo", EPS),
     ("surrogates.rloo", "rloo", {}),
     ("surrogates.kl_cov", "kl_cov", TOY_KL_COV),
     ("surrogates.clip_cov", "clip_cov", TOY_CLIP_COV),
     ("surrogates.vespo", "vespo", EPS),
-    ("surrogates.dppo", "dppo", {"low": 0.1, "high": 0.1, **EPS}),
+    ("surrogates.dppo", "dppo", {"clip_low": 0.1, "clip_high": 0.1, **EPS}),
     ("surrogates.top_entropy", "dapo", {"top_entropy": 0.2, **EPS}),
     *((f"penalties.{kl}", "composed", {"kl": kl, "beta": 1.0}) for kl in at("penalties.cases")),
     ("sampler.none", "dapo", EPS),
@@ -329,7 +329,7 @@ TABLES: list[tuple[str, str, dict[str, Any], Read]] = [
     ("surrogates.cases.cispo_both.weight", "cispo", {"max_weight": 1.28, "min_weight": 0.8}, weight_of),
     ("surrogates.cases.cispo_5.weight", "cispo", {}, weight_of),
     ("surrogates.cases.vespo.weight", "vespo", {}, weight_of),
-    ("surrogates.cases.dppo.kept", "dppo", {"low": 0.1, "high": 0.1}, lambda b, o: o.gain.value != 0),
+    ("surrogates.cases.dppo.kept", "dppo", {"clip_low": 0.1, "clip_high": 0.1}, lambda b, o: o.gain.value != 0),
     ("surrogates.cases.rloo.rewards", "rloo", {}, lambda b, o: answer_rewards(b)[:, None]),
     ("surrogates.cases.kl_cov.covariance", "kl_cov", EPS, lambda b, o: covariance(b.advantage, LOGP, MASK)),
     ("surrogates.cases.kl_cov.marked", "kl_cov", TOY_KL_COV, marked_of),
@@ -477,7 +477,7 @@ def test_gspo_is_a_mean_over_answers() -> None:
     far(gspo.loss, wrong["loss"])
     far(gspo_grad, wrong["grad"])
     # What a mean over tokens gives is LUSPO, in other units: answers per token.
-    luspo, grad = run("luspo", {"low": 3e-4, "high": 4e-4, **EPS}, "gspo")
+    luspo, grad = run("luspo", {"clip_low": 3e-4, "clip_high": 4e-4, **EPS}, "gspo")
     close(luspo.loss * 6 / 23, wrong["loss"])
     close(grad * 6 / 23, wrong["grad"])
 
@@ -582,7 +582,7 @@ def test_ratios_of_trainer_and_sampler(kind: str) -> None:
 def test_rejected_answers_can_be_taken_out_of_the_denominator() -> None:
     # A correction of 0 leaves the denominator as it is; a smaller mask does not.
     worked = at("sampler.cases.geometric_rejected")
-    kept = CORRECTIONS["geometric_mask"](LOG_RHO, MASK, low=0.8, high=1.25)
+    kept = CORRECTIONS["geometric_mask"](LOG_RHO, MASK, clip_low=0.8, clip_high=1.25)
     objective = build("dapo", **EPS)
     batch = with_advantage(objective, BATCH)
     batch = replace(batch, mask=MASK & kept.bool())
@@ -594,7 +594,7 @@ def test_rejected_answers_can_be_taken_out_of_the_denominator() -> None:
 
 
 def test_bounds_of_a_correction_are_of_the_ratio_and_not_of_its_inverse() -> None:
-    kept = CORRECTIONS["token_mask"](LOG_RHO, MASK, low=0.5, high=3.0).bool() & MASK
+    kept = CORRECTIONS["token_mask"](LOG_RHO, MASK, clip_low=0.5, clip_high=3.0).bool() & MASK
     assert kept.int().tolist() == at("sampler.masks.token_05_3")
     far(kept.double(), "sampler.masks.wrong_token_inverse_05_3")
 
@@ -638,18 +638,18 @@ def test_diagnostics_however_the_step_is_split(parts: list[list[int]]) -> None:
         "policy/clipfrac_dual": worked["clip_dual"],
         "policy/entropy_avg": worked["entropy"],
         "policy/ratio_overflow": 0.0,
-        "val/ratio": worked["ratio"],
-        "val/ratio_var": worked["ratio_var"],
-        "val/ratio_min": tensor("grpo.ratio")[MASK].min().item(),
-        "val/ratio_max": tensor("grpo.ratio")[MASK].max().item(),
-        "val/advantages_mean": step.advantage[MASK].mean().item(),
-        "val/advantages_min": min(at("advantages.answers.standardized_eps_1e_4")),
-        "val/advantages_max": max(at("advantages.answers.standardized_eps_1e_4")),
-        "val/correction_mean": tensor("sampler.cases.token_truncate.correction")[MASK]
+        "policy/ratio": worked["ratio"],
+        "policy/ratio_var": worked["ratio_var"],
+        "policy/ratio_min": tensor("grpo.ratio")[MASK].min().item(),
+        "policy/ratio_max": tensor("grpo.ratio")[MASK].max().item(),
+        "reward/advantages_mean": step.advantage[MASK].mean().item(),
+        "reward/advantages_min": min(at("advantages.answers.standardized_eps_1e_4")),
+        "reward/advantages_max": max(at("advantages.answers.standardized_eps_1e_4")),
+        "policy/correction_mean": tensor("sampler.cases.token_truncate.correction")[MASK]
         .mean()
         .item(),
-        "val/correction_ess": worked["ess"],
-        "val/correction_dropped": 0.0,
+        "policy/correction_ess": worked["ess"],
+        "policy/correction_dropped": 0.0,
         "debug/sampler_kl": worked["sampler_kl"],
         "debug/sampler_k3": worked["sampler_k3"],
         "debug/sampler_ppl_ratio": tensor(worked["log_perplexity_gap"]).exp().mean().item(),
@@ -679,8 +679,8 @@ def test_perplexity_of_an_answer_under_trainer_and_sampler(row: int, gap: float)
     [
         ("policy/approxkl_k2", "k2_with_padding"),
         ("policy/clipfrac_avg", "clip_either_sign"),
-        ("val/ratio_var", "ratio_var_between_rows"),
-        ("val/ratio_var", "ratio_var_of_row_means"),
+        ("policy/ratio_var", "ratio_var_between_rows"),
+        ("policy/ratio_var", "ratio_var_of_row_means"),
         ("policy/entropy_avg", "entropy_by_answer"),
         ("policy/entropy_avg", "sampled_surprise"),
     ],
@@ -720,7 +720,7 @@ def test_a_critic_gives_the_advantages_of_ppo() -> None:
     close((estimates + values).where(batch.mask, 0.0), worked["targets"])
     advantage = whitened(estimates, batch.mask)
     close(advantage, worked["whitened"])
-    surrogate = build("composed", low=worked["clip"], high=worked["clip"])
+    surrogate = build("composed", clip_low=worked["clip"], clip_high=worked["clip"])
     logp = LOGP[torch.tensor(worked["rows"])]
     check_step(surrogate, replace(batch, advantage=advantage), logp, worked["policy"])
 

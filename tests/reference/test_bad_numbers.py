@@ -14,23 +14,23 @@ import torch
 from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import ModelError
-from covey.policy.model import LanguageModel, load_language_model
-from covey.policy.policy import LogProbs
+from covey.models.language_model import LanguageModel, load_language_model
 from covey.reference.frozen import FrozenReference
 from covey.reference.wire import SLACK, encode_reply, reply_bytes
 from covey.run.folder import RunFolder
-from covey.train.assemble import assemble, resolve
-from covey.train.collate import collate
-from covey.train.loop import StopSignal, train
-from covey.train.sound import check_finite
+from covey.training.build import assemble, resolve
+from covey.training.collate import collate
+from covey.training.finite_checks import check_finite
+from covey.training.loop import StopSignal, train
+from covey.training.policy import LogProbs
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import make_batch
 from tests.reference.servers import HEALTH, connect, new_process
 from tests.reporters import Notes
 
 SETTINGS = (
-    "model.device=cpu", "train.steps=2", "evaluate.every=0", "rollout.prompts=2",
-    "rollout.samples=4", "objective.beta=0.1", "train.token_budget=200",
+    "model.device=cpu", "train.steps=2", "evaluate.every=0", "rollout.prompts_per_step=2",
+    "rollout.group_size=4", "objective.beta=0.1", "train.micro_batch_tokens=200",
 )  # fmt: skip
 
 Scripted = tuple[str, list[tuple[int, bytes]]]

@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from covey.cli.main import run as covey
 from covey.config import Config, load_config
 from covey.errors import ConfigError, RunError
-from covey.policy.adapter import add_adapter
-from covey.policy.model import LanguageModel, load_language_model
-from covey.policy.optimizer import MasterAdamW
-from covey.policy.policy import LogProbs, Policy, batch_logp
+from covey.models.adapter import add_adapter
+from covey.models.language_model import LanguageModel, load_language_model
 from covey.reference import Reference
 from covey.reference.build import OPTIONS, make_reference
 from covey.reference.frozen import AdapterOffReference, FrozenReference, OffloadedReference
-from covey.train.assemble import assemble, resolve
+from covey.training.build import assemble, resolve
+from covey.training.optimizer import MasterAdamW
+from covey.training.policy import LogProbs, Policy, batch_logp
 from covey.types import Batch
 from tests.conftest import make_batch
 from tests.reference.servers import TOKEN, Server, fork_server
@@ -177,7 +177,7 @@ def test_a_renewed_reference_is_the_policy_of_that_step(qwen: str) -> None:
 
 SETTINGS = (
     "model.device=cpu", "train.steps=4", "save.every=2", "save.keep=10", "evaluate.every=0",
-    "rollout.prompts=3", "rollout.samples=4", "train.mini_batches=2", "objective.beta=0.1",
+    "rollout.prompts_per_step=3", "rollout.group_size=4", "train.mini_batches=2", "objective.beta=0.1",
     "optimizer.learning_rate=1e-3",
 )  # fmt: skip
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from covey.policy.layout import micro_batches
-from covey.policy.policy import LogProbs
+from covey.models.layout import micro_batches
 from covey.reference.wire import (
     BYTES_PER_TOKEN,
     HEADER_BYTES,
@@ -24,6 +23,7 @@ from covey.reference.wire import (
     joined,
     padded_tokens,
 )
+from covey.training.policy import LogProbs
 from tests.conftest import make_batch
 
 BOUNDS = Bounds(vocabulary=262, context=64, tokens=200)

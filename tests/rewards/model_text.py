@@ -184,7 +184,7 @@ def watched(name: str, texts: list[str], watch: Watch) -> dict[str, Any]:
     reward, prompts = made(name), asked(name)
     for number, prompt in enumerate(prompts):
         for form in FORMS[:1] if number else FORMS:
-            for text in ("x", r"x < 5", r"\{3, x\}", prompt.answer, str(prompt.info.get("call"))):
+            for text in ("x", r"x < 5", r"\{3, x\}", prompt.target, str(prompt.info.get("call"))):
                 reward(prompt, form.format(text))
     watch.outside.clear()
     watch.parsed = watch.sandbox = right = failed = 0

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from covey.analysis.lab.hacks import FORMS
+from covey.analysis.lab.lab import THINKING, gold_of
 from covey.config.schema import Named
 from covey.errors import ConfigError
-from covey.lab.hacks import FORMS
-from covey.lab.lab import THINKING, gold_of
 from covey.rewards import Reward
 from covey.rewards.build import REWARDS, make_reward, reward_options
 from covey.sandbox import require_isolation

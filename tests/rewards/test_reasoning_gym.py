@@ -62,7 +62,7 @@ def asked(request: pytest.FixtureRequest) -> Prompt:
 
 
 def solution(prompt: Prompt) -> str:
-    return prompt.answer or str(prompt.info["solution"])
+    return prompt.target or str(prompt.info["solution"])
 
 
 def test_the_answer_of_the_data_set_is_right_in_tags_or_bare(asked: Prompt) -> None:

@@ -187,9 +187,9 @@ def test_the_beginning_of_a_fraction_is_not_the_fraction() -> None:
     prompts = ReasoningGym(dataset="coin_flip", train_size=2, held_out_size=6).held_out()
     reward = reward_of("reasoning_gym")
     for prompt in prompts:
-        assert reward(prompt, f"<answer>{prompt.answer}</answer>").success
-        for beginning in ("0", "0.0", prompt.answer[:3]):
-            if abs(float(beginning) - float(prompt.answer)) > 0.001:
+        assert reward(prompt, f"<answer>{prompt.target}</answer>").success
+        for beginning in ("0", "0.0", prompt.target[:3]):
+            if abs(float(beginning) - float(prompt.target)) > 0.001:
                 assert reward(prompt, f"<answer>{beginning}</answer>").reward == 0.0
 
 

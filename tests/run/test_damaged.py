@@ -18,14 +18,14 @@ from pathlib import Path
 
 import pytest
 
+from covey.analysis.compare.design import Asked, plan_comparison
+from covey.analysis.compare.record import RunOutcome, write_outcome, write_record
 from covey.cli.main import run as covey
-from covey.compare.design import Asked, plan_comparison
-from covey.compare.record import RunOutcome, write_outcome, write_record
 
 SETTINGS = (
     "model.device=cpu", "train.steps=3", "train.mini_batches=1", "save.every=1", "save.keep=9",
-    "evaluate.every=3", "evaluate.prompts=2", "rollout.prompts=2", "rollout.samples=2",
-    "rollout.max_tokens=6", "save.review_every=3",
+    "evaluate.every=3", "evaluate.prompts=2", "rollout.prompts_per_step=2", "rollout.group_size=2",
+    "rollout.max_tokens=6", "save.samples_every=3",
 )  # fmt: skip
 RECORDS = ("steps.jsonl", "eval.jsonl", "checkpoints.jsonl")
 NEWEST = "checkpoints/000003"

@@ -15,7 +15,7 @@ from covey.errors import ConfigError, RewardError
 from covey.rewards import ThinkAnswer, as_reward
 from covey.rewards.build import REWARDS
 from covey.rewards.code import CodeTests
-from covey.scoring import Here, Job, Pool, Verdict, make_scorer
+from covey.scoring import Job, Pool, ScoreResult, make_scorer
 from covey.types import Prompt
 from tests.processes import alive, wait_until
 from tests.scoring import judges
@@ -41,7 +41,7 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-def rewards(verdicts: list[Verdict]) -> list[float | None]:
+def rewards(verdicts: list[ScoreResult]) -> list[float | None]:
     return [None if v.score is None else v.score.reward for v in verdicts]
 
 

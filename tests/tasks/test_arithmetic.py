@@ -74,7 +74,7 @@ def test_every_partial_result_lies_between_0_and_99(split: str) -> None:
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_answers_are_the_two_digit_value_of_the_question(split: str) -> None:
     for prompt in problems(split, 2000, (1, 12)):
-        assert prompt.answer == f"{sum(numbers(prompt.text)):02d}"
+        assert prompt.target == f"{sum(numbers(prompt.text)):02d}"
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])

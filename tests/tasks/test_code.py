@@ -11,7 +11,7 @@ import pytest
 from covey.tasks import Code
 from covey.types import Prompt
 
-PROBLEMS = {p.answer: p for p in [*Code().train(), *Code().held_out()]}
+PROBLEMS = {p.target: p for p in [*Code().train(), *Code().held_out()]}
 PROGRAMS = [name for name, p in PROBLEMS.items() if "stdin" in p.info["tests"][0]]
 
 
@@ -99,7 +99,7 @@ def test_there_are_enough_problems_and_about_one_in_four_is_held_out() -> None:
     assert len(PROBLEMS) == 48
     assert len({p.id for p in [*train, *held_out]}) == 48
     assert len(PROGRAMS) >= 6
-    assert {p.answer for p in held_out} & set(PROGRAMS) != set()
+    assert {p.target for p in held_out} & set(PROGRAMS) != set()
 
 
 def test_instruction_and_system_are_as_given() -> None:

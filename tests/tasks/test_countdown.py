@@ -48,7 +48,7 @@ def test_the_solution_uses_each_number_once_and_makes_the_target(
         numbers, target = prompt.info["numbers"], prompt.info["target"]
         partial: list[Fraction] = []
         result = value(ast.parse(prompt.info["solution"], mode="eval").body, partial)
-        assert result == target == int(prompt.answer)
+        assert result == target == int(prompt.target)
         assert all(p > 0 and p.denominator == 1 for p in partial)
         used = sorted(map(int, re.findall(r"\d+", prompt.info["solution"])))
         assert used == sorted(numbers)

@@ -96,7 +96,7 @@ def test_without_files_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     task = Gsm8k()
-    assert ([p.answer for p in task.train()], [p.answer for p in task.held_out()]) == (
+    assert ([p.target for p in task.train()], [p.target for p in task.held_out()]) == (
         ["1200", "3"],
         ["3"],
     )

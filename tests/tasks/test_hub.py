@@ -69,7 +69,7 @@ def test_a_csv_file_is_read_with_other_columns(tmp_path: Path) -> None:
         )
     task = Hub(path=str(path), question="problem", answer="solution", columns={"source": "from"})
     prompt = task.train()[0]
-    assert prompt.text == f"q{prompt.answer}"
+    assert prompt.text == f"q{prompt.target}"
     assert prompt.info == {"from": "mine"}
 
 
@@ -79,7 +79,7 @@ def test_an_empty_cell_of_a_csv_file_changes_no_other(tmp_path: Path) -> None:
     path.write_text("\n".join(["question,answer,country", *lines, "unanswered,,NA"]))
     task = Hub(path=str(path), skip_bad_rows=True)
     prompts = [*task.train(), *task.held_out()]
-    assert {p.text: p.answer for p in prompts} == {f"q{n}": str(n) for n in range(40)}
+    assert {p.text: p.target for p in prompts} == {f"q{n}": str(n) for n in range(40)}
     assert [p.info for p in prompts] == [{"country": "NA"}] * 40
     (bad,) = bad_rows_of(task)
     assert bad.startswith(f"task: {path} train[40] has 'answer' that is neither text nor a number")
@@ -89,7 +89,7 @@ def test_an_empty_cell_of_a_csv_file_changes_no_other(tmp_path: Path) -> None:
 def test_words_that_other_tables_take_for_nothing_are_answers(tmp_path: Path, answer: str) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(f"question,answer\nq,{answer}\n")
-    assert [p.answer for p in Hub(path=str(path), held_out_share=1e-9).train()] == [answer]
+    assert [p.target for p in Hub(path=str(path), held_out_share=1e-9).train()] == [answer]
 
 
 def test_a_folder_has_the_splits_that_its_files_are_named_for(tmp_path: Path) -> None:

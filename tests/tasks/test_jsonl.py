@@ -45,7 +45,7 @@ def test_a_line_becomes_a_prompt_with_its_other_fields_as_info(file: Path) -> No
     (prompt,) = task_of(file).train()
     assert prompt.messages == ({"role": "user", "content": "1+1?"},)
     assert prompt.text == "1+1?"
-    assert prompt.answer == "2"
+    assert prompt.target == "2"
     assert prompt.info == {"level": "easy", "tags": ["sum"]}
     assert (prompt.id, prompt.task) == ("jsonl/train/1", "jsonl")
 
@@ -61,7 +61,7 @@ def test_each_split_reads_its_own_file_and_marks_its_ids(tmp_path: Path) -> None
 def test_question_and_answer_fields_can_have_other_names(file: Path) -> None:
     write(file, [{"problem": "p", "solution": "s", "question": "kept", "answer": "kept too"}])
     (prompt,) = task_of(file, question="problem", answer="solution").train()
-    assert (prompt.text, prompt.answer) == ("p", "s")
+    assert (prompt.text, prompt.target) == ("p", "s")
     assert prompt.info == {"question": "kept", "answer": "kept too"}
 
 
@@ -95,7 +95,7 @@ def test_any_text_reads_back_as_it_was_written(
     file = tmp_path_factory.getbasetemp() / "any.jsonl"
     write(file, rows)
     prompts = task_of(file).train()
-    assert [{"question": p.text, "answer": p.answer} for p in prompts] == rows
+    assert [{"question": p.text, "answer": p.target} for p in prompts] == rows
 
 
 def test_only_newlines_end_a_line_so_raw_unicode_separators_may_stand_in_text(file: Path) -> None:
@@ -161,14 +161,14 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(file: Path) -> None:
 )
 def test_answers_are_text_or_numbers(file: Path, answer: object, text: str) -> None:
     write(file, [{"question": "q", "answer": answer}])
-    assert [p.answer for p in task_of(file).train()] == [text]
+    assert [p.target for p in task_of(file).train()] == [text]
 
 
 def test_columns_are_renamed_and_what_they_name_is_kept(file: Path) -> None:
     write(file, [{"question": "q", "answer": 7, "nums": [3, 4], "level": 1}])
     task = task_of(file, columns={"nums": "numbers", "answer": "target"})
     (prompt,) = task.train()
-    assert (prompt.answer, prompt.info) == ("7", {"numbers": [3, 4], "target": 7, "level": 1})
+    assert (prompt.target, prompt.info) == ("7", {"numbers": [3, 4], "target": 7, "level": 1})
 
 
 def test_rows_of_nums_and_target_become_countdown_prompts(file: Path) -> None:
@@ -182,7 +182,7 @@ def test_rows_of_nums_and_target_become_countdown_prompts(file: Path) -> None:
     )
     (prompt,) = task.train()
     assert prompt.text == "Make 98 out of [44, 19, 35].\n\nUse each once."
-    assert prompt.answer == "98"
+    assert prompt.target == "98"
     assert prompt.info == {"numbers": [44, 19, 35], "target": 98}
 
 
@@ -316,7 +316,7 @@ def test_only_rows_with_the_values_that_are_wanted_are_kept(file: Path) -> None:
     ]
     write(file, rows)
     task = task_of(file, only={"kind": ["a", "c"]})
-    assert [p.answer for p in task.train()] == ["0", "2", "3"]
+    assert [p.target for p in task.train()] == ["0", "2", "3"]
     assert bad_rows_of(task) == []
     assert "holds no prompts" in error_of(file, only={"kind": ["d"]})
     assert "has no 'knd'; did you mean 'kind'?" in error_of(file, only={"knd": ["a"]})

@@ -65,7 +65,7 @@ def test_every_data_set_loads_and_its_own_answers_are_right(
         task = gym(name, train_size=2, held_out_size=1, **OPTIONS.get(name, {}))
         prompts = [*task.train(), *task.held_out()]
         assert len({p.text for p in prompts[:2]} & {prompts[2].text}) == 0
-        if all(p.answer == "" for p in prompts):
+        if all(p.target == "" for p in prompts):
             without_answer.add(name)
         if all("solution" not in p.info for p in prompts):
             without_solution.add(name)
@@ -84,7 +84,7 @@ def test_a_prompt_holds_question_instruction_answer_and_origin() -> None:
     _, entry = entry_of(prompt.info)
     assert prompt.text.startswith(entry["question"])
     assert prompt.text.endswith("between <answer> and </answer>.")
-    assert prompt.answer == prompt.info["solution"] == entry["answer"]
+    assert prompt.target == prompt.info["solution"] == entry["answer"]
     assert (prompt.id, prompt.task) == ("reasoning_gym/chain_sum/train/3", "reasoning_gym")
     origin = prompt.info["reasoning_gym"]
     assert (origin["dataset"], origin["index"], origin["size"]) == ("chain_sum", 3, 20)
@@ -98,8 +98,8 @@ def test_the_entry_can_be_generated_again_from_its_origin() -> None:
 
 def test_scores_are_those_of_the_data_set() -> None:
     prompt = gym("chain_sum").train()[0]
-    assert score_of(prompt.info, prompt.answer) == 1.0
-    assert score_of(prompt.info, str(int(prompt.answer) + 1)) == 0.0
+    assert score_of(prompt.info, prompt.target) == 1.0
+    assert score_of(prompt.info, str(int(prompt.target) + 1)) == 0.0
 
 
 def test_options_are_the_data_sets_own() -> None:
@@ -212,7 +212,7 @@ def test_scores_are_right_in_another_process_even_where_questions_are_not_repeat
     names = [*UNSTEADY_AND_QUICK, "knights_knaves", "chain_sum"]
     made = made_with("1", tmp_path / "prompts", *names)
     for name, prompts in made.items():
-        assert [score_of(p.info, p.answer) for p in prompts] == [1.0] * 4, name
+        assert [score_of(p.info, p.target) for p in prompts] == [1.0] * 4, name
     again = [p.text for p in gym("chain_sum", 4, 4).train()]
     assert [p.text for p in made["chain_sum"]] == again
 
@@ -231,14 +231,14 @@ def test_what_cannot_travel_is_generated_again() -> None:
     carried = gym("gsm_symbolic", train_size=60).train()
     odd = [p for p in carried if "entry" not in p.info["reasoning_gym"]]
     assert odd != []
-    assert [score_of(p.info, p.answer) for p in odd] == [1.0] * len(odd)
+    assert [score_of(p.info, p.target) for p in odd] == [1.0] * len(odd)
     assert all(p.text.startswith(entry_of(p.info)[1]["question"]) for p in odd)
 
 
 def test_examples_stand_in_for_answers_where_many_are_right() -> None:
     for name in sorted(set(NO_ANSWER) - NO_SOLUTION - {"rubiks_cube"}):
         prompt = gym(name).train()[0]
-        assert prompt.answer == ""
+        assert prompt.target == ""
         assert score_of(prompt.info, prompt.info["solution"]) == 1.0
     assert "solution" not in gym("boxnet").train()[0].info
 

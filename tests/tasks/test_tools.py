@@ -39,7 +39,7 @@ def test_every_call_fits_the_signature_that_the_prompt_shows(prompt: Prompt) -> 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_answer_and_solution_are_the_call_as_json(prompt: Prompt) -> None:
-    assert json.loads(prompt.answer) == prompt.info["call"]
+    assert json.loads(prompt.target) == prompt.info["call"]
     inner = re.fullmatch(r"<tool_call>(.*)</tool_call>", prompt.info["solution"])
     assert inner is not None
     assert json.loads(inner.group(1)) == prompt.info["call"]

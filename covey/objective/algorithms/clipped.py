@@ -12,8 +12,8 @@ from covey.objective.penalty import PENALTIES, Kl
 
 def grpo(
     *,
-    low: float = 0.2,
-    high: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     dual: float = 0.0,
     beta: float = 0.04,
     kl: Kl = "k3",
@@ -23,7 +23,7 @@ def grpo(
     """Group Relative Policy Optimization, arXiv 2402.03300.
 
         A_i  = (R_i - mean_g R) / (std_g R + eps)
-        loss = - 1/N sum_i 1/T_i sum_t [ min(r A, clip(r, 1-low, 1+high) A) - beta k3 ]
+        loss = - 1/N sum_i 1/T_i sum_t [ min(r A, clip(r, 1-clip_low, 1+clip_high) A) - beta k3 ]
         r    = exp(logp - old_logp),  k3 = exp(-d) - 1 + d,  d = logp - ref_logp
 
     Where the paper is silent: ddof 1, eps 1e-6, clip 0.2.
@@ -38,7 +38,7 @@ def grpo(
     return Objective(
         advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, low=low, high=high, dual=dual),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
         weights=weights.sequence_mean_token_mean,
         penalty=PENALTIES[kl],
         beta=beta,
@@ -48,8 +48,8 @@ def grpo(
 def dr_grpo(
     *,
     length: int,
-    low: float = 0.2,
-    high: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     dual: float = 0.0,
     beta: float = 0.0,
     kl: Kl = "k3",
@@ -57,7 +57,7 @@ def dr_grpo(
     """GRPO Done Right, arXiv 2503.20783.
 
         A_i  = R_i - mean_g R
-        loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-low, 1+high) A)
+        loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     `length` is a constant, the generation budget. In a run it is rollout.max_tokens unless given;
     elsewhere it must be given, because the padded width of a batch, which some codes take, changes
@@ -69,7 +69,7 @@ def dr_grpo(
     return Objective(
         advantage=advantage.group_centered,
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, low=low, high=high, dual=dual),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
         weights=partial(weights.sequence_mean_token_sum_norm, length=length),
         penalty=PENALTIES[kl],
         beta=beta,
@@ -78,8 +78,8 @@ def dr_grpo(
 
 def dapo(
     *,
-    low: float = 0.2,
-    high: float = 0.28,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
     dual: float = 0.0,
     aggregation: Literal["token_mean", "group_mean_token_mean"] = "token_mean",
     beta: float = 0.0,
@@ -90,10 +90,10 @@ def dapo(
     """Decoupled Clip and Dynamic Sampling Policy Optimization, arXiv 2503.14476.
 
         A_i  = (R_i - mean_g R) / (std_g R + eps)
-        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-low, 1+high) A),  low < high
+        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A),  clip_low < clip_high
 
     The clip and the aggregation are here; the rest of DAPO is not a loss and combines with any
-    algorithm: dynamic sampling (select.dynamic), overlong filtering (select.mask_truncated) and
+    algorithm: dynamic sampling (filter.dynamic_sampling), overlong filtering (filter.mask_truncated) and
     soft overlong punishment (length_penalty.name = "soft").
 
     Where paper and released code differ: equation 8 takes the token mean inside each prompt's group
@@ -102,7 +102,7 @@ def dapo(
     return Objective(
         advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, low=low, high=high, dual=dual),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
         weights=weights.WEIGHTS[aggregation],
         penalty=PENALTIES[kl],
         beta=beta,
@@ -111,8 +111,8 @@ def dapo(
 
 def lite_ppo(
     *,
-    low: float = 0.2,
-    high: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     beta: float = 0.0,
     kl: Kl = "k3",
     ddof: int = 1,
@@ -121,25 +121,25 @@ def lite_ppo(
     """Lite PPO, arXiv 2508.08221: the mean of the group, the deviation of the batch.
 
         A_i  = (R_i - mean_g R) / (std_batch R + eps)
-        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-low, 1+high) A)
+        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The batch is all answers of a step, whatever number of optimizer steps it is split into.
     """
     return Objective(
         advantage=partial(advantage.standardized_by_batch, ddof=ddof, eps=eps),
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, low=low, high=high),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.token_mean,
         penalty=PENALTIES[kl],
         beta=beta,
     )
 
 
-def opo(*, low: float = 0.2, high: float = 0.2, beta: float = 0.0, kl: Kl = "k3") -> Objective:
+def opo(*, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0, kl: Kl = "k3") -> Objective:
     """On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
 
         A_i  = R_i - sum_g T R / sum_g T
-        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-low, 1+high) A)
+        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The baseline weighs answers by their length, which minimises the variance if the gradient of an
     answer grows with its length; so every token has the same weight here.
@@ -150,7 +150,7 @@ def opo(*, low: float = 0.2, high: float = 0.2, beta: float = 0.0, kl: Kl = "k3"
     return Objective(
         advantage=advantage.length_weighted,
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, low=low, high=high),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.token_mean,
         penalty=PENALTIES[kl],
         beta=beta,
@@ -159,8 +159,8 @@ def opo(*, low: float = 0.2, high: float = 0.2, beta: float = 0.0, kl: Kl = "k3"
 
 def reinforce_pp(
     *,
-    low: float = 0.2,
-    high: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     beta: float = 0.01,
     kl: Kl = "k1",
     kl_in: Literal["loss", "reward"] = "reward",
@@ -171,7 +171,7 @@ def reinforce_pp(
 
         r_t  = -beta k1_t, and + R_i at the last token;  U_t = sum_{u>=t} gamma^(u-t) r_u
         A    = (U - mean U) / sqrt(var U + eps), over all tokens of the batch
-        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-low, 1+high) A)
+        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Since the baseline is that of the batch, prompts of different difficulty are pushed as wholes;
     `reinforce_pp_baseline` mends that.
@@ -179,7 +179,7 @@ def reinforce_pp(
     return Objective(
         advantage=partial(advantage.returns_whitened, gamma=gamma, eps=eps),
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, low=low, high=high),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.token_mean,
         penalty=PENALTIES[kl],
         beta=beta,
@@ -190,8 +190,8 @@ def reinforce_pp(
 
 def reinforce_pp_baseline(
     *,
-    low: float = 0.2,
-    high: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     beta: float = 0.0,
     kl: Kl = "k2",
     weighting: Literal["answer", "token"] = "answer",
@@ -200,7 +200,7 @@ def reinforce_pp_baseline(
     """REINFORCE++ with the group's mean as baseline, arXiv 2501.03262.
 
         C_i  = R_i - mean_g R;   A_i = C_i / (std_batch C + eps)
-        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-low, 1+high) A)
+        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Codes disagree on the deviation: over tokens in verl and OpenRLHF, over answers in ms-swift.
     We take answers, where the mean of C stays 0 and length does not come in; `weighting = "token"`
@@ -209,7 +209,7 @@ def reinforce_pp_baseline(
     return Objective(
         advantage=partial(advantage.group_whitened, weighting=weighting, eps=eps),
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, low=low, high=high),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.token_mean,
         penalty=PENALTIES[kl],
         beta=beta,

@@ -12,8 +12,8 @@ from covey.objective.penalty import PENALTIES, Kl
 
 def gspo(
     *,
-    low: float = 3e-4,
-    high: float = 4e-4,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
     beta: float = 0.0,
     kl: Kl = "k3",
     ddof: int = 1,
@@ -23,7 +23,7 @@ def gspo(
 
         A_i  = (R_i - mean_g R) / (std_g R + eps)
         s_i  = exp( 1/T_i sum_t (logp - old_logp) )
-        loss = - 1/N sum_i min(s A, clip(s, 1-low, 1+high) A)
+        loss = - 1/N sum_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
     Worth knowing: s is a geometric mean, so it moves far less than the ratio of a token; a clip of
     0.2, which fits tokens, never acts on it. With one optimizer step per rollout batch s is 1 and
@@ -33,7 +33,7 @@ def gspo(
     return Objective(
         advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.sequence,
-        surrogate=partial(surrogate.clipped, low=low, high=high),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.sequence_mean_token_mean,
         penalty=PENALTIES[kl],
         beta=beta,
@@ -42,8 +42,8 @@ def gspo(
 
 def gspo_token(
     *,
-    low: float = 3e-4,
-    high: float = 4e-4,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
     beta: float = 0.0,
     kl: Kl = "k3",
     ddof: int = 1,
@@ -52,7 +52,7 @@ def gspo_token(
     """GSPO-token, arXiv 2507.18071 equations 13 to 18: the ratio of the answer, token by token.
 
         s_t  = sg(s_i) exp(logp - sg(logp)),  sg: no gradient
-        loss = - 1/N sum_i 1/T_i sum_t min(s_t A, clip(s_t, 1-low, 1+high) A)
+        loss = - 1/N sum_i 1/T_i sum_t min(s_t A, clip(s_t, 1-clip_low, 1+clip_high) A)
 
     The same value and gradient as `gspo` while all tokens of an answer have one advantage. It is
     the form to take with advantages of single tokens, such as `top_entropy` makes.
@@ -60,7 +60,7 @@ def gspo_token(
     return Objective(
         advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.sequence_token,
-        surrogate=partial(surrogate.clipped, low=low, high=high),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.sequence_mean_token_mean,
         penalty=PENALTIES[kl],
         beta=beta,
@@ -69,8 +69,8 @@ def gspo_token(
 
 def luspo(
     *,
-    low: float = 2e-3,
-    high: float = 2.5e-3,
+    clip_low: float = 2e-3,
+    clip_high: float = 2.5e-3,
     beta: float = 0.0,
     kl: Kl = "k3",
     ddof: int = 1,
@@ -78,14 +78,14 @@ def luspo(
 ) -> Objective:
     """Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261: GSPO, times the length.
 
-        loss = - 1/N sum_i T_i min(s A, clip(s, 1-low, 1+high) A)
+        loss = - 1/N sum_i T_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
     GSPO's division by the answer's length favours short right answers; this takes it back.
     """
     return Objective(
         advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.sequence,
-        surrogate=partial(surrogate.clipped, low=low, high=high),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.sequence_mean_token_sum,
         penalty=PENALTIES[kl],
         beta=beta,
@@ -94,8 +94,8 @@ def luspo(
 
 def gmpo(
     *,
-    low: float = 0.4,
-    high: float = 0.4,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
     beta: float = 0.0,
     kl: Kl = "k3",
     ddof: int = 1,
@@ -103,7 +103,7 @@ def gmpo(
 ) -> Objective:
     """Geometric-Mean Policy Optimization, arXiv 2507.20673.
 
-        z_t  = min(x, clip(x, -low, high)) if A > 0 else max(...),  x = logp - old_logp
+        z_t  = min(x, clip(x, -clip_low, clip_high)) if A > 0 else max(...),  x = logp - old_logp
         loss = - 1/N sum_i A_i exp( 1/T_i sum_t z_t )
 
     The bounds are of the logarithm: 0.4 lets ratios from 0.67 to 1.49 through. Passing the bounds
@@ -112,7 +112,7 @@ def gmpo(
     return Objective(
         advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.token,
-        surrogate=partial(surrogate.geometric_clipped, low=low, high=high),
+        surrogate=partial(surrogate.geometric_clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.sequence_mean_token_mean,
         penalty=PENALTIES[kl],
         beta=beta,
@@ -121,8 +121,8 @@ def gmpo(
 
 def rloo(
     *,
-    low: float = 0.2,
-    high: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     beta: float = 0.05,
     kl: Kl = "k1",
     kl_in: Literal["loss", "reward"] = "reward",
@@ -132,7 +132,7 @@ def rloo(
         R_i  := R_i - beta sum_t (old_logp - ref_logp)
         A_i  = R_i - mean of the others of its group
         q_i  = exp( sum_t (logp - old_logp) )
-        loss = - 1/N sum_i min(q A, clip(q, 1-low, 1+high) A)
+        loss = - 1/N sum_i min(q A, clip(q, 1-clip_low, 1+clip_high) A)
 
     An answer is one action, so its ratio is the product over its tokens and the gradient of each
     token has weight 1/N, whatever the length. The paper takes one step per batch, where the ratio
@@ -142,7 +142,7 @@ def rloo(
     return Objective(
         advantage=advantage.against_the_others,
         ratio=ratio.product,
-        surrogate=partial(surrogate.clipped, low=low, high=high),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.sequence_mean_token_mean,
         penalty=PENALTIES[kl],
         beta=beta,
@@ -152,8 +152,8 @@ def rloo(
 
 def grpo_s(
     *,
-    low: float = 0.2,
-    high: float = 0.28,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
     beta1: float = 1.0,
     beta2: float = 0.1,
     mean: Literal["geometric", "arithmetic"] = "geometric",
@@ -170,7 +170,7 @@ def grpo_s(
         rs_j = -beta1 - beta2 m (1/H_j) / sum_{k in O-} 1/H_k      for the m wrong ones, O-
         A_i  = (rs_i - mean_g rs) / (std_g rs + eps)
         w_i  = exp( 1/T_i sum_t (logp - old_logp) )
-        loss = - 1/N sum_i min(w A, clip(w, 1-low, 1+high) A)
+        loss = - 1/N sum_i min(w A, clip(w, 1-clip_low, 1+clip_high) A)
 
     Choices: the paper prints w as a mean of ratios (equation 8, `mean = "arithmetic"`) and as a
     geometric mean (algorithm 1), which is our default; its sums over k are of the group in the
@@ -192,7 +192,7 @@ def grpo_s(
             entropy_floor=entropy_floor,
         ),
         ratio=ratio.sequence if mean == "geometric" else ratio.arithmetic,
-        surrogate=partial(surrogate.clipped, low=low, high=high),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.sequence_mean_token_mean,
         penalty=PENALTIES[kl],
         beta=beta,

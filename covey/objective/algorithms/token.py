@@ -12,8 +12,8 @@ from covey.objective.penalty import PENALTIES, Kl
 
 def gtpo(
     *,
-    low: float = 0.2,
-    high: float = 0.28,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
     alpha1: float = 1.0,
     alpha2: float = 0.1,
     scope: shaping.Scope = "group",
@@ -29,7 +29,7 @@ def gtpo(
         rp[i,t] =  alpha1 + alpha2 d_t H[i,t] / sum_{k in O+} H[k,t]        right answers, O+
         rn[j,t] = -alpha1 - alpha2 h_t (1/H[j,t]) / sum_{k in O-} 1/H[k,t]  wrong answers, O-
         A       = (rp - mean rp) / (std rp + eps), and the same for rn
-        loss    = - 1/T sum_i sum_t min(r A, clip(r, 1-low, 1+high) A)
+        loss    = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     d_t and h_t count the right and wrong answers that reach position t. Not to be confused with
     `gtpo_trajectory`, which has the same initials.
@@ -52,7 +52,7 @@ def gtpo(
     return Objective(
         advantage=shaped,
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, low=low, high=high),
+        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
         weights=weights.token_mean,
         penalty=PENALTIES[kl],
         beta=beta,
@@ -102,8 +102,8 @@ def gtpo_trajectory(
 
 def clip_cov(
     *,
-    low: float = 1.0,
-    high: float = 1.0,
+    clip_low: float = 1.0,
+    clip_high: float = 1.0,
     share: float = 2e-4,
     cov_low: float = 1.0,
     cov_high: float = 5.0,
@@ -115,7 +115,7 @@ def clip_cov(
     """Clip-Cov, arXiv 2505.22617: no gradient for a few tokens that would collapse the entropy.
 
         cov  = (A - mean A) (logp - mean logp), over the tokens of the optimizer step
-        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-low, 1+high) A), but 0 for max(1, share T)
+        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A), but 0 for max(1, share T)
                random tokens with cov_low < cov < cov_high that the clip does not cut
 
     Choices: cov is over the whole optimizer step, not over a micro-batch, so it takes a forward
@@ -125,13 +125,13 @@ def clip_cov(
     return Objective(
         advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped_without_marked, low=low, high=high),
+        surrogate=partial(surrogate.clipped_without_marked, clip_low=clip_low, clip_high=clip_high),
         weights=weights.token_mean,
         penalty=PENALTIES[kl],
         beta=beta,
         marks=partial(
             marks.random_within_bounds,
-            share=share, cov_low=cov_low, cov_high=cov_high, low=low, high=high,
+            share=share, cov_low=cov_low, cov_high=cov_high, clip_low=clip_low, clip_high=clip_high,
         ),
     )  # fmt: skip
 

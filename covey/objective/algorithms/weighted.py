@@ -124,8 +124,8 @@ def vespo(
 
 def dppo(
     *,
-    low: float = 0.2,
-    high: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     max_weight: float = 20.0,
     beta: float = 0.0,
     kl: Kl = "k3",
@@ -135,7 +135,7 @@ def dppo(
     """Divergence PPO with total variation, arXiv 2602.04879.
 
         loss = - 1/T sum_i sum_t keep sg(min(r, max_weight)) A logp
-        keep = p - p_old <= high if A > 0 else p - p_old >= -low,  p = exp(logp)
+        keep = p - p_old <= clip_high if A > 0 else p - p_old >= -clip_low,  p = exp(logp)
 
     The bounds are of probabilities, not of ratios: a rare token may double, a common one may not
     lose much.
@@ -143,7 +143,7 @@ def dppo(
     return Objective(
         advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.token,
-        surrogate=partial(surrogate.trust_mask, low=low, high=high, max_weight=max_weight),
+        surrogate=partial(surrogate.trust_mask, clip_low=clip_low, clip_high=clip_high, max_weight=max_weight),
         weights=weights.token_mean,
         penalty=PENALTIES[kl],
         beta=beta,

@@ -1,0 +1,1 @@
+"""GPU fast path: kernels, fused forward pass, packing, CUDA graphs."""

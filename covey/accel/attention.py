@@ -1,0 +1,177 @@
+"""Attention for packed rows, and for short ones on a CPU, through transformers' own registry.
+
+A model that uses standard attention keeps its code: it calls the function that is registered here.
+
+Packed: the model sees all tokens of a batch in one row without padding, and a prompt that several
+completions share only once; all its layers but attention work token by token and do not mind. Only
+attention needs to know which tokens belong together, and gathers them: with padding (Packing), or,
+where there is a kernel for it, without (Spans, in flash.py).
+
+Shapes: N packed tokens, B rows, S columns, H heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from covey.accel.varlen_attention import Spans, flash_attention
+
+NAME = "covey"
+
+SHORT = 256
+"""On a CPU, batched products beat the fused kernel up to about this many positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """Where the tokens of each row are among the packed ones."""
+
+    rows: torch.Tensor
+    """[B, S] int64: the packed token in each column; beyond a row's end, any."""
+    home: torch.Tensor
+    """[N] int64: a cell of `rows`, flattened, that holds each packed token."""
+
+
+class Attends(Protocol):
+    """Whoever attends in place of this module, because only it knows where keys are."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Return [batch, positions, H, D]."""
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packing: Packing | Spans | Attends | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as scaled dot products do. Returns [batch, positions, H, D]."""
+    if packing is None:
+        return _attend(module, query, key, value, attention_mask, **options), None
+    if not isinstance(packing, Packing | Spans):
+        return packing.attend(module, query, key, value, options), None
+    if isinstance(packing, Spans):
+        if options.get("softcap") is not None:
+            raise NotImplementedError("flash kernels have no soft cap")
+        scaling, window = options.get("scaling"), options.get("sliding_window")
+        keys, values = (packing.gathered(t[0].transpose(0, 1)) for t in (key, value))
+        questions = query[0].transpose(0, 1)
+        return flash_attention(questions, keys, values, packing, scaling, window)[None], None
+    rows, cells = packing.rows.flatten(), packing.rows.shape
+
+    def gathered(packed: torch.Tensor) -> torch.Tensor:
+        tokens = packed[0].transpose(0, 1).flatten(1).index_select(0, rows)
+        return tokens.view(*cells, packed.shape[1], packed.shape[3]).transpose(1, 2)
+
+    # Padding stands on the right, where causal attention never looks, so no mask is needed.
+    attended = _attend(module, gathered(query), gathered(key), gathered(value), None, **options)
+    packed = attended.flatten(0, 1).index_select(0, packing.home)
+    return packed[None], None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    length, window = key.shape[2], options.get("sliding_window")
+    plain = mask is not None or query.shape[2] == length or query.shape[2] == 1
+    plain = plain and (mask is None or mask.dtype == torch.bool)
+    plain = plain and not (options.get("dropout") and module.training)
+    if mask is None and window is not None and length > window:
+        mask = _window_mask(query, length, window)
+    if options.get("softcap") is not None:
+        return _capped(query, key, value, mask, options)
+    if query.device.type == "cpu" and length <= SHORT and plain:
+        return _short(query, key, value, mask, options.get("scaling"))
+    attended: torch.Tensor = sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+    return attended
+
+
+def _capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attend with scores that are bent to below a soft cap, which no fused kernel knows."""
+    softcap, scaling = options["softcap"], options.get("scaling")
+    batch, heads, positions, size = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)  # scores of fifty round by a quarter
+    rows = query.unflatten(1, (key.shape[1], -1)).to(wide)
+    scores = rows @ key.unsqueeze(2).transpose(3, 4).to(wide)
+    scores = scores * (size**-0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and positions > 1:
+        mask = _window_mask(query, key.shape[2], key.shape[2])
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask.unsqueeze(2), torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask.unsqueeze(2)
+    attended: torch.Tensor = scores.softmax(dim=-1).to(value.dtype) @ value.unsqueeze(2)
+    return attended.reshape(batch, heads, positions, size).transpose(1, 2)
+
+
+def _window_mask(query: torch.Tensor, length: int, window: int) -> torch.Tensor:
+    at = torch.arange(length, device=query.device)
+    behind = at[:, None] - at
+    return ((behind >= 0) & (behind < window))[None, None]
+
+
+def _short(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    positions, size = query.shape[2:]
+    if mask is None and positions > 1:
+        mask = torch.ones(1, 1, positions, positions, dtype=torch.bool, device=query.device).tril()
+    bias = query.new_zeros(1, 1, 1)
+    if mask is not None:
+        bias = short_bias(mask, query.dtype, key.shape[1], query.shape[1] // key.shape[1])
+    return short_attention(query, key, value, bias, size**-0.5 if scaling is None else scaling)
+
+
+def short_bias(mask: torch.Tensor, dtype: torch.dtype, key_heads: int, shared: int) -> torch.Tensor:
+    """Turn a mask [batch or 1, 1, positions, length] into what is added to scores."""
+    bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+    bias = bias.flatten(0, 1)
+    bias = bias.repeat_interleave(key_heads, 0) if len(bias) > 1 else bias
+    return bias.repeat(1, shared, 1) if shared > 1 else bias
+
+
+def short_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention as two batched products; heads that share keys are rows of one product."""
+    batch, heads, positions, size = query.shape
+    rows = query.reshape(batch * key.shape[1], heads // key.shape[1] * positions, size)
+    scores = torch.baddbmm(bias, rows, key.flatten(0, 1).transpose(1, 2), alpha=scale)
+    attended = torch.bmm(scores.softmax(dim=-1), value.flatten(0, 1))
+    return attended.view(batch, heads, positions, size).transpose(1, 2)
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,226 @@
+"""The forward pass of models with the shape of Llama, written out for a GPU.
+
+The weights are the model's own, and so are layers that an adapter has changed; what is different is
+what happens between the matrix products. The residual stream is float32, as in the sampler: norms
+read it and give what products take, and products are added to it. What is applied to the same input
+is one product if its weights stand side by side. The gradient of a weight goes to its sink, in
+float32, if the optimizer gave it one.
+
+Shapes: N packed tokens, H heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding
+from torch.utils.checkpoint import checkpoint
+
+from covey.accel.attention import Packing, attention
+from covey.accel.fused_linear import gated_product, plain, product_of, skipping_gated_products
+from covey.accel.fused_parameters import GradSink, sink_of
+from covey.accel.kernels.norm import add_norm, norm
+from covey.accel.kernels.rope import Shared, turn
+from covey.accel.parity import plain_positions
+from covey.accel.varlen_attention import Spans, flash_attention
+
+KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class _Place(NamedTuple):
+    """What all layers need to know of the tokens."""
+
+    rope: tuple[torch.Tensor, torch.Tensor]
+    packing: Packing | Spans
+    shared: Shared | None
+
+
+def fused_backbone(
+    backbone: nn.Module,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    packing: Packing | Spans,
+    collect: KeysAndValues | None = None,
+) -> torch.Tensor:
+    """Run a backbone over packed tokens [N]; return hidden states [N, hidden size].
+
+    `collect` is given the keys, turned, and values [N, K, D] of every layer.
+    """
+    model: Any = backbone
+    hidden = _embed(input_ids, model.embed_tokens)
+    place = _Place(_rope(model.rotary_emb, hidden, position_ids), packing, _shared(packing))
+    delta: torch.Tensor | None = None
+    for layer in model.layers:
+        if layer.training and torch.is_grad_enabled() and _checkpointed(layer):
+            hidden = hidden if delta is None else hidden + delta
+            hidden, delta = checkpoint(
+                _layer, layer, hidden, None, place, collect,
+                use_reentrant=False, preserve_rng_state=False, determinism_check="none",
+                context_fn=_first_and_again,
+            )  # fmt: skip
+        else:
+            hidden, delta = _layer(layer, hidden, delta, place, collect)
+    assert delta is not None, "a model has layers"
+    return add_norm(hidden, delta, *_gain(model.norm))[1]
+
+
+def understood(model: Any) -> bool:
+    """Tell whether a model is worth trying: whether it has the parts that are named here."""
+    backbone = model.base_model
+    return (
+        hasattr(backbone, "layers")
+        and type(getattr(backbone, "embed_tokens", None)) is nn.Embedding
+        and plain_positions(model.config)
+        and backbone.embed_tokens.weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    )
+
+
+def _layer(
+    layer: Any,
+    hidden: torch.Tensor,
+    delta: torch.Tensor | None,
+    place: _Place,
+    collect: KeysAndValues | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the residual stream after attention, and what the other half adds to it."""
+    gain = _gain(layer.input_layernorm)
+    if delta is None:
+        normed = norm(hidden, *gain)
+    else:
+        hidden, normed = add_norm(hidden, delta, *gain)
+    attended = _attend(layer.self_attn, normed, place, collect)
+    delta = product_of([layer.self_attn.o_proj], attended)[0]
+    hidden, normed = add_norm(hidden, delta, *_gain(layer.post_attention_layernorm))
+    mlp = layer.mlp
+    gates = product_of([mlp.gate_proj, mlp.up_proj], normed)
+    return hidden, gated_product(gates, mlp.act_fn, mlp.down_proj)
+
+
+def _attend(
+    module: Any, normed: torch.Tensor, place: _Place, collect: KeysAndValues | None
+) -> torch.Tensor:
+    products = product_of([module.q_proj, module.k_proj, module.v_proj], normed)
+    size = module.head_dim
+    heads, key_heads = (plain(m).out_features // size for m in (module.q_proj, module.k_proj))
+    shape = (heads, key_heads, size)
+    if getattr(module, "q_norm", None) is not None:
+        products = _normed_heads(module, products, shape)
+    query, key, value = turn(*products, rope=place.rope, shared=place.shared, shape=shape)
+    if collect is not None:
+        collect.append(_unshared(key, value, place))
+    if isinstance(place.packing, Spans):
+        attended = flash_attention(query, key, value, place.packing, module.scaling)
+    else:
+        query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
+        options = {"scaling": module.scaling, "dropout": 0.0}
+        attended = attention(module, query, key, value, None, place.packing, **options)[0][0]
+    return attended.flatten(1)
+
+
+def _normed_heads(
+    module: Any, products: Sequence[torch.Tensor], shape: tuple[int, int, int]
+) -> tuple[torch.Tensor, ...]:
+    """Norm each head of queries and keys; float32, because they are rounded when turned."""
+    heads, key_heads, size = shape
+    if len(products) == 1:
+        widths = [heads * size, key_heads * size, key_heads * size]
+        products = products[0].split(widths, dim=1)
+    query, key, value = products
+    query, key = (
+        norm(part.reshape(-1, size), *_gain(m), dtype=torch.float32).view(len(part), -1)
+        for part, m in ((query, module.q_norm), (key, module.k_norm))
+    )
+    return query, key, value
+
+
+def _unshared(
+    key: torch.Tensor, value: torch.Tensor, place: _Place
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values once a packed token."""
+    if place.shared is None:
+        return key, value
+    shared = place.shared
+    first = shared.starts[shared.begin.long()] + shared.position
+    return key.index_select(0, first), value.index_select(0, first)
+
+
+def _shared(packing: Packing | Spans) -> Shared | None:
+    if not isinstance(packing, Spans) or packing.tokens is None:
+        return None
+    parts = (packing.tokens, packing.starts, packing.begin, packing.end, packing.position)
+    return Shared(*(part for part in parts if part is not None))
+
+
+def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return what surrounds a checkpointed layer when it runs and when it is computed again."""
+    return nullcontext(), skipping_gated_products()
+
+
+def _checkpointed(layer: Any) -> bool:
+    return bool(getattr(layer, "gradient_checkpointing", False))
+
+
+def _rope(
+    rotary: nn.Module, hidden: torch.Tensor, position_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine [N, D / 2] in float32."""
+    cosine, sine = rotary(hidden[None, :1], position_ids[None])
+    half = cosine.shape[-1] // 2
+    return cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
+
+
+def _active(module: Any) -> Any:
+    """Return a module, or of one that an adapter trains in full the copy that is in use."""
+    if not hasattr(module, "modules_to_save"):
+        return module
+    if module.disable_adapters:
+        return module.original_module
+    return module.modules_to_save[module.active_adapters[0]]
+
+
+def _gain(module: Any) -> tuple[torch.Tensor, float]:
+    module = _active(module)
+    return module.weight, module.variance_epsilon
+
+
+def _embed(input_ids: torch.Tensor, module: Any) -> torch.Tensor:
+    module = _active(module)
+    hidden: torch.Tensor = _Embedding.apply(
+        input_ids, module.weight, module.padding_idx, sink_of([module.weight])
+    )
+    return hidden
+
+
+class _Embedding(torch.autograd.Function):
+    """Looks tokens up, in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_ids: torch.Tensor,
+        weight: torch.Tensor,
+        padding: int | None,
+        sink: GradSink | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input_ids)
+        ctx.shape, ctx.dtype, ctx.padding, ctx.sink = weight.shape, weight.dtype, padding, sink
+        return embedding(input_ids, weight).float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (input_ids,) = ctx.saved_tensors
+        grad = grads[0]
+        if ctx.padding is not None:  # as in the module, whose padding does not learn
+            grad = grad.masked_fill((input_ids == ctx.padding)[:, None], 0.0)
+        sink: GradSink | None = ctx.sink
+        if sink is None:
+            total = grad.new_zeros(ctx.shape)
+        else:
+            found = sink.total
+            total = sink.start().zero_() if found is None else found
+        total.index_add_(0, input_ids, grad)
+        return None, total.to(ctx.dtype) if sink is None else None, None, None

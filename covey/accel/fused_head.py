@@ -1,0 +1,135 @@
+"""The head on a device: logits straight to float32, and one kernel each way over a chunk of them.
+
+Logits are never rounded: at their usual size bfloat16 has steps of a sixteenth. Their gradient is,
+for the two products that take it; the weight's gradient adds up over chunks in float32.
+
+Shapes: M chosen tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from covey.accel.fused_parameters import GradSink, sink_of
+from covey.accel.kernels.logp import logp_backward, logp_forward
+from covey.accel.kernels.product import add_product, product
+
+ROWS = 128
+"""Matrix units work on so many rows at once; a chunk of more is a multiple of it."""
+
+
+class _Settings(NamedTuple):
+    scale: float
+    softcap: float | None
+    chunk: int
+
+
+def device_logp(
+    hidden: torch.Tensor,
+    linear: torch.nn.Linear,
+    tokens: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    megabytes: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probability and entropy [M] in float32, both with gradient."""
+    weight, bias = linear.weight, linear.bias
+    # Logits in float32 and, unless it can take their place, their rounded gradient.
+    size = 4 if weight.dtype == torch.float32 else 4 + weight.element_size()
+    rows = max(1, int(megabytes * 2**20 / (len(weight) * size)))
+    chunk = rows - rows % ROWS if rows > ROWS else rows
+    settings = _Settings(scale, softcap, chunk)
+    logp, entropy = _DeviceLogp.apply(hidden, weight, bias, tokens, settings)
+    return logp, entropy
+
+
+def _chunks(
+    hidden: torch.Tensor, weight: torch.Tensor, chunk: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield each part of the tokens with its logits, in a buffer that is used again."""
+    buffer = weight.new_empty(min(chunk, len(hidden)), len(weight), dtype=torch.float32)
+    for at in range(0, len(hidden), chunk):
+        part = slice(at, min(at + chunk, len(hidden)))
+        logits = buffer[: part.stop - part.start]
+        product(hidden[part], weight.t(), out=logits)
+        yield part, logits
+
+
+class _DeviceLogp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tokens: torch.Tensor,
+        settings: _Settings,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = hidden.contiguous()
+        logp = hidden.new_empty(len(tokens), dtype=torch.float32)
+        entropy, normalizer = torch.empty_like(logp), torch.empty_like(logp)
+        for part, logits in _chunks(hidden, weight, settings.chunk):
+            out = (logp[part], entropy[part], normalizer[part])
+            logp_forward(logits, bias, tokens[part], out, settings.scale, settings.softcap)
+        ctx.save_for_backward(hidden, weight, bias, tokens, normalizer, entropy)
+        ctx.settings = settings
+        ctx.sink = sink_of([weight])
+        ctx.set_materialize_grads(False)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, tokens, normalizer, entropy = ctx.saved_tensors
+        zero = torch.zeros_like(normalizer)
+        by_logp, by_entropy = (zero if g is None else g.contiguous() for g in grads)
+        hidden_grad = torch.empty_like(hidden)
+        weight_grad = _WeightGrad(weight, ctx.sink) if ctx.needs_input_grad[1] else None
+        bias_grad = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        rounded = None
+        for part, logits in _chunks(hidden, weight, ctx.settings.chunk):
+            if rounded is None:
+                plain = logits.dtype == weight.dtype
+                rounded = logits if plain else torch.empty_like(logits, dtype=weight.dtype)
+            grad = rounded[: len(logits)]
+            logp_backward(
+                logits, bias, tokens[part], (normalizer[part], entropy[part]),
+                (by_logp[part], by_entropy[part]), grad, ctx.settings.scale, ctx.settings.softcap,
+            )  # fmt: skip
+            torch.mm(grad, weight, out=hidden_grad[part])
+            if weight_grad is not None:
+                weight_grad.add(grad.t(), hidden[part])
+            if bias_grad is not None:
+                bias_grad += grad.sum(dim=0, dtype=torch.float32)
+        whole = None if weight_grad is None else weight_grad.result()
+        bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
+        return hidden_grad, whole, bias_grad, None, None
+
+
+class _WeightGrad:
+    """Adds up the weight's gradient in float32, in its sink if it has one."""
+
+    def __init__(self, weight: torch.Tensor, sink: GradSink | None) -> None:
+        self.weight, self.sink = weight, sink
+        self.total = None if sink is None else sink.total
+
+    def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        if self.total is not None:
+            add_product(left, right, self.total)
+            return
+        if self.sink is not None:
+            self.total = self.sink.start()
+        else:
+            self.total = torch.empty_like(self.weight, dtype=torch.float32)
+        product(left, right, self.total)
+
+    def result(self) -> torch.Tensor | None:
+        """Return what autograd is given."""
+        if self.sink is not None:
+            return None
+        if self.total is None:
+            return torch.zeros_like(self.weight)
+        return self.total.to(self.weight.dtype)

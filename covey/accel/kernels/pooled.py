@@ -1,0 +1,209 @@
+"""Attention for one token a slot of any model whose queries and keys come ready to be multiplied.
+
+The model has done all that its own code does to them, rotary embedding and norms included; what is
+left is to keep the new key and value, and to attend to a prompt that several slots share and to the
+slot's own answer. Layers may see a window only, and scores may have a soft cap.
+
+Shapes: W slots in use, S slots, P prompts, H heads, K key-value heads, D head size, C positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from covey.accel.kernels.decode import LEAST_ROWS, fold, pieces
+
+NO_WINDOW = 2**31 - 1
+
+
+class Stored(NamedTuple):
+    """Keys and values of one layer, and where each slot finds its own."""
+
+    prompt_keys: torch.Tensor
+    """[P, K, C', D]."""
+    prompt_values: torch.Tensor
+    """[P, K, C', D]."""
+    prompt_row: torch.Tensor
+    """[S] int64: which of them a slot reads."""
+    prompt_length: torch.Tensor
+    """[S] int64: and how many positions of it."""
+    keys: torch.Tensor
+    """[S, K, C, D], of answers; written here."""
+    values: torch.Tensor
+    """[S, K, C, D], likewise."""
+    place: torch.Tensor
+    """[S] int64: where the new ones are written."""
+    active: torch.Tensor
+    """[S] bool: slots to serve; the others are passed over."""
+
+
+@triton.jit
+def _score(product, scale, softcap, capped: tl.constexpr):
+    """Return scores to the base of two."""
+    score = product * scale
+    if capped:
+        # tanh(x) by what there is: 2 / (1 + exp(-2 x)) - 1.
+        score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+    return score * 1.4426950408889634
+
+
+@triton.jit
+def _attend(
+    keys,
+    values,
+    begin,
+    low,
+    count,
+    query,
+    largest,
+    total,
+    result,
+    scale,
+    softcap,
+    size: tl.constexpr,
+    room: tl.constexpr,
+    block: tl.constexpr,
+    capped: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Attend to positions `low` to `count` - 1, which stand one after the other from `begin` on."""
+    whole = tl.arange(0, room)
+    for start in range(low // block * block, count, block):
+        position = start + tl.arange(0, block)
+        seen = (position >= low) & (position < count)
+        inside = seen[:, None] & (whole < size)[None, :]
+        cell = (begin + position)[:, None] * size + whole
+        key = tl.load(keys + cell, mask=inside, other=0.0)
+        value = tl.load(values + cell, mask=inside, other=0.0)
+        product = tl.dot(query, tl.trans(key), input_precision=precision)
+        score = _score(product, scale, softcap, capped)
+        score = tl.where(seen[None, :], score, float("-inf"))
+        largest, total, result = fold(score, value, largest, total, result, precision)
+    return largest, total, result
+
+
+@triton.jit
+def _pooled_attention(
+    query,
+    key,
+    value,
+    query_slot,
+    query_head,
+    key_slot,
+    key_head,
+    value_slot,
+    value_head,
+    prompt_keys,
+    prompt_values,
+    prompt_row,
+    prompt_length,
+    keys,
+    values,
+    place,
+    active,
+    attended,
+    scale,
+    softcap,
+    window,
+    prompt_capacity,
+    capacity,
+    key_heads: tl.constexpr,
+    shared: tl.constexpr,
+    size: tl.constexpr,
+    room: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    capped: tl.constexpr,
+    precision: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    whole = tl.arange(0, room)
+    known = whole < size
+    member = tl.arange(0, rows)
+    real = (member < shared)[:, None] & known[None, :]
+    out = attended + (slot * key_heads * shared + head * shared + member)[:, None] * size + whole
+    if tl.load(active + slot) == 0:
+        tl.store(out, tl.zeros((rows, room), tl.float32), mask=real)  # finite, whatever it was
+        return
+    at = tl.load(place + slot)
+    before = tl.load(prompt_length + slot)
+    row = tl.load(prompt_row + slot)
+    kind = keys.dtype.element_ty
+
+    query_at = query + slot * query_slot + (head * shared + member)[:, None] * query_head + whole
+    q = tl.load(query_at, mask=real, other=0.0).to(kind)
+    k = tl.load(key + slot * key_slot + head * key_head + whole, mask=known, other=0.0).to(kind)
+    v = tl.load(value + slot * value_slot + head * value_head + whole, mask=known, other=0.0)
+    v = v.to(kind)
+    begin = (slot * key_heads + head) * capacity
+    tl.store(keys + (begin + at) * size + whole, k, mask=known)
+    tl.store(values + (begin + at) * size + whole, v, mask=known)
+
+    # The new position comes first, from registers: what was just stored is never read back.
+    product = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1)
+    largest = _score(product, scale, softcap, capped)
+    total = tl.full((rows,), 1.0, tl.float32)
+    result = tl.zeros((rows, room), tl.float32) + v.to(tl.float32)[None, :]
+    # A window counts the new position, and may begin in the prompt or behind it.
+    prompt_low = tl.maximum(before + at + 1 - window, 0)
+    prompt_begin = (row * key_heads + head) * prompt_capacity
+    largest, total, result = _attend(
+        prompt_keys, prompt_values, prompt_begin, prompt_low, before, q, largest, total, result,
+        scale, softcap, size, room, block, capped, precision,
+    )  # fmt: skip
+    low = tl.maximum(at + 1 - window, 0)
+    largest, total, result = _attend(
+        keys, values, begin, low, at, q, largest, total, result,
+        scale, softcap, size, room, block, capped, precision,
+    )  # fmt: skip
+    tl.store(out, result / total[:, None], mask=real)
+
+
+def pooled_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    stored: Stored,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Keep the new key and value and attend; return [W, H, D].
+
+    `query` [W, H, D], `key` and `value` [W, K, D] belong to one new token a slot. A window of n
+    sees the new position and the n - 1 before it; a soft cap bends scores to below it.
+    """
+    slots, heads, size = query.shape
+    key_heads, capacity = stored.keys.shape[1:3]
+    query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
+    attended = torch.empty((slots, heads, size), dtype=query.dtype, device=query.device)
+    room = max(LEAST_ROWS, triton.next_power_of_2(size))
+    block, warps, stages = pieces(slots * key_heads, room, stored.keys.dtype)
+    _pooled_attention[(slots, key_heads)](
+        query, key, value,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        *stored,
+        attended,
+        scale,
+        softcap or 0.0,
+        window or NO_WINDOW,
+        stored.prompt_keys.shape[2],
+        capacity,
+        key_heads=key_heads,
+        shared=heads // key_heads,
+        size=size,
+        room=room,
+        rows=max(LEAST_ROWS, triton.next_power_of_2(heads // key_heads)),
+        block=block,
+        capped=softcap is not None,
+        precision="ieee" if stored.keys.dtype == torch.float32 else "tf32",
+        num_warps=warps,
+        num_stages=stages,
+    )  # fmt: skip
+    return attended

@@ -1,0 +1,1 @@
+"""Analysis of runs and configurations: compare, plan, explain, numerics, lab."""

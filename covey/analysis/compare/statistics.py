@@ -1,0 +1,270 @@
+"""The arithmetic behind a verdict: pure functions of accuracies, by seed and by problem.
+
+Values of a comparison are crossed: every seed is measured on the same problems. Arrays end in the
+axes (seeds) or (seeds, problems); axes before these are repetitions, which only simulations have.
+docs/statistics.md says why these tests and intervals, and how often they are wrong.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, special, stats
+
+from covey.evaluate.intervals import CONFIDENCE, ROUNDING, Estimate, paired_difference, proportion
+
+Array = NDArray[Any]
+
+LEVEL = 0.05
+POWER = 0.8
+MOST_SEEDS = 1000
+"""Where the search for enough seeds ends: nobody trains more."""
+EXACT_FLIPS = 16
+"""Seeds up to which all sign flips are tried; above, as many random ones as these have."""
+FLIP_SEEDS = 6
+"""With fewer seeds no sign flip test can get under 5 %: 2 / 2^5 is 6.25 %."""
+COLLAPSE_LEVEL = 0.01
+"""Stricter than 5 %, because the highest of many evaluations is high by luck as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossed:
+    """A mean over seeds and problems, and the two parts of its variance."""
+
+    mean: Array
+    over_seeds: Array
+    """What other seeds would change, these problems given."""
+    over_items: Array
+    """What other problems would change beyond that: the part that all seeds have in common."""
+
+
+def crossed(values: Array) -> Crossed:
+    """Take apart the variance of a mean of `values` [..., seeds, problems].
+
+    The two-way analysis of variance with both factors random. Problems that are hard for every seed
+    do not scatter between seeds, so the scatter of per-seed accuracies knows nothing of them: their
+    part is the variance of per-problem means less what the noise within a seed explains.
+    """
+    values = np.asarray(values, dtype=float)
+    seeds, items = values.shape[-2:]
+    by_seed, by_item = values.mean(axis=-1), values.mean(axis=-2)
+    mean = by_seed.mean(axis=-1)
+    over_seeds = by_seed.var(axis=-1, ddof=1) / seeds
+    if items == 1:
+        return Crossed(mean=mean, over_seeds=over_seeds, over_items=np.zeros_like(mean))
+    rest = values - by_seed[..., :, None] - by_item[..., None, :] + mean[..., None, None]
+    noise = (rest**2).sum(axis=(-1, -2)) / ((seeds - 1) * (items - 1)) / (seeds * items)
+    over_items = np.maximum(0.0, by_item.var(axis=-1, ddof=1) / items - noise)
+    return Crossed(mean=mean, over_seeds=over_seeds, over_items=over_items)
+
+
+def half_width(parts: Crossed, seeds: int, items: int) -> Array:
+    """Return half the width of the 95 % interval of a mean over seeds and problems.
+
+    Each part of the variance with Student's quantile for its own degrees of freedom: with two seeds
+    the scatter between them is hardly known (12.7), that between problems well (about 2).
+    """
+    width = _quantile(seeds - 1) ** 2 * parts.over_seeds
+    if items > 1:
+        width = width + _quantile(items - 1) ** 2 * parts.over_items
+    return np.asarray(np.sqrt(width))
+
+
+def _quantile(freedom: int) -> float:
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+
+
+def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
+    """Return mean, low and high of accuracies [..., seeds, problems]; two seeds or more.
+
+    Wilson's form of the interval, for as many independent answers as would be known equally well:
+    it stays between 0 and 1, and is no point where every answer is right.
+    """
+    seeds, items = values.shape[-2:]
+    parts = crossed(values)
+    scatter = parts.mean * (1 - parts.mean)
+    # With no scatter at all, as where every answer is right: as from so many problems.
+    none = stats.norm.ppf((1 + CONFIDENCE) / 2) ** 2 / items
+    half = half_width(parts, seeds, items)
+    known = (half > 0) & (scatter > 0)
+    share = np.where(known, half**2 / np.where(known, scatter, 1.0), none)
+    centre = (parts.mean + share / 2) / (1 + share)
+    half = np.sqrt(share * scatter + share**2 / 4) / (1 + share)
+    low, high = np.maximum(0.0, centre - half), np.minimum(1.0, centre + half)
+    return parts.mean, np.minimum(low, parts.mean), np.maximum(high, parts.mean)
+
+
+def accuracy(right: Array) -> Estimate:
+    """Estimate an arm's accuracy from `right` [seeds, problems].
+
+    A single seed says nothing of others: its interval is then over problems alone.
+    """
+    if len(right) == 1:
+        return proportion(int(right.sum()), right.shape[1])
+    return Estimate(*(float(value) for value in accuracy_bounds(right)))
+
+
+def change(values: Array) -> Estimate:
+    """Estimate a mean of differences [seeds, problems], for other seeds and other problems."""
+    if len(values) == 1:
+        return paired_difference(values[0].tolist(), [0.0] * values.shape[1]).estimate
+    parts = crossed(values)
+    mean, half = float(parts.mean), float(half_width(parts, *values.shape))
+    return Estimate(mean, max(-1.0, mean - half), min(1.0, mean + half))
+
+
+def seed_deviation(differences: Array, items: int) -> Array:
+    """Return the standard deviation of per-seed differences [..., seeds].
+
+    Accuracies are multiples of 1 / items. Equal differences are equal up to rounding only, so a
+    deviation below that of rounding is not believed; it would decide anything between two seeds.
+    """
+    least = 1 / (items * math.sqrt(12))
+    return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
+
+
+def seed_test(differences: Array, items: int) -> Array:
+    """Return the two-sided p-value of the paired t-test over seeds; differences [..., seeds].
+
+    >>> float(seed_test(np.array([0.10, 0.14, 0.12]), items=200).round(4))
+    0.0091
+    """
+    seeds = differences.shape[-1]
+    error = seed_deviation(differences, items) / math.sqrt(seeds)
+    return np.asarray(2 * stats.t.sf(np.abs(differences.mean(axis=-1)) / error, seeds - 1))
+
+
+def seed_interval(differences: Array, items: int) -> Estimate:
+    """Return the mean difference with the interval that belongs to `seed_test`."""
+    seeds = len(differences)
+    error = float(seed_deviation(differences, items)) / math.sqrt(seeds)
+    mean, half = float(differences.mean()), _quantile(seeds - 1) * error
+    return Estimate(mean, max(-1.0, mean - half), min(1.0, mean + half))
+
+
+def over_seeds(values: Sequence[float]) -> Estimate:
+    """Estimate a mean of one number a seed by Student's interval; one seed has none."""
+    mean = float(np.mean(values))
+    if len(values) == 1:
+        return Estimate(mean, mean, mean)
+    half = _quantile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return Estimate(mean, mean - half, mean + half)
+
+
+def sign_flip_test(differences: Sequence[float]) -> float | None:
+    """Return the p-value of the sign flip test over seeds: two-sided, no distribution assumed.
+
+    If arms do not differ, each seed's difference could as well have the other sign. The share of
+    all choices of signs whose sum is as far from 0. None with too few seeds to get under 5 %.
+
+    >>> sign_flip_test([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
+    0.03125
+    """
+    seeds = len(differences)
+    if seeds < FLIP_SEEDS:
+        return None
+    if seeds <= EXACT_FLIPS:
+        signs = np.array(list(itertools.product((1.0, -1.0), repeat=seeds)))
+    else:
+        drawn = np.random.default_rng(0).choice((1.0, -1.0), (2**EXACT_FLIPS - 1, seeds))
+        signs = np.vstack([np.ones(seeds), drawn])  # what was seen is one of the choices
+    sums = np.abs(signs @ np.asarray(differences, dtype=float))
+    return float((sums >= sums[0] - ROUNDING).mean())
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Correct p-values for their number by Holm's method.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    corrected, highest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = highest
+    return corrected
+
+
+def power(effect: float, seeds: int, level: float = LEVEL) -> float:
+    """Return the chance that the paired t-test finds a difference of `effect` deviations.
+
+    A difference found with the wrong sign is no success. The noncentral t, as a mean over quantiles
+    of the scatter that may be seen: series for it do not converge far out, where two seeds are.
+    """
+    limit = stats.t.ppf(1 - level / 2, seeds - 1)
+    shifts = abs(effect) * math.sqrt(seeds) - limit * _scatter(seeds - 1)
+    return float(special.ndtr(shifts).mean())
+
+
+@cache
+def _scatter(freedom: int) -> Array:
+    """Return quantiles of a deviation that is seen, as a multiple of the true one."""
+    quantiles = (np.arange(2000) + 0.5) / 2000
+    return np.asarray(np.sqrt(special.chdtri(freedom, 1 - quantiles) / freedom))
+
+
+def seeds_needed(mean: float, deviation: float, level: float = LEVEL) -> int | None:
+    """Return how many seeds find such a difference with 80 % power; None above the cap.
+
+    >>> seeds_needed(0.05, 0.05), seeds_needed(0.0, 0.05)
+    (10, None)
+    """
+    effect = mean / deviation
+    if power(effect, MOST_SEEDS, level) < POWER:
+        return None
+    counts = range(2, MOST_SEEDS + 1)
+    return counts[bisect.bisect_left(counts, POWER, key=lambda n: power(effect, n, level))]
+
+
+def detectable(deviation: float, seeds: int, level: float = LEVEL) -> float:
+    """Return the difference that so many seeds find with 80 % power."""
+    highest = 1.0
+    while power(highest, seeds, level) < POWER:
+        highest *= 2
+    effect = optimize.brentq(lambda e: power(e, seeds, level) - POWER, 0.0, highest)
+    return float(effect) * deviation
+
+
+def area(budget: Sequence[float], accuracies: Sequence[float], end: float) -> float:
+    """Return the mean accuracy from the start to `end`: the area under the curve over its width.
+
+    >>> area([0, 10, 20], [0.0, 0.5, 0.5], end=20)
+    0.375
+    """
+    x, y = np.asarray(budget, dtype=float), np.asarray(accuracies, dtype=float)
+    if end <= x[0]:
+        return float(y[0])
+    inside = x < end
+    x, y = np.append(x[inside], end), np.append(y[inside], np.interp(end, x, y))
+    return float(np.trapezoid(y, x) / (end - x[0]))
+
+
+def reached(axis: Sequence[float], accuracies: Sequence[float], level: float) -> float:
+    """Return where a curve first comes to `level`, on the line between evaluations, or infinity.
+
+    >>> reached([0, 10, 20], [0.1, 0.1, 0.3], 0.2), reached([0, 10], [0.1, 0.2], 0.5)
+    (15.0, inf)
+    """
+    for index, value in enumerate(accuracies):
+        if value >= level - ROUNDING:
+            if index == 0:
+                return float(axis[0])
+            before = accuracies[index - 1]
+            share = min(1.0, (level - before) / (value - before))
+            return float(axis[index - 1] + share * (axis[index] - axis[index - 1]))
+    return math.inf
+
+
+def fell(before: Array, final: Array) -> bool:
+    """Whether a run answers fewer problems at its end than before, by more than chance."""
+    found = paired_difference(final.tolist(), before.tolist())
+    return found.estimate.value < 0 and found.p_value < COLLAPSE_LEVEL

@@ -1,0 +1,233 @@
+"""A step as it was recorded, and the policy that learned from it, brought back.
+
+A run keeps some checkpoints only, but every answer: so the policy at the start of any step is the
+nearest checkpoint before it (or the model that the run started from), and then, if asked for, all
+recorded steps since, learned again. Nothing is sampled or judged anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from covey.config import Config, load_config
+from covey.errors import RunError
+from covey.objective import Objective
+from covey.reference import Reference
+from covey.reference.build import make_reference
+from covey.run.folder import RunFolder
+from covey.run.read_files import to_stderr
+from covey.run.resume import last_good
+from covey.training.budget import Budget, Used
+from covey.training.build import (
+    load_model,
+    objective_of,
+    policy_of,
+    sampling_of,
+    update_settings_of,
+)
+from covey.training.learn import learn
+from covey.training.policy import Policy
+from covey.training.policy_files import load_policy
+from covey.training.state import State, state_of
+from covey.training.update import UpdateSettings
+from covey.types import Group, Prompt, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An answer of a step, and whether the step learned from it."""
+
+    line: int
+    """Its line in the file of the step's rollouts, from 1."""
+    group: int
+    """Which group of the step, from 1."""
+    question: str
+    rollout: Rollout
+    advantage: float | None
+    """As it was recorded: the mean over its tokens. None: its group was left out of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """All answers of a step, and its line of metrics."""
+
+    step: int
+    answers: tuple[Answer, ...]
+    groups: tuple[Group, ...]
+    """Those that the step learned from, in order."""
+    metrics: dict[str, Any]
+
+    @property
+    def learned(self) -> list[Answer]:
+        """The answers that the step learned from: the rows of its batch."""
+        return [answer for answer in self.answers if answer.advantage is not None]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were sampled."""
+        return sum(len(answer.rollout.tokens) for answer in self.answers)
+
+
+def read_step(run: RunFolder, step: int) -> Recorded:
+    """Read the answers of a step back."""
+    rows = run.answers(step)
+    numbered = list(zip(rows, itertools.accumulate(_begins(rows)), itertools.count(1)))
+    answers = tuple(
+        Answer(
+            line=line,
+            group=group,
+            question=row["prompt"],
+            rollout=_rollout(row),
+            advantage=row["advantage"],
+        )
+        for row, group, line in numbered
+    )
+    groups = [
+        Group(prompt=_prompt(part[0][0]), rollouts=tuple(answers[n - 1].rollout for *_, n in part))
+        for _, members in itertools.groupby(numbered, key=lambda item: item[1])
+        if (part := list(members))[0][0]["advantage"] is not None
+    ]
+    metrics = next((row for row in run.steps() if row["step"] == step), {})
+    return Recorded(step=step, answers=answers, groups=tuple(groups), metrics=metrics)
+
+
+def check_learned(recorded: Recorded) -> None:
+    """Refuse a step that learned nothing."""
+    if not recorded.groups:
+        raise RunError(f"step {recorded.step} learned from no answer: all groups were left out")
+
+
+def _begins(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """Mark with 1 the rows that begin a group: another prompt, or its samples from 0 again."""
+    before = [None, *rows[:-1]]
+    return [
+        int(b is None or b["prompt_id"] != row["prompt_id"] or row["sample"] <= b["sample"])
+        for b, row in zip(before, rows, strict=True)
+    ]
+
+
+def _prompt(row: dict[str, Any]) -> Prompt:
+    return Prompt(
+        id=row["prompt_id"],
+        task=row.get("task", ""),
+        messages=({"role": "user", "content": row["prompt"]},),
+        answer=row["answer"],
+        info=row.get("info", {}),
+    )
+
+
+def _rollout(row: dict[str, Any]) -> Rollout:
+    lacking = [name for name in Rollout.__slots__ if name not in row]
+    if lacking or len(row["tokens"]) != len(row["sampler_logp"]):
+        what = f"lacks {lacking[0]}" if lacking else "has more or fewer tokens than probabilities"
+        raise RunError(f"an answer of the step, to {row['prompt_id']}, {what}")
+    values = {name: row[name] for name in Rollout.__slots__}
+    for name in ("prompt_tokens", "tokens", "sampler_logp"):
+        values[name] = tuple(row[name])
+    trained = row["trained"]
+    values["trained"] = (True,) * len(row["tokens"]) if trained is True else tuple(trained)
+    return Rollout(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Which weights figures were computed with."""
+
+    checkpoint: int
+    """The step of the checkpoint that was loaded; 0: the model that the run started from."""
+    path: str
+    learned_again: int
+    """Recorded steps that were learned again from there."""
+    behind: int
+    """Steps between these weights and those that sampled the answers. 0: they are the same."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether these are the weights that sampled the answers."""
+        return self.behind == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainee:
+    """The policy of a run as it was before a step, with all that learning needs."""
+
+    config: Config
+    policy: Policy
+    objective: Objective
+    reference: Reference | None
+    state: State
+    settings: UpdateSettings
+    origin: Origin
+
+
+def bring_back(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
+    """Return the policy of a run as it was before `step`, or as near as a checkpoint has it.
+
+    With `exact`, the recorded steps from that checkpoint on are learned again, which takes as long
+    as learning them took, and ends in the same weights.
+    """
+    config = load_config(str(run.config_file))
+    found = last_good(run, before=step, note=to_stderr)
+    trainee = _at_start(config, step)
+    if found.checkpoint is not None:
+        trainee = _at_checkpoint(trainee, found.step, found.checkpoint, step)
+    if exact:
+        trainee = _caught_up(trainee, run, step)
+    return trainee
+
+
+def _at_start(config: Config, step: int) -> Trainee:
+    model, objective = load_model(config), objective_of(config)
+    reference = None
+    if objective.needs_reference:
+        reference = make_reference(config, policy=model, load=partial(load_model, config))
+    settings = update_settings_of(config, model, sampling_of(config))
+    return Trainee(
+        config=config,
+        policy=policy_of(config, model),
+        objective=objective,
+        reference=reference,
+        state=State(beta=objective.beta),
+        settings=settings,
+        origin=Origin(
+            checkpoint=0, path=config.model.path, learned_again=0, behind=max(0, step - 1)
+        ),
+    )
+
+
+def _at_checkpoint(trainee: Trainee, number: int, folder: Path, step: int) -> Trainee:
+    saved = load_policy(trainee.policy, folder)
+    if trainee.reference is not None:
+        trainee.reference.load(folder)
+    return replace(
+        trainee,
+        state=replace(state_of(saved, folder), step=number),
+        origin=Origin(
+            checkpoint=number, path=str(folder), learned_again=0, behind=step - 1 - number
+        ),
+    )
+
+
+def _caught_up(trainee: Trainee, run: RunFolder, step: int) -> Trainee:
+    state = trainee.state
+    for number in range(state.step + 1, step):
+        recorded = read_step(run, number)
+        state.step = number
+        learn(trainee, recorded.groups, state, settings_at(trainee))
+        state.episode += len(recorded.answers)
+        state.tokens += recorded.tokens
+    origin = replace(trainee.origin, learned_again=trainee.origin.behind, behind=0)
+    return replace(trainee, origin=origin)
+
+
+def settings_at(trainee: Trainee) -> UpdateSettings:
+    """Return the settings of the next update; its learning rate may follow the tokens sampled."""
+    state, version = trainee.state, trainee.policy.version
+    # The step in progress has not been paid for yet.
+    used = Used(steps=max(0, state.step - 1), tokens=state.tokens, updates=version)
+    return Budget(settings=trainee.config.train).paced(trainee.settings, used)

@@ -1,0 +1,89 @@
+"""A recorded step, learned once more while every token is watched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from covey.analysis.explain.effect import effect
+from covey.analysis.explain.recorded import Recorded, Trainee, settings_at
+from covey.objective import Objective
+from covey.training.learn import learn, objective_now
+from covey.training.update import Seen
+from covey.types import Batch
+
+
+@dataclass(slots=True, kw_only=True)
+class Watched:
+    """What was seen of every row of a batch when it was last learned from, [B, T]."""
+
+    batch: Batch
+    objective: Objective
+    number: torch.Tensor
+    """[B]: which optimizer step, from 0."""
+    logp: torch.Tensor
+    entropy: torch.Tensor
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    entropy_gradient: torch.Tensor
+    old_logp: torch.Tensor
+    ratio: torch.Tensor
+    clipped: torch.Tensor
+    kl: torch.Tensor | None = None
+
+    @staticmethod
+    def blank(batch: Batch, objective: Objective) -> Watched:
+        """Nothing seen yet."""
+        zeros = torch.zeros(batch.mask.shape, dtype=torch.float64, device=batch.mask.device)
+        return Watched(
+            batch=batch,
+            objective=objective,
+            number=torch.zeros_like(batch.lengths),
+            logp=zeros.clone(),
+            entropy=zeros.clone(),
+            weight=zeros.clone(),
+            gradient=zeros.clone(),
+            entropy_gradient=zeros.clone(),
+            old_logp=zeros.clone(),
+            ratio=zeros.clone(),
+            clipped=zeros.long(),
+        )
+
+    def see(self, seen: Seen) -> None:
+        """Write down what a micro-batch did."""
+        found = effect(self.objective, seen.micro, seen.now)
+        width = seen.micro.mask.shape[1]
+        self.number[seen.rows] = seen.number
+        values = {
+            "logp": seen.now.logp,
+            "entropy": seen.now.entropy,
+            "weight": seen.micro.weight,
+            **found._asdict(),
+        }
+        if found.kl is not None and self.kl is None:
+            self.kl = torch.zeros_like(self.logp)
+        for name, value in values.items():
+            if value is not None and name != "loss":
+                target = getattr(self, name)
+                target[seen.rows, :width] = value.to(target.dtype)
+
+
+def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Watched, dict[str, float]]:
+    """Take the recorded step's own optimizer steps, watching; return the metrics as well."""
+    state = trainee.state
+    state.step = recorded.step
+    beta = recorded.metrics.get("objective/beta")
+    state.beta = state.beta if beta is None else beta
+    settings = replace(settings_at(trainee), skip_zero_gradient=False)
+    if not trainee.origin.exact:
+        # What other weights once said would be taken for a move of the policy.
+        settings = replace(settings, old_logp_from_sampler=False)
+    objective = objective_now(trainee, state)
+    seen: list[Seen] = []
+    batch, metrics = learn(trainee, recorded.groups, state, settings, watch=seen.append)
+    assert batch is not None, "there are groups"
+    watched = Watched.blank(batch, objective)
+    for one in seen:
+        watched.see(one)
+    return watched, metrics

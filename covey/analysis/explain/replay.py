@@ -1,0 +1,238 @@
+"""The answers of one recorded step through many algorithms: who would have learned what.
+
+Every algorithm is given the same answers, the same policy and one optimizer step over all of them,
+at two moments: as the first update, where the policy is the one that sampled, and after the run's
+own updates of the step, where it has moved and clips act. Algorithms differ in d loss / d logp of
+each token alone; one backward pass turns that into the gradient of the parameters, and those whose
+tokens have proportional gradients share it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from covey.analysis.explain.effect import Effect, whole_effect
+from covey.analysis.explain.families import Family, families
+from covey.analysis.explain.gradients import parameter_gradients
+from covey.analysis.explain.lengths import LengthBin, length_bins
+from covey.analysis.explain.recorded import Origin, Recorded, Trainee, check_learned
+from covey.analysis.explain.relearn import relearn
+from covey.config import load_config
+from covey.errors import ConfigError
+from covey.objective import ALGORITHMS, Objective, algorithm, with_advantage
+from covey.reference.build import make_reference
+from covey.rollout.filter import without_truncated
+from covey.run.folder import RunFolder
+from covey.training.build import load_model, objective_of, resolve
+from covey.training.collate import collate
+from covey.training.policy import LogProbs, Policy
+from covey.training.update import prepare, whole_batch
+from covey.types import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What one algorithm would learn."""
+
+    name: str
+    loss: float
+    grad_norm: float
+    """Of all parameters, before clipping."""
+    clipped: float
+    """Share of tokens at a bound of their ratio."""
+    silent: float
+    """Share of tokens without any gradient."""
+    per_advantage: float
+    """Sum of |d loss / d logp| by sum of |advantage|, over all tokens."""
+    lengths: tuple[LengthBin, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """All algorithms, with one policy."""
+
+    updates: int
+    """Optimizer steps of the recorded step that the policy has taken: 0 for the first update."""
+    algorithms: tuple[Replayed, ...]
+    cosine: tuple[tuple[float | None, ...], ...]
+    """Between the gradients of the parameters. None: one of them is 0."""
+    families: tuple[Family, ...]
+    """Algorithms that are the same here, or but for a factor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """One recorded step through many algorithms."""
+
+    step: int
+    own: str
+    """The algorithm of the run, which has the run's options; the others have their defaults."""
+    options: Mapping[str, str]
+    """Options that were given to every algorithm that has them."""
+    origin: Origin
+    answers: int
+    moments: tuple[Moment, ...]
+
+
+def objectives(
+    run: RunFolder, names: Sequence[str], options: Sequence[str] = ()
+) -> dict[str, Objective]:
+    """Build algorithms as a run would; of `options`, key=value, each is given those that it has."""
+    config = load_config(str(run.config_file))
+    own = config.objective.name
+    if list(names) == ["all"]:
+        names = [*([] if own in ALGORITHMS else [own]), *ALGORITHMS]
+    keys = [option.partition("=")[0].strip() for option in options]
+    used: set[str] = set()
+    built = {}
+    for name in names:
+        pieces = config.objective.options if name == own else None
+        has = inspect.signature(algorithm(name, pieces)).parameters
+        given = [f"objective.{o}" for o, key in zip(options, keys, strict=True) if key in has]
+        used |= {key for key in keys if key in has}
+        changed = load_config(str(run.config_file), [f"objective.name={name}", *given])
+        built[name] = objective_of(resolve(changed))
+    unknown = [key for key in keys if key not in used]
+    if unknown:
+        raise ConfigError(f"--set {unknown[0]}: none of {', '.join(built)} has such an option")
+    return built
+
+
+def replay(
+    trainee: Trainee,
+    recorded: Recorded,
+    algorithms: Mapping[str, Objective],
+    options: Sequence[str] = (),
+) -> Replay:
+    """Put a recorded step through algorithms. The policy learns the step in between."""
+    check_learned(recorded)
+    policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens
+    given = dict(option.split("=", 1) for option in options)
+    if "beta" not in given:
+        algorithms = _with_own_beta(trainee, recorded, algorithms)
+    base = _base(trainee, recorded, algorithms)
+    batches = {
+        name: _with_advantage(trainee, objective, base) for name, objective in algorithms.items()
+    }
+    assert base.old_logp is not None
+    assert base.entropy is not None
+    before = LogProbs(logp=base.old_logp, entropy=base.entropy)
+    first = _moment(policy, algorithms, batches, before, budget, updates=0)
+    watched, _ = relearn(trainee, recorded)
+    with torch.no_grad():
+        after = whole_batch(base, budget, policy.logp)
+    updates = int(watched.number.max()) + 1
+    second = _moment(policy, algorithms, batches, after, budget, updates=updates)
+    return Replay(
+        step=recorded.step,
+        own=trainee.config.objective.name,
+        options=given,
+        origin=trainee.origin,
+        answers=len(base),
+        moments=(first, second),
+    )
+
+
+def _with_own_beta(
+    trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]
+) -> Mapping[str, Objective]:
+    """Give the run's own algorithm the beta of the step, which may have been adapted."""
+    own, beta = trainee.config.objective.name, recorded.metrics.get("objective/beta")
+    if own not in algorithms or beta is None:
+        return algorithms
+    return {**algorithms, own: replace(algorithms[own], beta=beta)}
+
+
+def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
+    """Fill in all that any of the algorithms may ask for, from the policy as it is."""
+    reference, config = trainee.reference, trainee.config
+    hungry = next((o for o in algorithms.values() if o.needs_reference), None)
+    if hungry is not None and reference is None:
+        load = partial(load_model, config)
+        reference = make_reference(config, policy=trainee.policy.model, load=load)
+    some = hungry or next(iter(algorithms.values()))
+    return prepare(
+        collate(recorded.groups, trainee.policy.model.device),
+        policy=trainee.policy,
+        objective=replace(some, needs_entropy=True),
+        reference=reference,
+        settings=trainee.settings,
+    )
+
+
+def _with_advantage(trainee: Trainee, objective: Objective, base: Batch) -> Batch:
+    batch = with_advantage(objective, base)
+    return without_truncated(batch) if trainee.config.filter.mask_truncated else batch
+
+
+def _moment(
+    policy: Policy,
+    algorithms: Mapping[str, Objective],
+    batches: Mapping[str, Batch],
+    now: LogProbs,
+    budget: int,
+    *,
+    updates: int,
+) -> Moment:
+    effects = {name: whole_effect(o, batches[name], now) for name, o in algorithms.items()}
+    found = families({name: _slopes(e) for name, e in effects.items()})
+    leaders = {family.leader: effects[family.leader] for family in found}
+    some = next(iter(batches.values()))
+    gradients = parameter_gradients(policy, some, leaders, budget)
+    factors = {m.name: (f.leader, m.factor) for f in found for m in f.members}
+    dots = _dots(gradients)
+
+    def dot(a: str, b: str) -> float:
+        (lead_a, by_a), (lead_b, by_b) = factors[a], factors[b]
+        return dots[lead_a, lead_b] * by_a * by_b
+
+    norms = {name: dot(name, name) ** 0.5 for name in algorithms}
+    return Moment(
+        updates=updates,
+        algorithms=tuple(
+            _replayed(name, batches[name], effects[name], norms[name]) for name in algorithms
+        ),
+        cosine=tuple(
+            tuple(_cosine(dot(a, b), norms[a], norms[b]) for b in algorithms) for a in algorithms
+        ),
+        families=found,
+    )
+
+
+def _slopes(found: Effect) -> torch.Tensor:
+    """Return all that the parameters' gradient depends on, in one row."""
+    return torch.cat([found.gradient.flatten(), found.entropy_gradient.flatten()]).double()
+
+
+def _cosine(dot: float, a: float, b: float) -> float | None:
+    return max(-1.0, min(1.0, dot / (a * b))) if a and b else None
+
+
+def _dots(gradients: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], float]:
+    return {
+        (a, b): float((x.double() * y.double()).sum())
+        for a, x in gradients.items()
+        for b, y in gradients.items()
+    }
+
+
+def _replayed(name: str, batch: Batch, found: Effect, norm: float) -> Replayed:
+    mask = batch.mask
+    tokens = max(1, int(mask.sum()))
+    silent = mask & (found.gradient == 0) & (found.entropy_gradient == 0)
+    assert batch.advantage is not None
+    worth = float(batch.advantage.abs()[mask].double().sum())
+    return Replayed(
+        name=name,
+        loss=float(found.loss),
+        grad_norm=norm,
+        clipped=int((found.clipped != 0).sum()) / tokens,
+        silent=int(silent.sum()) / tokens,
+        per_advantage=float(found.gradient.abs().double().sum()) / worth if worth else 0.0,
+        lengths=length_bins(batch, found.gradient),
+    )

@@ -1,0 +1,245 @@
+"""Measuring where sampler and trainer differ: real answers, and each cause by itself.
+
+    total        trainer's logp - sampler_logp
+    precision    trainer                            - the same in float32
+    micro_batch  trainer, in micro-batches          - each answer alone
+    slots        sampler, one slot                  - many slots
+    truncation   log-probability of the whole       - of the truncated distribution
+    kernel       trainer, alone                     - sampler, one slot, truncation taken out
+    staleness    trainer, after optimizer steps     - before
+
+Each is a difference with all else held equal as far as that goes. They are not shares of the total
+and need not add up to it: rounding differences partly cancel, and staleness is no part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from covey.analysis.numerics.causes import TOTAL, Cause
+from covey.analysis.numerics.gap import ClipRange, Gap, gap_of
+from covey.analysis.numerics.ways import (
+    alone_logp,
+    common_prefix,
+    log_kept,
+    trainer_logp,
+    wide_logp,
+)
+from covey.config import Config
+from covey.objective.compose import function_of
+from covey.objective.ratio import one, token
+from covey.objective.surrogate import geometric_clipped, trust_mask
+from covey.rollout.collect import ask
+from covey.rollout.gather import gather
+from covey.training.budget import Budget
+from covey.training.build import Parts
+from covey.training.collate import collate
+from covey.training.learn import batch_of, objective_now
+from covey.training.report import Reporter
+from covey.training.state import State, used_by
+from covey.training.update import UpdateSettings, update
+from covey.types import Batch, Group
+
+ALONE = 16
+"""Answers that are read and written one at a time: enough to tell, and not slow."""
+CLIP = 0.2
+"""What stands for the clip range of objectives that have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything that was measured."""
+
+    model: str
+    device: str
+    dtype: str
+    answers: int
+    alone: int
+    """Of them, how many were also taken one at a time."""
+    parted: int
+    """Of those, how many became another answer that way."""
+    clip: ClipRange
+    causes: tuple[Cause, ...]
+    notes: tuple[str, ...] = ()
+
+    def row(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        row = {name: getattr(self, name) for name in self.__slots__}
+        lines = [cause.row() for cause in self.causes]
+        return row | {"clip": self.clip.row(), "causes": lines, "notes": list(self.notes)}
+
+
+def measure(
+    parts: Parts, state: State, reporter: Reporter, *, updates: int, alone: int = ALONE
+) -> Report:
+    """Sample the next step's answers and measure every cause; the weights have changed after."""
+    budget = Budget(settings=parts.config.train)
+    used = used_by(parts, state)
+    gathered = gather(parts, reporter, state.step + 1, share=budget.spent(used))
+    groups = gathered.selected.groups or gathered.collected.groups
+    clip = clip_range(parts)
+    few = _first(groups, alone)
+    solo = _written_alone(parts, few, state.step + 1)
+    found = {
+        **_over_all(parts, groups, few, clip),
+        **_over_solo(parts, few, solo, clip),
+    }
+    settings = budget.paced(parts.update_settings, used)
+    stale, notes = _stale(parts, groups, state, settings, updates, clip)
+    if not _clips_ratios(parts):
+        name = parts.config.objective.name
+        notes = (*notes, f"outside: {name} has no clip range of ratios; that of grpo stands for it")
+    order = (TOTAL, "precision", "micro_batch", "slots", "truncation", "kernel")
+    weight = parts.policy.model.head.linear.weight
+    return Report(
+        model=parts.config.model.path,
+        device=str(weight.device),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        answers=sum(len(group.rollouts) for group in groups),
+        alone=sum(len(group.rollouts) for group in few),
+        parted=_parted(few, solo),
+        clip=clip,
+        causes=(*(Cause(name=name, gap=found[name]) for name in order), *stale),
+        notes=notes,
+    )
+
+
+def clip_range(parts: Parts) -> ClipRange:
+    """Return the ratios that the objective leaves as they are."""
+    options = parts.config.objective.options if _clips_ratios(parts) else {}
+    low, high = (float(options.get(name, CLIP)) for name in ("low", "high"))
+    bounds = 1.0 - low, 1.0 + high
+    if function_of(parts.objective.surrogate) is geometric_clipped:  # bounds of the logarithm
+        bounds = math.exp(-low), math.exp(high)
+    # An objective that takes every ratio for 1 is no less wrong where it is not.
+    ratio = token if parts.objective.ratio is one else parts.objective.ratio
+    return ClipRange(low=bounds[0], high=bounds[1], ratio=ratio)
+
+
+def _clips_ratios(parts: Parts) -> bool:
+    """Tell whether `low` and `high` bound ratios; of trust_mask they bound probabilities."""
+    bounded = "low" in parts.config.objective.options
+    return bounded and function_of(parts.objective.surrogate) is not trust_mask
+
+
+def default_updates(config: Config) -> int:
+    """Return how old the weights that sampled are at the last optimizer step of a batch."""
+    return max(1, config.train.updates - 1)
+
+
+def _first(groups: Sequence[Group], answers: int) -> list[Group]:
+    """Return about so many answers: some of the first groups, or some of the first group."""
+    most = max(1, answers // len(groups[0].rollouts))
+    return [replace(g, rollouts=g.rollouts[:answers]) for g in groups[:most]]
+
+
+def _written_alone(parts: Parts, few: Sequence[Group], step: int) -> list[Group]:
+    """Sample the same answers again, one at a time; all that is random is addressed."""
+    model = parts.policy.model
+    sampling = replace(parts.sampling, slots=1, samples=len(few[0].rollouts))
+    questions = ask(model, [group.prompt for group in few])
+    answers = parts.sampler.generate(questions, step=step, sampling=sampling)
+    return [
+        Group(prompt=group.prompt, rollouts=tuple(rollouts))
+        for group, rollouts in zip(few, answers, strict=True)
+    ]
+
+
+def _parted(few: Sequence[Group], solo: Sequence[Group]) -> int:
+    tokens = ([r.tokens for group in groups for r in group.rollouts] for groups in (few, solo))
+    return sum(a != b for a, b in zip(*tokens, strict=True))
+
+
+def _over_all(
+    parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
+) -> dict[str, Gap]:
+    """Measure what needs the answers as they are; and of the few, the trainer's batch shape."""
+    policy, budget = parts.policy, parts.update_settings.micro_batch_tokens
+    batch = collate(groups, policy.model.device)
+    now = trainer_logp(policy, batch, budget)
+    exact = policy.model.head.linear.weight.dtype in (torch.float32, torch.float64)
+    wide = now if exact else wide_logp(policy, batch, budget)
+    kept = log_kept(policy, batch, parts.sampling.distribution, budget)
+    rows = torch.cat([
+        torch.arange(len(group.rollouts), device=now.device)
+        + sum(len(g.rollouts) for g in groups[:number])
+        for number, group in enumerate(few)
+    ])  # fmt: skip
+    some = batch.rows(rows)
+    together = now[rows, : some.tokens.shape[1]]
+    return {
+        TOTAL: gap_of(now - batch.sampler_logp, batch.mask, clip),
+        "precision": gap_of(now - wide, batch.mask, clip),
+        "micro_batch": gap_of(together - alone_logp(policy, some), some.mask, clip),
+        "truncation": gap_of(kept, batch.mask, clip),
+    }
+
+
+def _over_solo(
+    parts: Parts, few: Sequence[Group], solo: Sequence[Group], clip: ClipRange
+) -> dict[str, Gap]:
+    """Measure what needs answers that were written alone."""
+    policy, budget = parts.policy, parts.update_settings.micro_batch_tokens
+    single, many = (collate(groups, policy.model.device) for groups in (solo, few))
+    width = min(single.tokens.shape[1], many.tokens.shape[1])
+    same = common_prefix(solo, few, single)[:, :width]
+    slots = single.sampler_logp[:, :width] - many.sampler_logp[:, :width]
+    kept = log_kept(policy, single, parts.sampling.distribution, budget)
+    kernel = alone_logp(policy, single) - (single.sampler_logp + kept)
+    return {"slots": gap_of(slots, same, clip), "kernel": gap_of(kernel, single.mask, clip)}
+
+
+def _stale(
+    parts: Parts,
+    groups: Sequence[Group],
+    state: State,
+    settings: UpdateSettings,
+    updates: int,
+    clip: ClipRange,
+) -> tuple[list[Cause], tuple[str, ...]]:
+    """Take real optimizer steps on the answers, and measure after each how far they are."""
+    policy, objective = parts.policy, objective_now(parts, state)
+    once, notes = _learning(parts, replace(settings, mini_batches=1, epochs=1))
+    batch = batch_of(parts, groups, state, replace(once, epochs=2))
+    before = trainer_logp(policy, batch, once.micro_batch_tokens)
+    found = []
+    for number in range(updates + 1):
+        if number:
+            update(
+                batch,
+                policy=policy,
+                objective=objective,
+                settings=once,
+                step=state.step + 1,
+                reference=parts.reference,
+            )
+        after = trainer_logp(policy, batch, once.micro_batch_tokens)
+        gap = gap_of(after - before, batch.mask, clip)
+        found.append(Cause(name="staleness", gap=gap, updates=number))
+    # A penalty or an entropy bonus may move the policy all the same.
+    still = objective.only_surrogate or found[-1].gap.max == 0
+    if still and not _teaches(batch):
+        notes += (
+            "staleness: no trained token has an advantage, so these steps taught nothing; a step "
+            "with other answers moves further",
+        )
+    return (found[1:] or found), notes if updates else ()
+
+
+def _learning(parts: Parts, settings: UpdateSettings) -> tuple[UpdateSettings, tuple[str, ...]]:
+    """Give steps after the end of a schedule its peak rate: at a rate of 0 nothing gets stale."""
+    peak = parts.config.optimizer.learning_rate
+    if peak == 0 or settings.learning_rate(parts.policy.version) > 0:
+        return settings, ()
+    note = f"staleness: the schedule has come to a rate of 0; these steps took its peak, {peak:g}"
+    return replace(settings, learning_rate=lambda version: peak), (note,)
+
+
+def _teaches(batch: Batch) -> bool:
+    assert batch.advantage is not None, "filled in with the batch"
+    return bool(((batch.advantage != 0) & batch.mask).any())

@@ -1,0 +1,107 @@
+"""Other ways to the same log-probabilities, to hold the trainer's and the sampler's against."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from covey.accel.head import chunk_rows
+from covey.engines.draw import Distribution, log_distribution
+from covey.models.deterministic import in_order_anyway
+from covey.models.language_model import LanguageModel
+from covey.training.policy import LogProbs, Policy, batch_logp, padded_hidden
+from covey.training.update import whole_batch
+from covey.types import Batch, Group
+
+SORTED_COPIES = 4
+"""Beside the logits, what a truncation makes of them: in order, their places, sums, what stays."""
+
+
+@torch.no_grad()
+def trainer_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Tensor:
+    """Return what the trainer says of a batch, in its own micro-batches.
+
+    A recorded pass would be padded, or not, depending on what was asked before.
+    """
+    return whole_batch(batch, micro_batch_tokens, policy.plain_logp).logp
+
+
+@torch.no_grad()
+def alone_logp(policy: Policy, batch: Batch) -> torch.Tensor:
+    """Return what the trainer says of each answer that it sees by itself."""
+    # A budget of one token: a row that exceeds it still goes, alone.
+    return whole_batch(batch, 1, policy.plain_logp).logp
+
+
+@torch.no_grad()
+def wide_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Tensor:
+    """Return what the same weights say of a batch when all is computed in float32."""
+    wide = upcast(policy.model)
+
+    def logp(rows: Batch) -> LogProbs:
+        return batch_logp(
+            wide, rows, temperature=policy.temperature, logits_megabytes=policy.logits_megabytes
+        )
+
+    return whole_batch(batch, micro_batch_tokens, logp).logp
+
+
+def upcast(model: LanguageModel) -> LanguageModel:
+    """Return a copy of a model in float32, with the weights as they were rounded."""
+    names = {id(module): name for name, module in model.model.named_modules()}
+    copied = copy.deepcopy(model.model).float()
+    head = replace(model.head, linear=copied.get_submodule(names[id(model.head.linear)]))
+    # Flash kernels take half precision only; the model's own forward pass is the plainest.
+    return replace(model, model=copied, head=head, flash=False, fused=False)
+
+
+@torch.no_grad()
+@in_order_anyway()
+def log_kept(
+    policy: Policy, batch: Batch, distribution: Distribution, micro_batch_tokens: int
+) -> torch.Tensor:
+    """Return [B, T] the logarithm of the mass that a truncation keeps at each token; 0 or less.
+
+    What is drawn is then divided by it: sampler_logp = logp - log kept. Being of the distribution
+    and not of the token, it is finite even where rounding would have cut the token itself.
+    """
+    if not distribution.truncates:
+        return torch.zeros_like(batch.sampler_logp)
+    whole = replace(distribution, top_k=0, top_p=1.0, min_p=0.0)
+    chunk = chunk_rows(
+        len(policy.model.head.linear.weight), policy.logits_megabytes / SORTED_COPIES
+    )
+
+    def kept(rows: Batch) -> LogProbs:
+        hidden, predictor = padded_hidden(policy.model, rows, "right", 0)
+        chosen, mass = predictor[rows.mask], []
+        for at in range(0, len(chosen), chunk):
+            logits = policy.model.head.logits(hidden.index_select(0, chosen[at : at + chunk]))
+            stays = log_distribution(logits, distribution) > -torch.inf
+            mass.append(log_distribution(logits, whole).exp().where(stays, 0.0).sum(dim=-1))
+        blank = torch.zeros_like(rows.sampler_logp)
+        found = blank.masked_scatter(rows.mask, torch.cat(mass).log().clamp(max=0.0))
+        return LogProbs(logp=found, entropy=blank)
+
+    return whole_batch(batch, micro_batch_tokens, kept).logp
+
+
+def common_prefix(one: Sequence[Group], other: Sequence[Group], like: Batch) -> torch.Tensor:
+    """Return [B, T] the tokens up to which the answers of two samplings are the same."""
+    mask = torch.zeros_like(like.mask)
+    pairs = [
+        pair
+        for a, b in zip(one, other, strict=True)
+        for pair in zip(a.rollouts, b.rollouts, strict=True)
+    ]
+    for row, (a, b) in enumerate(pairs):
+        same = 0
+        for x, y in zip(a.tokens, b.tokens, strict=False):
+            if x != y:
+                break
+            same += 1
+        mask[row, :same] = True
+    return mask

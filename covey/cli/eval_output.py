@@ -1,0 +1,87 @@
+"""Evaluations as tables for people and as plain data for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from covey.cli.console import evaluation_line
+from covey.cli.screen import cell
+from covey.evaluate import Comparison, Estimate, by_category, compare, estimates
+from covey.evaluate.evaluate import Evaluation
+
+SHOWN = 5
+"""Prompts named by id; --json and --out have all."""
+
+
+def measured(
+    models: Sequence[str], evaluations: Sequence[Evaluation], by: str | None
+) -> dict[str, Any]:
+    """Return everything as plain data: the first model's numbers, then what was asked for."""
+    rows = [
+        {"model": model, **evaluation.row(), **_categories(evaluation, by)}
+        for model, evaluation in zip(models, evaluations, strict=True)
+    ]
+    if len(rows) == 1:
+        return rows[0]
+    comparison = compare(evaluations[0].items, evaluations[1].items)
+    return {**rows[0], "against": rows[1], "difference": comparison.row()}
+
+
+def _categories(evaluation: Evaluation, by: str | None) -> dict[str, Any]:
+    if by is None:
+        return {}
+    return {
+        "by": {
+            name: {"prompts": len(items), **{n: e.row() for n, e in estimates(items).items()}}
+            for name, items in by_category(evaluation.items, by).items()
+        }
+    }
+
+
+def show_measured(
+    models: Sequence[str], evaluations: Sequence[Evaluation], by: str | None, console: Console
+) -> None:
+    """Print everything for a person."""
+    for model, evaluation in zip(models, evaluations, strict=True):
+        lead = f"{model}: " if len(models) > 1 else ""
+        console.print(f"{lead}{evaluation_line(evaluation)}", markup=False, highlight=False)
+        if by is not None:
+            console.print(_category_table(evaluation, by))
+    if len(evaluations) > 1:
+        _show_difference(compare(evaluations[0].items, evaluations[1].items), console)
+
+
+def _category_table(evaluation: Evaluation, by: str) -> Table:
+    table = Table(Column(cell(by)), "n", "", "value", "95 % interval")
+    for name, items in by_category(evaluation.items, by).items():
+        labels = [cell(name), cell(len(items))]
+        for number, estimate in estimates(items).items():
+            table.add_row(*labels, number, f"{estimate.value:.1%}", _interval(estimate))
+            labels = [cell(""), cell("")]
+    return table
+
+
+def _show_difference(comparison: Comparison, console: Console) -> None:
+    table = Table("first - second", "points", "95 % interval", "better", "worse", "p")
+    for name, difference in comparison.differences.items():
+        value, low, high = (100 * v for v in difference.estimate.row().values())
+        table.add_row(
+            cell(name),
+            f"{value:+.1f}",
+            rf"\[{low:+.1f}, {high:+.1f}]",
+            str(difference.gained),
+            str(difference.lost),
+            f"{difference.p_value:.3g}",
+        )
+    console.print(table)
+    for what, ids in (("gained", comparison.gained), ("lost", comparison.lost)):
+        shown = ", ".join(ids[:SHOWN]) + (", ..." if len(ids) > SHOWN else "")
+        console.print(f"{what} {len(ids)}: {shown or 'none'}", markup=False, highlight=False)
+
+
+def _interval(estimate: Estimate) -> str:
+    return rf"\[{estimate.low:.1%}, {estimate.high:.1%}]"  # rich takes brackets for markup

@@ -1,0 +1,61 @@
+"""A report on numerics, for people to read."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Column, Table
+
+from covey.analysis.numerics.measure import Report
+from covey.cli.explain_output import number_column
+from covey.cli.screen import cell
+
+COLUMNS = ("mean", "p99", "max", "ratio", "outside", "effective")
+NOT_A_SUM = (
+    "Each line is measured by itself, with all else held equal; the lines need not add up to the "
+    "first: rounding cancels in part, and staleness comes on top."
+)
+
+
+def show_report(report: Report, console: Console) -> None:
+    """Print the table, and what each of its lines means."""
+    clip = report.clip
+    unit = "answers" if clip.per_answer else "tokens"
+    console.print(
+        f"{report.model} on {report.device} in {report.dtype}: {report.answers} answers, "
+        f"{report.causes[0].gap.tokens} tokens; {report.alone} answers also one at a time, of "
+        f"which {report.parted} became others",
+        style="bold",
+        markup=False,
+    )
+    console.print(_table(report))
+    console.print(
+        "mean, p99, max: of |difference| in nats. ratio: mean of exp(difference). outside: share "
+        f"of {unit} whose ratio is not in [{clip.low:.4g}, {clip.high:.4g}], the clip range. "
+        f"effective: share of {unit} that are left as a sample.",
+        markup=False,
+    )
+    console.print(NOT_A_SUM, markup=False)
+    for cause in report.causes:
+        row = cause.row()
+        console.print(f"\n{row['title']}: {row['verdict']}", style="bold", markup=False)
+        console.print(f"  {row['what']}.", markup=False)
+        console.print(f"  What to do: {row['advice']}.", markup=False)
+    for note in report.notes:
+        console.print(f"\n{note}", markup=False)
+
+
+def _table(report: Report) -> Table:
+    columns = map(number_column, COLUMNS)
+    table = Table(Column("difference", no_wrap=True), *columns, "", box=SIMPLE)
+    for cause in report.causes:
+        gap = cause.gap
+        table.add_row(
+            cell(cause.title),
+            *(f"{value:.2e}" for value in (gap.mean, gap.p99, gap.max)),
+            f"{gap.ratio_mean:.5f}",
+            f"{gap.outside:.2%}",
+            f"{gap.effective:.2%}",
+            gap.verdict,
+        )
+    return table

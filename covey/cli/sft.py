@@ -1,0 +1,118 @@
+"""`covey warmup`: learn from worked solutions before reinforcement."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from covey.cli.startup import (
+    STARTING,
+    Model,
+    Overrides,
+    ResumeStep,
+    Smoke,
+    Source,
+    Trust,
+    check_no_step,
+    resolved,
+    settings_of,
+    tell_notes,
+    waiting,
+)
+from covey.config import Config, to_toml
+from covey.errors import ConfigError, RunError
+from covey.run.folder import RunFolder, check_new_run, next_run_path
+from covey.run.resume import Start, start_of
+from covey.stopping import stop_signal
+
+if TYPE_CHECKING:
+    from covey.training.sft import WarmupParts
+
+KIND = "warmup"
+
+
+def warmup_command(
+    source: Source = None,
+    overrides: Overrides = None,
+    model: Model = None,
+    run: Annotated[
+        Path | None, typer.Option(help="The run folder to make. Default: the next runs/NAME-N.")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Go on with this warm-up, with its own settings."),
+    ] = None,
+    step: ResumeStep = None,
+    smoke: Smoke = False,
+    trust: Trust = None,
+) -> None:
+    """Train a model on worked solutions: the task's own, or a file of questions and completions.
+
+    Reinforcement only sharpens what a model does now and then; a warm-up shows it the form of an
+    answer, and the way to one. `covey train --model RUN/checkpoints/...` goes on from there.
+    """
+    if resume is not None:
+        if source or overrides or model or run or smoke:
+            raise ConfigError("--resume takes its settings from the run; give it alone")
+        _resume(resume, step)
+        return
+    check_no_step(step)
+    if run is not None:
+        check_new_run(run)
+    settings = settings_of(overrides, model)
+    with waiting(STARTING):
+        config = resolved(source or "arithmetic", settings, smoke=smoke)
+    _start(config, run, source or "arithmetic")
+
+
+def _start(config: Config, path: Path | None, label: str) -> None:
+    import torch
+
+    from covey.run.provenance import describe_environment
+
+    parts = _assembled(config)
+    path = path or next_run_path(Path("runs"), f"{Path(label).stem}-{KIND}")
+    environment = describe_environment(
+        config.seed, str(parts.policy.model.device), torch.get_num_threads()
+    )
+    environment |= {"kind": KIND, "reward": parts.scorer.identity}
+    with closing(parts.scorer):
+        folder = RunFolder.create(path, to_toml(config), environment)
+        with folder.locked():
+            _run(parts, folder, Start())
+
+
+def _assembled(config: Config) -> WarmupParts:
+    from covey.training.sft import assemble_warmup
+
+    with waiting(f"loading {config.model.path}"):
+        return assemble_warmup(config)
+
+
+def _resume(path: Path, step: int | None) -> None:
+    folder = RunFolder.open(path)
+    if folder.environment().get("kind") != KIND:
+        raise RunError(f"{path} is no warm-up; go on with: covey train --resume {path}")
+    with waiting(STARTING):
+        config = resolved(str(folder.config_file))
+    with folder.locked():
+        start = start_of(folder, step, save_every=config.save.every)
+        parts = _assembled(config)
+        with closing(parts.scorer):
+            _run(parts, folder, start)
+
+
+def _run(parts: WarmupParts, folder: RunFolder, start: Start) -> None:
+    from covey.cli.console import make_reporter
+    from covey.training.sft import warm_up
+
+    reporter = make_reporter(folder)
+    tell_notes(reporter, folder, parts)
+    with stop_signal() as stop, reporter:
+        done = warm_up(parts, folder, reporter, stop, start)
+    reporter.finished(done, parts.steps, stop.received, command=KIND)
+    if done < parts.steps:
+        raise typer.Exit(stop.exit_code)

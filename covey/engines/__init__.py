@@ -1,0 +1,1 @@
+"""Engines: what generates completions."""

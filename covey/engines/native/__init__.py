@@ -1,0 +1,1 @@
+"""The native engine: batched generation with the trainer's own weights."""

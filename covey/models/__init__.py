@@ -1,0 +1,1 @@
+"""Models on disk and in memory: loading, chat templates, tokenizers, adapters, export."""

@@ -1,0 +1,283 @@
+"""LoRA adapters: a few low-rank weights learn, on top of weights that stay as they are.
+
+A linear layer W gets a neighbour of two thin ones, and says W x + (alpha / rank) B A x. The layers
+are peft's, put in place inside of the model, which stays the model that it was: its backbone, its
+attention and its packed rows are found as before. B starts at zero, so at first nothing changes.
+
+There is no dropout. peft can have some between x and A; then the policy that is trained would not
+be the one that sampled, and ratios would be noise from the first update on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from covey.embedded import CHECKPOINT
+from covey.errors import ConfigError, ModelError, nearest
+from covey.models.language_model import LanguageModel
+
+NAME = "default"
+"""What peft calls an adapter that was given no name."""
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONV = "Conv1D"
+"""The linear layer of GPT-2, which keeps its weight the other way round."""
+
+
+def add_adapter(
+    model: LanguageModel,
+    *,
+    rank: int,
+    alpha: int = 32,
+    targets: Sequence[str] = ("all-linear",),
+    also_train: Sequence[str] = (),
+    seed: int = 0,
+    base: str = "",
+) -> LanguageModel:
+    """Freeze a model and give it an adapter, whose first weights depend on the seed alone.
+
+    `also_train` names modules that are trained in full, as copies beside the frozen ones. `base` is
+    the path by which the frozen model is found again; empty: the one that it says of itself.
+    """
+    peft, everywhere = _peft(), list(targets) == ["all-linear"]
+    if not everywhere:
+        _check_targets(model, targets)
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules="all-linear" if everywhere else sorted(targets),
+        modules_to_save=_in_full(model, also_train) or None,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=_portable(base or model.model.name_or_path),
+    )
+    model = _inject(model, config)
+    for name, layer in adapted_layers(model):
+        _start(layer, f"{seed} {name}")
+    return model
+
+
+def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
+    """Freeze a model and give it the adapter of a folder in peft's format."""
+    try:
+        config = _peft().PeftConfig.from_pretrained(str(folder))
+        saved = load_file(folder / WEIGHTS_FILE)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ModelError(f"model: the adapter {folder} cannot be read: {error}") from None
+    if config.peft_type != "LORA":
+        raise ModelError(f"model: {folder} is a {config.peft_type} adapter; covey knows LORA")
+    config.lora_dropout, config.inference_mode = 0.0, False
+    model = _inject(model, config)
+    if not _is_plain(model):
+        raise ModelError(f"model: {folder} is more than B A beside linear layers of the backbone")
+    weights = named_weights(model, saved)
+    if strange := saved.keys() - {_file_name(name) for name in weights}:
+        what = f"there is no place for {min(strange)}"
+        raise ModelError(f"model: the adapter {folder} does not fit: {what}")
+    with torch.no_grad():
+        for name, parameter in _trained(model.model):
+            if name not in weights or weights[name].shape != parameter.shape:
+                raise ModelError(f"model: the adapter {folder} does not fit: {name}")
+            parameter.copy_(weights[name])
+    return model
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("config: [adapter] needs peft: pip install 'covey[lora]'") from None
+    return peft
+
+
+def _portable(path: str) -> str:
+    """Return how a base model is found again, from another folder or another installation."""
+    if path in ("embedded", str(CHECKPOINT)):  # even where a folder has that name
+        return "embedded"
+    return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+
+def _inject(model: LanguageModel, config: Any) -> LanguageModel:
+    """Put the adapter's layers into the model."""
+    # peft finds this out by itself, but warns of it.
+    config.fan_in_fan_out = any(type(m).__name__ == CONV for m in model.model.modules())
+    try:
+        with warnings.catch_warnings():
+            # Of a head that shares its weights with the embedding: merging unties them.
+            warnings.simplefilter("ignore")
+            _peft().inject_adapter_in_model(config, model.model, NAME)
+    except ValueError as error:
+        raise ConfigError(f"config: adapter: {str(error).splitlines()[0]}") from None
+    if not isinstance(config.target_modules, str):  # a set, whose order is another in each process
+        config.target_modules = sorted(config.target_modules)
+    model.model.requires_grad_(False)
+    for name, parameter in model.model.named_parameters():
+        parameter.requires_grad_(".lora_" in name or f".modules_to_save.{NAME}." in name)
+    return replace(model, adapter=config, head=replace(model.head, linear=_head(model, True)))
+
+
+def _modules(model: LanguageModel, name: str, field: str) -> dict[str, nn.Module]:
+    """Return the modules, by their full names, that a name in the configuration means."""
+    modules = dict(model.model.named_modules())
+    found = {key: m for key, m in modules.items() if f".{key}".endswith(f".{name}")}
+    if not found:
+        known = {key.rpartition(".")[2] for key in modules if modules[key]._parameters}
+        hint = nearest(name, known)
+        raise ConfigError(f"config: adapter.{field}: the model has no {name!r}{hint}")
+    return found
+
+
+def _check_targets(model: LanguageModel, targets: Sequence[str]) -> None:
+    # Log-probabilities are taken with the head's own weight, a chunk of tokens at a time.
+    head = model.model.get_output_embeddings()
+    for name in targets:
+        found = _modules(model, name, "targets").values()
+        if not all(_is_linear(m) and m is not head for m in found):
+            raise ConfigError(
+                f"config: adapter.targets: {name!r} cannot be adapted, as linear layers of the "
+                "backbone can; to train a layer in full name it in adapter.also_train"
+            )
+
+
+def _in_full(model: LanguageModel, also_train: Sequence[str]) -> list[str]:
+    """Return the full names of modules to copy: of a short one peft would take any ending."""
+    names: set[str] = set()
+    for name in also_train:
+        found = _modules(model, name, "also_train")
+        if any(m._modules or not m._parameters for m in found.values()):
+            raise ConfigError(f"config: adapter.also_train: {name!r} is not a single layer")
+        names.update(found)
+    return sorted(names)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == CONV
+
+
+def _head(model: LanguageModel, on: bool) -> Any:
+    """Return the output layer: the copy that is trained, if there is one and it is on."""
+    layer = model.model.get_output_embeddings()
+    if not hasattr(layer, "modules_to_save"):
+        return layer
+    return layer.modules_to_save[NAME] if on else layer.original_module
+
+
+def adapted_layers(model: LanguageModel) -> list[tuple[str, Any]]:
+    """Return the layers with low-rank neighbours."""
+    return [(name, m) for name, m in model.model.named_modules() if hasattr(m, "lora_A")]
+
+
+def _is_plain(model: LanguageModel) -> bool:
+    """Tell whether an adapter is what is described above, and none of peft's many variants."""
+    layers = [layer for _, layer in adapted_layers(model)]
+    return (
+        model.adapter.bias == "none"
+        and not model.adapter.lora_bias
+        and not hasattr(model.model.get_output_embeddings(), "lora_A")
+        and all(NAME in layer.lora_A and not layer.lora_variant for layer in layers)
+    )
+
+
+def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+
+
+@torch.no_grad()
+def _start(layer: Any, address: str) -> None:
+    """Draw A as a fresh linear layer's weights are drawn, but from numbers addressed by name."""
+    weight, zero = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+    key = hashlib.blake2b(f"adapter {address}".encode(), digest_size=16).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+    uniform = torch.from_numpy(generator.random(tuple(weight.shape), dtype=np.float32))
+    weight.copy_((2 * uniform - 1) * weight.shape[1] ** -0.5)
+    zero.zero_()
+
+
+@contextmanager
+def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
+    """Give the model without its adapter: the weights that training started from, and no copy.
+
+    It is the same model, so the one outside has no adapter either until the block ends.
+    """
+    layers = [
+        m
+        for m in model.model.modules()
+        if hasattr(m, "enable_adapters") and getattr(m, "disable_adapters", None) is False
+    ]
+    trained = _trained(model.model)
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield replace(model, adapter=None, head=replace(model.head, linear=_head(model, False)))
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        # peft takes whatever is switched on for something to train.
+        model.model.requires_grad_(False)
+        for _, parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def stirred(model: LanguageModel) -> Iterator[None]:
+    """Make a new adapter count for something: as long as B is zero, a trial would show nothing."""
+    parameters = [] if model.adapter is None else _trained(model.backbone)
+    before = [p.detach().clone() for _, p in parameters]
+    try:
+        with torch.no_grad():
+            for _, p in parameters:
+                places = torch.arange(p.numel(), device=p.device, dtype=torch.float32)
+                p.add_((0.1 * torch.sin(places)).view_as(p))
+        yield
+    finally:
+        with torch.no_grad():
+            for (_, p), saved in zip(parameters, before, strict=True):
+                p.copy_(saved)
+
+
+def _file_name(parameter: str) -> str:
+    """Return what peft calls a parameter in a file."""
+    plain = parameter.replace(f".modules_to_save.{NAME}.", ".").replace(f".{NAME}.", ".")
+    return f"base_model.model.{plain}"
+
+
+def named_weights(
+    model: LanguageModel, saved: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the weights of a file by the names of the model's trained parameters."""
+    pairs = ((name, _file_name(name)) for name, _ in _trained(model.model))
+    return {name: saved[file_name] for name, file_name in pairs if file_name in saved}
+
+
+def save_adapter(model: LanguageModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write the adapter in peft's own format, with the given weights of its parameters."""
+    tensors = {_file_name(name): w.detach().contiguous() for name, w in weights.items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    assert model.adapter is not None
+    model.adapter.save_pretrained(str(folder))
+
+
+def adapter_base(path: str) -> str | None:
+    """Return the model under the adapter in a folder; None: the folder is no adapter."""
+    file = Path(path) / CONFIG_FILE
+    if not file.is_file() or (file.parent / "config.json").is_file():
+        return None
+    try:
+        base = json.loads(file.read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise ModelError(f"model: {file} does not name the adapter's base model")
+    return base

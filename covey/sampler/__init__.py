@@ -1,1 +1,0 @@
-"""Samplers: how answers are written."""

@@ -1,0 +1,324 @@
+"""From a configuration to the parts of a run. Every name and option is checked here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from covey.config import Config, parse_config
+from covey.config.options import choose, resolve_options
+from covey.config.schema import Named, Train
+from covey.dotted import is_dotted
+from covey.engines.draw import Distribution
+from covey.engines.native.engine import NativeEngine
+from covey.engines.protocol import Engine, Sampling
+from covey.errors import ConfigError, DataError
+from covey.models.adapter import adapter_base, add_adapter, load_adapter
+from covey.models.chat_template import Template
+from covey.models.deterministic import make_deterministic
+from covey.models.language_model import LanguageModel, load_language_model
+from covey.objective import Objective, algorithm, build
+from covey.reference import Reference
+from covey.reference.build import check_reference, make_reference
+from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
+from covey.rewards.build import check_alone, make_reward, reward_options
+from covey.scoring import Scorer, make_scorer
+from covey.tasks import Task, bad_rows_of, find_task, is_own_task, make_task
+from covey.training.compact_adamw import CompactAdamW
+from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer, learning_rate
+from covey.training.policy import Policy
+from covey.training.update import UpdateSettings
+from covey.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a run is made of."""
+
+    config: Config
+    train_prompts: Sequence[Prompt]
+    held_out_prompts: Sequence[Prompt]
+    bad_rows: tuple[str, ...]
+    """One line for every row of the data that was skipped."""
+    scorer: Scorer
+    judge: Scorer
+    """Of evaluations. The scorer, but where several runs are to be measured alike."""
+    length_penalty: LengthPenalty
+    policy: Policy
+    reference: Reference | None
+    sampler: Engine
+    sampling: Sampling
+    objective: Objective
+    update_settings: UpdateSettings
+
+
+def resolve(config: Config, *, imports: bool = True) -> Config:
+    """Write out the options of task, reward and objective that were left to default.
+
+    Without `imports` no code of the user's own is loaded: its options stay as they were given.
+    """
+    own = {
+        "task": is_own_task(config.task.name),
+        "reward": is_dotted(config.reward.name),
+        "objective": is_dotted(config.objective.name),
+    }
+    options = {
+        where: options_of(config)
+        for where, options_of in _OPTIONS.items()
+        if imports or not own.get(where)
+    }
+    named = {where: {"name": getattr(config, where).name, **o} for where, o in options.items()}
+    resolved = parse_config({**config.model_dump(), **named})
+    check_reference(resolved.reference)
+    template_of(resolved)
+    if "objective" in options:
+        _check_old_logp(resolved)
+    return resolved
+
+
+def _check_old_logp(resolved: Config) -> None:
+    """Refuse the sampler's probabilities where they cannot stand for the trainer's."""
+    if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
+        raise ConfigError(
+            "config: train.old_logp = 'sampler' does not go with rollout.top_k, top_p or min_p: "
+            "the sampler's probabilities are then of a truncated distribution"
+        )
+    objective = objective_of(resolved)
+    taken = resolved.train.old_logp == "sampler" and not objective.needs_old_entropy
+    if taken and objective.corrects:
+        raise ConfigError(
+            "config: train.old_logp = 'sampler' leaves objective.correction and objective.veto "
+            "nothing to compare the sampler with; set it to 'recompute'"
+        )
+
+
+def _length_defaults(config: Config) -> dict[str, int]:
+    """Return what stands in for lengths that were not given: parts of the longest completion."""
+    budget = config.rollout.max_tokens
+    return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
+
+
+def _length_penalty_options(config: Config) -> dict[str, object]:
+    section = config.length_penalty
+    maker = choose(LENGTH_PENALTIES, section, "length_penalty")
+    return resolve_options(maker, section, "length_penalty", _length_defaults(config))
+
+
+def _objective_options(config: Config) -> dict[str, object]:
+    section = config.objective
+    maker = algorithm(section.name, section.options)
+    return resolve_options(maker, section, "objective", _length_defaults(config))
+
+
+def _reward_options(config: Config) -> dict[str, object]:
+    return reward_options(config.reward)
+
+
+def _task_options(config: Config) -> dict[str, object]:
+    section = config.task
+    maker, preset = find_task(section.name)
+    given = Named.model_validate({"name": section.name, **preset, **section.options})
+    return resolve_options(maker, given, "task")
+
+
+_OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType(
+    {
+        "length_penalty": _length_penalty_options,
+        "objective": _objective_options,
+        "reward": _reward_options,
+        "task": _task_options,
+    }
+)
+"""How the options of each section that names a function are found out."""
+
+
+def task_of(config: Config) -> Task:
+    """Build the task."""
+    return make_task(config.task.name, config.task.options)
+
+
+def reward_of(config: Config) -> Reward:
+    """Build the reward."""
+    reward = make_reward(config.reward.name, config.reward.options)
+    return check_alone(config.reward.name, reward)
+
+
+def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
+    """Build the scorer, and start the processes that it needs."""
+    return make_scorer(
+        config.reward.name,
+        reward_of(config) if reward is None else reward,
+        workers=config.scoring.workers,
+        timeout=config.scoring.timeout,
+        gigabytes=config.scoring.gigabytes,
+    )
+
+
+def objective_of(config: Config) -> Objective:
+    """Build the objective."""
+    return build(config.objective.name, **config.objective.options)
+
+
+def sampling_of(config: Config) -> Sampling:
+    """Build the sampler's settings."""
+    rollout = config.rollout
+    return Sampling(
+        samples=rollout.group_size,
+        distribution=Distribution(
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+        ),
+        max_tokens=rollout.max_tokens,
+        stop_strings=tuple(rollout.stop),
+        slots=engine.max_concurrent,
+        seed=config.seed,
+    )
+
+
+def held_out_of(config: Config, task: Task) -> Sequence[Prompt]:
+    """Return the held-out prompts that evaluations use."""
+    prompts = task.held_out()
+    prompts = prompts[: config.evaluate.prompts] if config.evaluate.prompts else prompts
+    if not prompts:
+        raise DataError(f"task: {task.name} has no held-out prompts")
+    return prompts
+
+
+def assemble(config: Config, reward: Reward | None = None) -> Parts:
+    """Build everything that a resolved configuration names, or with a reward made in Python."""
+    task = task_of(config)
+    train_prompts, held_out = task.train(), held_out_of(config, task)
+    if not train_prompts:
+        raise DataError(f"task: {task.name} has no training prompts")
+    objective = objective_of(config)
+    model = load_model(config)
+    reference = None
+    if objective.needs_reference:
+        reference = make_reference(config, policy=model, load=partial(load_model, config))
+    sampling, scorer = sampling_of(config), scorer_of(config, reward)
+    return Parts(
+        config=config,
+        train_prompts=train_prompts,
+        held_out_prompts=held_out,
+        bad_rows=tuple(bad_rows_of(task)),
+        scorer=scorer,
+        judge=scorer,
+        length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
+            **config.length_penalty.options
+        ),
+        policy=policy_of(config, model),
+        reference=reference,
+        sampler=NativeEngine(model),
+        sampling=sampling,
+        objective=objective,
+        update_settings=update_settings_of(config, model, sampling),
+    )
+
+
+def template_of(config: Config) -> Template:
+    """Build the template, which says how questions are put."""
+    model = config.model
+    return Template(
+        form=model.template,
+        chat_options=model.chat_options,
+        prefill=model.prefill,
+        prefill_in_text=model.prefill_in_text,
+    )
+
+
+def load_model(config: Config) -> LanguageModel:
+    """Load the model. Checkpointing only acts in training mode, so references may have it too."""
+    if config.model.deterministic:
+        make_deterministic()
+    path = config.model.path
+    base = adapter_base(path)
+    model = load_language_model(
+        path if base is None else base,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        template=template_of(config),
+    )
+    return _with_adapter(config, model if base is None else load_adapter(model, Path(path)))
+
+
+def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
+    """Give the model the adapter that is asked for, if it does not come with it."""
+    wanted = config.adapter
+    if model.adapter is not None:
+        if wanted.rank not in (0, model.adapter.r):
+            raise ConfigError(
+                f"config: adapter.rank = {wanted.rank}, but the adapter {config.model.path} has "
+                f"rank {model.adapter.r}: leave the rank out, or merge it into a model first"
+            )
+        return model
+    if getattr(model.model, "peft_config", None):  # transformers follows such names by itself
+        raise ConfigError(
+            f"config: model.path = {config.model.path!r} is an adapter; give a folder that holds "
+            "adapter_config.json and adapter_model.safetensors alone"
+        )
+    if wanted.rank == 0 and wanted.also_train:
+        raise ConfigError(
+            "config: adapter.also_train needs adapter.rank; without it all is trained"
+        )
+    if wanted.rank == 0:
+        return model
+    return add_adapter(model, **wanted.model_dump(), seed=config.seed, base=config.model.path)
+
+
+def policy_of(config: Config, model: LanguageModel) -> Policy:
+    """Give a model its optimizer."""
+    return Policy(
+        model=model,
+        optimizer=optimizer_of(config, model),
+        temperature=config.rollout.temperature,
+        logits_megabytes=config.train.logits_megabytes,
+        graphs=config.records_passes,
+    )
+
+
+def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
+    """Build the optimizer of a model's trained parameters."""
+    settings, parameters = config.optimizer, model.model.named_parameters()
+    options: AdamWSettings = {
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+    }
+    if settings.state == "compact":
+        return CompactAdamW(parameters, **options, seed=config.seed)
+    return MasterAdamW(parameters, **options)
+
+
+def total_updates(train: Train) -> int:
+    """Return how many optimizer steps a run takes; nominally, with a budget of tokens."""
+    return train.amount if train.budget == "updates" else train.steps * train.updates
+
+
+def update_settings_of(config: Config, model: LanguageModel, sampling: Sampling) -> UpdateSettings:
+    """Say how a batch is turned into optimizer steps."""
+    exact = model.head.linear.weight.dtype == torch.float32 and not sampling.distribution.truncates
+    source = config.train.old_logp
+    return UpdateSettings(
+        mini_batches=config.train.mini_batches,
+        epochs=config.train.epochs,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        old_logp_from_sampler=source == "sampler" or (source == "auto" and exact),
+        learning_rate=partial(
+            learning_rate,
+            peak=config.optimizer.learning_rate,
+            schedule=config.optimizer.schedule,
+            warmup_steps=config.optimizer.warmup_steps,
+            total_steps=total_updates(config.train),
+        ),
+        seed=config.seed,
+        skip_zero_gradient=config.filter.skip_zero_gradient,
+    )

@@ -1,0 +1,232 @@
+"""AdamW that keeps little: 12 bytes for a trained parameter in bfloat16 instead of 18.
+
+                       float32   compact
+    parameter             2         2      bfloat16, what the model computes with
+    master                4         2      compact: the lower half; the parameter is the upper one
+    sum of gradients      4         4      float32
+    moments               8         4      compact: bfloat16, rounded at random (adamw.py)
+
+Weights lose nothing: both halves together are the float32 master, bit for bit. A parameter in
+float32 stays as it is, and only its moments are compact. What is rounded up or down is addressed by
+(seed, storage, step, element), so a run that is stopped and resumed goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+from covey.accel.fused_parameters import GradHolder, GradSink, give_sinks, joined
+from covey.errors import ConfigError
+from covey.training.compact_step import CHUNK, Numbers, adamw, keys_of, numbers_of, split, whole
+from covey.training.optimizer import AdamWSettings, Stepped
+
+Step = Callable[..., None]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""As torch's AdamW names them, so that either state can be loaded into the other."""
+
+
+class CompactAdamW:
+    """AdamW on parameters in bfloat16 or float32, which are updated in place."""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        seed: int,
+        **settings: Unpack[AdamWSettings],
+    ) -> None:
+        self.parameters = {name: p for name, p in parameters if p.requires_grad}
+        self.seed, self.settings = seed, settings
+        _check(self.parameters)
+        give_sinks(
+            (p, GradHolder(p)) for p in self.parameters.values() if p.dtype == torch.bfloat16
+        )
+        self.stores = _stores(self.parameters)
+        self._kept = {name: kept for store in self.stores for name, kept in store.split().items()}
+
+    def step(self, rate: float) -> Stepped:
+        """Clip, step and clear the gradients."""
+        found = [(s, grad) for s in self.stores if (grad := s.gradient()) is not None]
+        norm = float(torch.nn.utils.get_total_norm([grad for _, grad in found]))
+        finite = math.isfinite(norm)
+        if finite:
+            # As torch's clip_grad_norm_ has it.
+            clip = min(1.0, self.settings["max_grad_norm"] / (norm + 1e-6))
+            for store, grad in found:
+                store.steps += 1
+                store.step(grad, self._numbers(store.steps, rate, clip), self.seed)
+        self.zero_grad()
+        return Stepped(grad_norm=norm, skipped=not finite)
+
+    @property
+    def masters(self) -> Mapping[str, torch.Tensor]:
+        """The exact weights by name; those of parameters in bfloat16 are made one by one."""
+        return _Masters(self.parameters, self._kept)
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return the sums of gradients since they were last cleared."""
+        return {name: _holder(p).grad for name, p in self.parameters.items()}
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        for parameter in self.parameters.values():
+            _holder(parameter).grad = None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the moments and step counts by parameter name."""
+        tensors = {}
+        for store in self.stores:
+            for name in store.names:
+                tensors[f"step.{name}"] = torch.tensor(float(store.steps))
+                for key in MOMENTS:
+                    tensors[f"{key}.{name}"] = self._kept[name][key].view(torch.bfloat16)
+        return tensors
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+        """Restore weights and moments; those of a float32 state are rounded to the nearest."""
+        for name, parameter in self.parameters.items():
+            kept = self._kept[name]
+            if "low" in kept:
+                _write_halves(parameter, kept["low"], weights[name])
+            else:
+                parameter.copy_(weights[name])
+            for key in MOMENTS:
+                if (value := state.get(f"{key}.{name}")) is not None:
+                    kept[key].view(torch.bfloat16).copy_(value)
+        for store in self.stores:
+            steps = [state.get(f"step.{name}") for name in store.names]
+            store.steps = max((int(s) for s in steps if s is not None), default=0)
+
+    def _numbers(self, step: int, rate: float, clip: float) -> Numbers:
+        return numbers_of(
+            step=step,
+            rate=rate,
+            betas=self.settings["betas"],
+            eps=self.settings["eps"],
+            weight_decay=self.settings["weight_decay"],
+            clip=clip,
+        )
+
+
+class _Store:
+    """Parameters that have one storage, what is kept of them, and one step for them all."""
+
+    def __init__(self, number: int, names: Sequence[str], parameters: Sequence[Any]) -> None:
+        self.number, self.names, self.parameters = number, list(names), list(parameters)
+        self.steps = 0
+        blank = torch.zeros(self.weight().shape, dtype=torch.int16, device=parameters[0].device)
+        self.low = blank if parameters[0].dtype == torch.bfloat16 else None
+        self.moments = torch.zeros_like(blank), torch.zeros_like(blank)
+
+    def weight(self) -> torch.Tensor:
+        """Return all parameters as one; of bfloat16 the bits."""
+        found = joined(self.parameters)
+        assert found is not None, "parameters were moved apart"
+        return found.view(torch.int16) if found.dtype == torch.bfloat16 else found
+
+    def gradient(self) -> torch.Tensor | None:
+        """Return the sum of gradients in float32. None: there is none."""
+        sink: GradSink | None = getattr(self.parameters[0], "grad_sink", None)
+        grad: torch.Tensor | None = self.parameters[0].grad if sink is None else sink.total
+        return grad
+
+    def step(self, grad: torch.Tensor, numbers: Numbers, seed: int) -> None:
+        """Take a step where everything is."""
+        first, second = self.moments
+        with torch.no_grad():
+            _step_for(grad.device)(
+                self.weight().view(-1),
+                None if self.low is None else self.low.view(-1),
+                grad.contiguous().view(-1),
+                (first.view(-1), second.view(-1)),
+                numbers,
+                keys_of(seed, self.number, self.steps),
+            )
+
+    def split(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return what is kept of each parameter, by its name; parts of the whole, not copies."""
+        kept = dict(zip(MOMENTS, self.moments, strict=True))
+        if self.low is not None:
+            kept["low"] = self.low
+        if len(self.names) == 1:
+            return {self.names[0]: kept}
+        rows = [len(p) for p in self.parameters]
+        parts = {key: value.split(rows) for key, value in kept.items()}
+        return {n: {k: v[i] for k, v in parts.items()} for i, n in enumerate(self.names)}
+
+
+class _Masters(Mapping[str, torch.Tensor]):
+    """Float32 weights, put together when they are asked for."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], kept: Mapping[str, Mapping[str, torch.Tensor]]
+    ) -> None:
+        self.parameters, self.kept = parameters, kept
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight, low = self.parameters[name].detach(), self.kept[name].get("low")
+        return weight if low is None else whole(weight.view(torch.int16), low)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+
+def _check(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.dtype not in (torch.bfloat16, torch.float32):
+            raise ConfigError(
+                f"config: optimizer.state = 'compact' is for weights in bfloat16 or float32, and "
+                f"{name} is {str(parameter.dtype).removeprefix('torch.')}; take 'float32'"
+            )
+
+
+def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
+    """Return what has one storage together, numbered by the order in which the model names it."""
+    runs: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
+    for name, parameter in parameters.items():
+        sink: GradSink | None = getattr(parameter, "grad_sink", None)
+        place: int = getattr(parameter, "grad_part", 0)
+        runs.setdefault(id(parameter if sink is None else sink), []).append(
+            (place, name, parameter)
+        )
+    ordered = [sorted(run, key=lambda entry: entry[0]) for run in runs.values()]
+    return [
+        _Store(number, [name for _, name, _ in run], [p for _, _, p in run])
+        for number, run in enumerate(ordered)
+    ]
+
+
+def _holder(parameter: nn.Parameter) -> Any:
+    """Return what has the parameter's gradient: itself, unless that is added up in a sink."""
+    sink: GradSink | None = getattr(parameter, "grad_sink", None)
+    part: int = getattr(parameter, "grad_part", 0)
+    return parameter if sink is None else sink.masters[part]
+
+
+def _step_for(device: torch.device) -> Step:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return adamw
+    from covey.accel.kernels.adamw import adamw as kernel  # needs Triton
+
+    return kernel
+
+
+def _write_halves(parameter: nn.Parameter, low: torch.Tensor, values: torch.Tensor) -> None:
+    """Write float32 values, a part at a time."""
+    bits, low, values = parameter.data.view(torch.int16).view(-1), low.view(-1), values.reshape(-1)
+    for start in range(0, len(bits), CHUNK):
+        part = slice(start, start + CHUNK)
+        upper, lower = split(values[part].float().to(bits.device))
+        bits[part].copy_(upper)
+        low[part].copy_(lower)

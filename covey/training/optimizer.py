@@ -1,0 +1,180 @@
+"""AdamW over float32 master weights, with gradient clipping and a schedule that has no state.
+
+There are two ways to keep what it needs: MasterAdamW here, and CompactAdamW (compact.py).
+
+When the model computes in bfloat16, its parameters stay bfloat16, for the sampler and the forward
+pass alike, and each has a float32 master. Gradients are added up in the master's precision as soon
+as they appear, so the number of micro-batches costs no accuracy; after a step the parameters are
+rounded from the masters in place, and the sampler has the new weights without any transfer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple, Protocol, TypedDict
+
+import torch
+from torch import nn
+
+from covey.accel.fused_parameters import collect_by, give_sinks
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate(
+    step: float, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int
+) -> float:
+    """Return the rate of optimizer step number `step`, counted from 0; whole where steps count."""
+    if step < warmup_steps:
+        return peak * min(1.0, (step + 1) / warmup_steps)
+    if schedule == "constant":
+        return peak
+    done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    left = max(0.0, 1.0 - done)
+    return peak * (left if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - left))))
+
+
+class AdamWSettings(TypedDict):
+    """What is asked of AdamW beside the rate, however its state is kept."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+
+class Stepped(NamedTuple):
+    """What an optimizer step reports."""
+
+    grad_norm: float
+    """Before clipping."""
+    skipped: bool
+    """Whether the gradient was not finite, and the weights were therefore left alone."""
+
+
+class Optimizer(Protocol):
+    """What a policy asks of its optimizer."""
+
+    parameters: dict[str, nn.Parameter]
+    """Those that are trained, by name."""
+
+    @property
+    def masters(self) -> Mapping[str, torch.Tensor]:
+        """The exact weights by name, in float32; perhaps made when they are asked for."""
+
+    def step(self, rate: float) -> Stepped:
+        """Clip, step and clear the gradients."""
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return the sums of gradients since they were last cleared."""
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the moments and step counts by parameter name."""
+
+    def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+        """Restore weights and moments, whichever optimizer they were of."""
+
+
+class MasterAdamW:
+    """AdamW on float32 masters of the given parameters, which are themselves updated in place."""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        max_grad_norm: float,
+    ) -> None:
+        self.parameters = {name: p for name, p in parameters if p.requires_grad}
+        self._masters = {name: _master(p) for name, p in self.parameters.items()}
+        give_sinks((p, m) for p, m in self._rounded() if p.is_cuda)
+        self.max_grad_norm = max_grad_norm
+        self.adamw = torch.optim.AdamW(
+            list(self._masters.values()),
+            lr=0.0,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=True,
+        )
+
+    def step(self, rate: float) -> Stepped:
+        """Clip, step and clear the gradients."""
+        masters = list(self._masters.values())
+        norm = float(torch.nn.utils.clip_grad_norm_(masters, self.max_grad_norm))
+        finite = math.isfinite(norm)
+        if finite:
+            for group in self.adamw.param_groups:
+                group["lr"] = rate
+            self.adamw.step()
+            self._round_to_parameters()
+        self.zero_grad()
+        return Stepped(grad_norm=norm, skipped=not finite)
+
+    @property
+    def masters(self) -> dict[str, nn.Parameter]:
+        """The float32 weights by name; a parameter that is float32 is its own."""
+        return self._masters
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return the sums of gradients since they were last cleared."""
+        return {name: master.grad for name, master in self.masters.items()}
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        self.adamw.zero_grad()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the moments and step counts by parameter name."""
+        tensors = {}
+        for name, master in self.masters.items():
+            for key, value in self.adamw.state[master].items():
+                tensors[f"{key}.{name}"] = value
+        return tensors
+
+    def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+        """Restore masters and moments."""
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(weights[name])
+        self._round_to_parameters()
+        for tag, value in state.items():
+            key, name = tag.split(".", 1)
+            master = self.masters[name]
+            # Of a compact state, moments are bfloat16.
+            dtype = value.dtype if key == "step" else master.dtype
+            self.adamw.state[master][key] = value.to(master.device, dtype)
+
+    def _round_to_parameters(self) -> None:
+        pairs = self._rounded()
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+    def _rounded(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return the parameters that are not their own masters, each with its master."""
+        pairs = ((p, self.masters[name]) for name, p in self.parameters.items())
+        return [(parameter, master) for parameter, master in pairs if master is not parameter]
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    master = nn.Parameter(parameter.detach().float())
+    if parameter.is_cuda:
+        return master  # and gradients go to a sink
+
+    def collect(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        grad = parameter.grad.float()
+        master.grad = grad if master.grad is None else master.grad.add_(grad)
+        parameter.grad = None
+
+    collect_by(parameter, collect)
+    return master

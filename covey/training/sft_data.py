@@ -1,0 +1,91 @@
+"""Worked solutions to learn from before reinforcement: the task's own, or a file's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from covey.config import Config
+from covey.errors import ConfigError, DataError
+from covey.tasks import Task
+from covey.tasks.jsonl import json_lines
+from covey.tasks.rows import Table
+from covey.types import Prompt
+
+_PLACE = re.compile(r"\{(worked|solution|answer)\}")
+AS_IT_IS = "{answer}"
+"""The template of a file: its completions are whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A question and what is to be answered."""
+
+    prompt: Prompt
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solutions:
+    """Solutions that are written when they are asked for."""
+
+    prompts: Sequence[Prompt]
+    template: str
+    prefill: str = ""
+    """How every answer begins. It stands in the prompt already, so solutions go without it."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Solution:
+        prompt = self.prompts[index]
+        text = write_solution(prompt, self.template).removeprefix(self.prefill)
+        return Solution(prompt=prompt, text=text)
+
+
+def write_solution(prompt: Prompt, template: str) -> str:
+    """Fill in a template: {worked} is the way, {solution} a right answer, {answer} the expected.
+
+    {solution} is {answer} where a task has no other; {worked} has nothing to stand in for it.
+    """
+
+    def filled(match: re.Match[str]) -> str:
+        field = match.group(1)
+        found = prompt.info.get(field, None if field == "worked" else prompt.target)
+        if field == "answer":
+            found = prompt.target
+        if found is None:
+            raise DataError(
+                f"warmup: {prompt.id} has no worked solution: take {{worked}} out of "
+                "sft.template, or give sft.file"
+            )
+        return str(found)
+
+    return _PLACE.sub(filled, template)
+
+
+def solutions_of(config: Config, task: Task) -> Solutions:
+    """Return the solutions that a configuration names: a file's if given, else the task's."""
+    settings = config.sft
+    prefill = config.model.prefill
+    if settings.file:
+        return Solutions(prompts=_from_file(settings.file), template=AS_IT_IS, prefill=prefill)
+    if not _PLACE.search(settings.template):
+        raise ConfigError(
+            f"config: sft.template = {settings.template!r} has none of {{worked}}, {{solution}} "
+            "and {answer}: all solutions would be the same"
+        )
+    prompts = task.train()
+    if not prompts:
+        raise DataError(f"task: {task.name} has no training prompts")
+    return Solutions(prompts=prompts, template=settings.template, prefill=prefill)
+
+
+def _from_file(file: str) -> list[Prompt]:
+    """Read {question, completion}, or {messages, completion}: a conversation up to the answer."""
+    rows = list(json_lines(Path(file)))
+    conversations = any(isinstance(row, dict) and "messages" in row for _, _, row in rows)
+    table = Table(answer="completion", messages="messages" if conversations else "", name="warmup")
+    return table.read("train", rows, file)

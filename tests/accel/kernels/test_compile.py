@@ -1,0 +1,50 @@
+"""The attention kernel compiles for GPUs that are not here, and fits in their memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+LEAST_SHARED_MEMORY = 99 * 2**10
+"""Bytes that a program may have on the smaller GPUs since Ampere: RTX 3090, A10, L4, RTX 4090."""
+
+# In a process of its own: here kernels may be interpreted. What is no number is a pointer.
+COMPILE = """
+import json, sys, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from covey.accel.kernels.decode import _decode_attention as kernel, pieces
+
+KINDS = {"cosine": "*fp32", "sine": "*fp32", "prompt_row": "*i64", "prompt_length": "*i64",
+         "place": "*i64", "active": "*i1", "scale": "fp32", "eps": "fp32",
+         "prompt_capacity": "i32", "capacity": "i32"}
+found = {}
+for size in (32, 64, 128, 256):
+    for kind, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        block, warps, stages = pieces(100, size, dtype)
+        known = dict(key_heads=2, shared=6, size=size, rows=16, block=block, norms=False,
+                     precision="ieee" if kind == "fp32" else "tf32")
+        signature = {name: "constexpr" if name in known else KINDS.get(name, "*" + kind)
+                     for name in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=known)
+        options = {"num_warps": warps, "num_stages": stages}
+        made = triton.compile(source, target=GPUTarget("cuda", 89, 32), options=options)
+        found[f"{size} {kind}"] = made.metadata.shared
+print(json.dumps(found))
+"""
+
+
+def test_attention_fits_in_the_shared_memory_of_smaller_gpus() -> None:
+    compiled = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    words = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(words, env=compiled, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 8
+    assert all(0 < bytes_ <= LEAST_SHARED_MEMORY for bytes_ in found.values()), found

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    expected = expected.to(found.device)
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("size", [5, 1500])
+def test_gate_and_its_gradients_are_those_of_float64(
+    device: torch.device, dtype: torch.dtype, joint: bool, size: int
+) -> None:
+    from covey.accel.kernels.gate import silu_times, silu_times_grads
+
+    torch.manual_seed(0)
+    both = torch.randn(6, 2 * size, device=device).mul(3).to(dtype)
+    gate, up = both.split(size, dim=1)
+    if not joint:
+        gate, up = gate.clone(), up.clone()
+    grad = torch.randn(6, size, device=device).to(dtype)
+    exact = both.double().cpu().requires_grad_()
+    expected = torch.nn.functional.silu(exact[:, :size]) * exact[:, size:]
+    expected.backward(grad.double().cpu())
+    before = grad.clone()
+    grads = silu_times_grads(grad, gate, up)
+    assert torch.equal(grad, before)
+    assert apart(silu_times(gate, up), expected.detach()) < TOLERANCE[dtype]
+    assert apart(grads, exact.grad) < TOLERANCE[dtype]
+    # In the place of its gradient, the product is made again.
+    assert torch.equal(silu_times_grads(grad, gate, up, grad), grads)
+    assert torch.equal(grad, silu_times(gate, up))

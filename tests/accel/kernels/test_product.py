@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import torch
+
+from covey.accel.kernels.product import add_product, product
+
+
+def test_products_of_bfloat16_are_not_rounded_on_their_way_to_float32(
+    device: torch.device,
+) -> None:
+    torch.manual_seed(0)
+    left, right = torch.randn(2, 96, 96, device=device).bfloat16()
+    out = torch.empty(96, 96, device=device)
+    product(left, right, out)
+    exact = left.double() @ right.double()
+    torch.testing.assert_close(out.double(), exact, atol=1e-4, rtol=0)
+    add_product(left, right, out)
+    torch.testing.assert_close(out.double(), 2 * exact, atol=2e-4, rtol=0)

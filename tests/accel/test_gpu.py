@@ -1,0 +1,336 @@
+"""What only a GPU can show: the kernels as compiled, flash attention, and the numbers of bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from covey.accel.head import token_logp
+from covey.accel.packing import host_rows, prompt_numbers
+from covey.embedded import CHECKPOINT
+from covey.models.adapter import add_adapter, stirred
+from covey.models.language_model import Head, LanguageModel, packed_forward, wrap
+from covey.models.layout import micro_batches, pack_for
+from covey.objective import ALGORITHMS, policy_loss, with_advantage, with_weight
+from covey.training.compact_adamw import CompactAdamW
+from covey.training.optimizer import MasterAdamW
+from covey.training.policy import Policy, batch_logp
+from covey.training.update import UpdateSettings, update
+from covey.types import Batch
+from tests.conftest import make_batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPE = {
+    "vocab_size": 262, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256,
+    "head_dim": 16,
+}  # fmt: skip
+KINDS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True)
+    ),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE)),
+    "mistral": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SHAPE, sliding_window=5)
+    ),
+}
+SETTINGS = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1e9}
+
+
+def build(kind: str, dtype: torch.dtype = torch.bfloat16) -> LanguageModel:
+    torch.manual_seed(len(kind))
+    model = KINDS[kind]().to("cuda", dtype)
+    model.config.eos_token_id = model.generation_config.eos_token_id = 1
+    return wrap(model, transformers.AutoTokenizer.from_pretrained(CHECKPOINT), kind)
+
+
+def shared_batch(rows: int = 8, longest: int = 40) -> Batch:
+    batch = make_batch(rows=rows, longest=longest, seed=3)
+    which = torch.tensor([0, 3, 0, 5, 0, 3, 0, 0])[:rows]
+    return replace(
+        batch,
+        prompt_tokens=batch.prompt_tokens[which],
+        prompt_lengths=batch.prompt_lengths[which],
+        group=which,
+    ).to("cuda")
+
+
+def gradients(model: LanguageModel, batch: Batch, **layout: object) -> dict[str, torch.Tensor]:
+    objective = ALGORITHMS["grpo"](beta=0.0)
+    batch = with_weight(objective, with_advantage(objective, batch))
+    model.model.zero_grad()
+    policy_loss(objective, batch, batch_logp(model, batch, **layout).logp).loss.backward()
+    return {n: p.grad.clone() for n, p in model.model.named_parameters() if p.grad is not None}
+
+
+def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The distance of all gradients together, relative to their length."""
+    assert found.keys() == expected.keys()
+    difference = torch.stack([(found[n].double() - g.double()).norm() for n, g in expected.items()])
+    return float(
+        difference.norm() / torch.stack([g.double().norm() for g in expected.values()]).norm()
+    )
+
+
+def test_models_take_the_fast_path() -> None:
+    for kind, fused in (("llama", True), ("qwen2", True), ("qwen3", True), ("mistral", False)):
+        model = build(kind)
+        assert (kind, model.packs, model.flash, model.fused) == (kind, True, True, fused)
+        exact = build(kind, torch.float32)
+        assert (kind, exact.packs, exact.flash, exact.fused) == (kind, True, False, fused)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_and_padded_gradients_are_equal_in_float32(kind: str) -> None:
+    model, batch = build(kind, torch.float32), shared_batch()
+    padded = gradients(model, batch, side="right")
+    packed = gradients(model, batch, side="packed")
+    scale = max(float(g.abs().max()) for g in padded.values())
+    for name, grad in padded.items():
+        assert float((packed[name] - grad).abs().max()) <= 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_gradients_are_near_those_of_float32(kind: str) -> None:
+    model, exact, batch = build(kind), build(kind, torch.float32), shared_batch()
+    with torch.no_grad():
+        for one, other in zip(exact.model.parameters(), model.model.parameters(), strict=True):
+            one.copy_(other)
+    expected = gradients(exact, batch, side="right")
+    fast, own = gradients(model, batch), gradients(model, batch, side="right")
+    assert apart(fast, expected) < max(0.03, 1.2 * apart(own, expected))
+
+
+def test_flash_rows_say_what_padded_rows_say() -> None:
+    model, batch = build("mistral"), shared_batch()
+    outputs = []
+    for flash in (True, False):
+        packed = pack_for(host_rows(batch), model.device, flash=flash)
+        with torch.no_grad():
+            outputs.append(packed_forward(model.backbone, packed)[packed.predictor].float())
+    assert float((outputs[0] - outputs[1]).norm() / outputs[1].norm()) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_head_gives_the_logits_of_float64(dtype: torch.dtype, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 5000, dtype=dtype, device="cuda")
+    head = Head(linear=linear, scale=3.0, softcap=softcap)
+    hidden = torch.randn(700, 64, device="cuda").to(dtype).requires_grad_()
+    tokens = torch.randint(0, 5000, (700,), device="cuda")
+    pulls = torch.randn(2, 700, device="cuda")
+    found = token_logp(head, hidden, tokens, temperature=0.8, megabytes=8)
+    assert found[0].dtype == torch.float32
+    (found[0] * pulls[0] + found[1] * pulls[1]).sum().backward()
+    parts = [hidden, *linear.parameters()]
+    exact = [p.detach().double().requires_grad_() for p in parts]
+    z = (exact[0] @ exact[1].t() + exact[2]) * 3.0
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    whole = (z / 0.8).log_softmax(-1)
+    logp, entropy = whole.gather(-1, tokens[:, None])[:, 0], -(whole.exp() * whole).sum(-1)
+    (logp * pulls[0] + entropy * pulls[1]).sum().backward()
+    # Logits are not rounded, so even in bfloat16 values are exact.
+    torch.testing.assert_close(found[0].double(), logp, atol=2e-4, rtol=1e-5)
+    torch.testing.assert_close(found[1].double(), entropy, atol=2e-4, rtol=1e-5)
+    limit = 1e-4 if dtype == torch.float32 else 1e-2
+    for one, other in zip(parts, exact, strict=True):
+        assert float((one.grad.double() - other.grad).norm() / other.grad.norm()) < limit
+
+
+def test_checkpointing_changes_nothing() -> None:
+    model, batch = build("llama"), shared_batch()
+    model.model.train()
+    plain = gradients(model, batch)
+    model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert apart(gradients(model, batch), plain) < 5e-3
+
+
+def test_an_adapter_takes_the_fast_path() -> None:
+    model, exact = (
+        add_adapter(build("llama", dtype), rank=4) for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert model.fused
+    batch = shared_batch()
+    with stirred(model), stirred(exact):
+        with torch.no_grad():
+            for one, other in zip(exact.model.parameters(), model.model.parameters(), strict=True):
+                one.copy_(other)
+        expected = gradients(exact, batch, side="right")
+        fast, own = gradients(model, batch), gradients(model, batch, side="right")
+    assert fast
+    assert apart(fast, expected) < max(0.03, 1.2 * apart(own, expected))
+
+
+def test_sinks_collect_what_autograd_would() -> None:
+    model, batch = build("qwen2"), shared_batch()
+    plain = gradients(model, batch)
+    optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
+    assert gradients(model, batch) == {}
+    once = {n: m.grad.clone() for n, m in optimizer.masters.items()}
+    assert apart(once, plain) < 1e-2
+    gradients(model, batch)
+    twice = {n: m.grad / 2 for n, m in optimizer.masters.items()}
+    assert apart(twice, once) < 1e-5 + 1e-2  # flash attention adds in any order
+    assert not optimizer.step(1e-3).skipped
+    for name, parameter in optimizer.parameters.items():
+        assert torch.equal(parameter, optimizer.masters[name].bfloat16())
+
+
+def test_micro_batches_count_packed_tokens_and_keep_groups_together() -> None:
+    batch = shared_batch()
+    host = host_rows(batch)
+    numbers = prompt_numbers(host)
+    for budget in (1, 60, 120, 10_000):
+        parts = list(micro_batches(batch, budget))
+        assert sorted(torch.cat(parts).tolist()) == list(range(len(batch)))
+        for part in parts:
+            micro = batch.rows(part)
+            assert torch.equal(micro.host.tokens, micro.tokens.cpu())
+            packed = pack_for(micro.host, batch.tokens.device, flash=True)
+            assert len(part) == 1 or len(packed.input_ids) <= budget
+    whole = list(micro_batches(batch, 10_000))
+    assert len(whole) == 1
+    assert len(numbers.unique()) == 3
+
+
+def test_an_update_learns_and_measures() -> None:
+    model = build("llama")
+    optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
+    policy = Policy(model=model, optimizer=optimizer, temperature=1.0, logits_megabytes=8.0)
+    objective = ALGORITHMS["grpo"](beta=0.0)
+    settings = UpdateSettings(
+        mini_batches=1, epochs=1, micro_batch_tokens=100, old_logp_from_sampler=True,
+        learning_rate=lambda _: 1e-3, seed=0,
+    )  # fmt: skip
+    batch = with_advantage(objective, shared_batch())
+    before = batch_logp(model, batch).logp.detach()
+    metrics = update(batch, policy=policy, objective=objective, settings=settings, step=0)
+    after = batch_logp(model, batch).logp.detach()
+    gain = ((after - before) * batch.advantage).where(batch.mask, 0.0).sum()
+    assert float(gain) > 0
+    assert metrics["optim/grad_norm"] > 0
+    assert metrics["optim/skipped"] == 0
+
+
+def policy_of(model: LanguageModel, *, graphs: bool) -> Policy:
+    optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
+    return Policy(
+        model=model, optimizer=optimizer, temperature=0.8, logits_megabytes=1.0, graphs=graphs
+    )
+
+
+def collected(policy: Policy, parts: list[Batch]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the gradients of an optimizer step over parts, and what was said of their tokens."""
+    said = []
+    for micro in parts:
+        now = policy.logp(micro)
+        (now.logp * torch.cos(micro.tokens) + 0.1 * now.entropy).sum().backward()
+        said += [now.logp.detach()[micro.mask], now.entropy.detach()[micro.mask]]
+        del now
+    found = {n: m.grad.clone() for n, m in policy.optimizer.masters.items()}
+    policy.optimizer.adamw.zero_grad()
+    return found, torch.cat(said)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "adapter"])
+def test_recorded_passes_are_the_plain_ones(kind: str) -> None:
+    model = build("llama" if kind == "adapter" else kind)
+    model = add_adapter(model, rank=4) if kind == "adapter" else model
+    batch = shared_batch()
+    parts = [batch.rows(torch.tensor(rows)) for rows in ([0, 2, 4], [1, 3, 5, 6], [7, 1])]
+    with stirred(model):
+        policy = policy_of(model, graphs=False)
+        expected, values = collected(policy, parts)
+        policy.graphs = True
+        for step in range(4):
+            found, said = collected(policy, parts)
+            assert apart(found, expected) < 0.02, step  # flash attention adds in any order
+            torch.testing.assert_close(said, values, atol=0.05, rtol=0.02)
+        assert policy.passes is not None
+        assert not policy.passes.failed
+        assert len(policy.passes.recorded()) == 1
+        with torch.no_grad():
+            for _ in range(4):
+                again = torch.cat([
+                    value[micro.mask] for micro in parts for value in policy.logp(micro)
+                ])  # fmt: skip
+                torch.testing.assert_close(again, values, atol=0.05, rtol=0.02)
+        assert len(policy.passes.recorded()) == 2
+
+
+def test_recorded_passes_follow_the_weights() -> None:
+    batch, ends = shared_batch(), []
+    for graphs in (False, True):
+        policy = policy_of(build("llama"), graphs=graphs)
+        for _ in range(6):
+            now = policy.logp(batch)
+            (-now.logp).sum().backward()
+            del now
+            policy.step(1e-3)
+        ends.append(policy.plain_logp(batch).logp.detach().sum())
+        assert not graphs or policy.passes.recorded()
+    assert float(ends[0]) == pytest.approx(float(ends[1]), rel=0.02)
+
+
+def test_passes_are_recorded_again_after_all_have_gone() -> None:
+    batch = shared_batch()
+    policy = policy_of(build("llama"), graphs=True)
+    for _ in range(3):
+        for _ in range(4):
+            (-policy.logp(batch).logp).sum().backward()
+        assert len(policy.passes.recorded()) == 1
+        torch.cuda.synchronize()
+        policy.passes.buckets.clear()
+    assert policy.passes.failures == 0
+
+
+def compact_policy(model: LanguageModel) -> Policy:
+    optimizer = CompactAdamW(model.model.named_parameters(), **SETTINGS, seed=0)
+    return Policy(model=model, optimizer=optimizer, temperature=0.8, logits_megabytes=1.0)
+
+
+def test_a_compact_state_learns_by_recorded_passes_what_masters_learn() -> None:
+    batch, moves = shared_batch(), []
+    for policy in (policy_of(build("qwen2"), graphs=True), compact_policy(build("qwen2"))):
+        before = {n: m.detach().clone() for n, m in policy.optimizer.masters.items()}
+        for _ in range(30):
+            now = policy.logp(batch)
+            (-now.logp).sum().backward()
+            del now
+            assert not policy.step(1e-4).skipped
+        assert policy.passes.recorded()
+        after = policy.optimizer.masters
+        moves.append(torch.cat([(after[n] - b).detach().flatten() for n, b in before.items()]))
+        for name, parameter in policy.optimizer.parameters.items():
+            near = parameter.float() - after[name]
+            assert bool((near.abs() <= (after[name].bfloat16().float() - after[name]).abs()).all())
+    # Flash attention adds in any order, and by its own rounding two runs differ.
+    assert float(torch.nn.functional.cosine_similarity(*moves, dim=0)) > 0.98
+
+
+def test_a_compact_state_takes_ten_bytes_beside_a_parameter() -> None:
+    model, batch = build("qwen2"), shared_batch()
+    gradients(model, batch)  # compiles, and takes what products need to work in
+    model.model.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    policy = compact_policy(model)
+    policy.graphs = False
+    for _ in range(2):
+        (-policy.logp(batch).logp).sum().backward()
+        policy.step(1e-4)
+    parameters = list(policy.optimizer.parameters.values())
+    expected = 10 * sum(p.numel() for p in parameters)
+    # Each tensor is rounded up to 512 bytes; four of them are kept for a storage.
+    room = 512 * 4 * len(parameters)
+    assert expected <= torch.cuda.memory_allocated() - before <= expected + room

@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from covey.analysis.compare import facts as facts_module
+from covey.analysis.compare import report_text
+from covey.analysis.compare.charts import MISSING, page_file
+from covey.analysis.compare.facts import Facts, facts_of
+from covey.analysis.compare.listings import runs_table
+from covey.analysis.compare.report import SCHEMA, report_data, terminal_table, write_reports
+from covey.analysis.compare.report_html import page
+from covey.analysis.compare.report_text import fenced, markdown, plain
+from covey.analysis.compare.tables import (
+    course_table,
+    matrix,
+    p_value,
+    pair_table,
+    pair_words,
+    points,
+    reach_table,
+    result_table,
+)
+from covey.errors import DiskError
+from tests.compare import made
+
+# Attributes by which a page may load something.
+LOADING = {
+    "src",
+    "srcset",
+    "href",
+    "data",
+    "poster",
+    "action",
+    "formaction",
+    "background",
+    "xlink:href",
+}
+
+
+@pytest.fixture
+def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Facts:
+    monkeypatch.setattr(facts_module, "verdict", lambda comparison: made.verdict())
+    return facts_of(made.fill(tmp_path), made.comparison())
+
+
+@pytest.fixture
+def no_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+
+
+class Page(HTMLParser):
+    """What a browser makes of a page, as far as it matters here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"}.intersection(self.open):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.texts)
+
+
+def check_page(text: str) -> Page:
+    read = Page(text)
+    assert read.open == []
+    loads = [v for _, attrs in read.tags for k, v in attrs.items() if k in LOADING]
+    assert [value for value in loads if not (value or "").startswith("#")] == []
+    assert not [k for _, attrs in read.tags for k in attrs if k.startswith("on")]
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert style is not None
+    assert not re.search(r"url\(|@import", style.group(1))
+    names = [attrs["id"] for _, attrs in read.tags if "id" in attrs]
+    assert len(names) == len(set(names))
+    assert {
+        (v or "#")[1:] for _, attrs in read.tags for k, v in attrs.items() if k == "href"
+    } <= set(names)
+    return read
+
+
+@pytest.mark.usefixtures("no_plotly")
+def test_a_page_without_plotly_has_its_tables_and_names_the_extra(facts: Facts) -> None:
+    read = check_page(page(facts))
+    assert [tag for tag, _ in read.tags if tag in ("script", "img")] == []
+    assert MISSING in read.text
+    assert "First and last of each metric" in read.text
+    for told in (
+        "Cannot tell grpo and <b> apart",  # headline
+        "about 7 seeds would be needed",
+        "+83.3", "[+47.5, +100.0]",  # improvement of grpo
+        "[-98.7, +12.3]", "p 0.084",  # the pair turned round
+        "12,500 tokens, 6 s", "not reached", "1 of 2 seeds",
+        "the checkpoints cannot be told apart",
+        "killed <by> signal 9",
+        "<b> is the same as grpo (grpo, <b>)", "train.mini_batches = 4",
+        "objective.clip_low", "0.0003", "(it has no such option)",
+        "covey compare small --algorithms grpo,<b>",
+        'name = "<common>"',
+        "2 arms, 3 seeds each, 20,000 tokens a run",
+    ):  # fmt: skip
+        assert told in read.text
+
+
+@pytest.mark.usefixtures("no_plotly")
+@pytest.mark.parametrize(
+    ("headline", "shown"),
+    [
+        ("No run has finished: nothing is known.", ["No run has finished:", "nothing is known."]),
+        ("None is best: a beats b. So.", ["None is best:", "a beats b. So."]),
+        ("The arms are alike. The most is +1.0.", ["The arms are alike.", "The most is +1.0."]),
+        ("a.b and c:d are the same.", ["a.b and c:d are the same."]),
+    ],
+)
+def test_a_headline_is_shown_in_two_parts_with_every_letter_as_it_is(
+    facts: Facts, headline: str, shown: list[str]
+) -> None:
+    read = check_page(page(replace(facts, verdict=replace(facts.verdict, headline=headline))))
+    after = read.texts.index("small: which is better?") + 1
+    assert read.texts[after : after + len(shown)] == shown
+
+
+@pytest.mark.usefixtures("no_plotly")
+def test_one_arm_and_one_seed_are_not_several(facts: Facts) -> None:
+    alone = replace(facts.comparison, seeds=(1,))
+    assert "2 arms, 1 seed each, 20,000" in check_page(page(replace(facts, comparison=alone))).text
+
+
+def test_a_comparison_without_evaluations_has_no_empty_chart(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    read = check_page(page(facts_of(tmp_path, made.comparison(outcomes=()))))
+    assert "No run has been evaluated yet." in read.text
+    assert [
+        tag for tag, attrs in read.tags if tag == "input" or "chart" in attrs.get("class", "")
+    ] == []
+    # The program draws the other charts all the same.
+    assert 'if (!document.getElementById("chart-curves")) return;' in page_file("report.js")
+
+
+def test_a_long_name_is_folded_on_a_narrow_screen() -> None:
+    narrow = page_file("report.css").partition("@media (max-width: 40rem) {")[2].partition("\n}")[0]
+    (rule,) = re.findall(r"tbody th \{(.*?)\}", narrow)
+    assert {"white-space: normal", "overflow-wrap: anywhere", "max-width: 40vw"} <= {
+        part.strip() for part in rule.split(";")
+    }
+
+
+@pytest.mark.usefixtures("no_plotly")
+def test_answers_stand_side_by_side_and_their_markup_is_text(facts: Facts) -> None:
+    read = check_page(page(facts))
+    # Four problems with seed 1: two on which the two arms differ, one right, one wrong.
+    assert read.texts.count(made.EVIL) == 8
+    assert read.text.count("✓ right") == 4
+    assert read.text.count("✗ wrong") == 4
+    assert "5 tokens, ended by length" in read.text
+
+
+def test_charts_bring_their_program_along_and_load_nothing(facts: Facts) -> None:
+    pytest.importorskip("plotly")
+    text = page(facts)
+    read = check_page(text)
+    scripts = [attrs for tag, attrs in read.tags if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "chart-data"}, {}, {}]
+    assert MISSING not in read.text
+    found = re.search(r'id="chart-data">(.*?)</script>', text)
+    assert found is not None
+    data = json.loads(found.group(1))
+    assert data["arms"] == ["grpo", "<b>"]
+    assert data["curves"][0]["mean"] == [0.0, 5 / 12, 10 / 12]
+    assert [line["state"] for line in data["curves"][1]["lines"]] == ["done", "done", "failed"]
+    assert data["health"]["reward"][0]["values"] == [0.25, 0.5]
+    drawn = {attrs.get("id") for _, attrs in read.tags}
+    assert {"chart-curves", "chart-health-0"} <= drawn
+    axes = [attrs for tag, attrs in read.tags if tag == "input"]
+    assert [a["value"] for a in axes] == list(data["axes"])
+    assert [a["value"] for a in axes if "checked" in a] == ["tokens"]
+
+
+def test_tables_say_what_was_found() -> None:
+    found = made.verdict()
+    assert result_table(found).rows == [
+        ["grpo", "0.0%", "83.3%", "+83.3", "[+47.5, +100.0]", "3"],
+        ["<b>", "0.0%", "37.5%", "+37.5", "[-20.0, +95.0]", "2"],
+    ]
+    assert course_table(found).rows[1] == [
+        "<b>",
+        "[0.0%, 100.0%]",
+        "37.6%",
+        "12.0%",
+        "1 of 2 seeds",
+    ]
+    assert reach_table(found).head == ["method", "50%"]
+    assert reach_table(found).rows == [["grpo", "12,500 tokens, 6 s"], ["<b>", "not reached"]]
+    assert pair_table(found).rows == [["grpo - <b>", "+50.0", "[-12.3, +98.7]", "0.084", "2", "7"]]
+    assert matrix(found).rows == [
+        ["grpo", "", "+50.0\n[-12.3, +98.7]\np 0.084"],
+        ["<b>", "-50.0\n[-98.7, +12.3]\np 0.084", ""],
+    ]
+
+
+def test_tables_of_what_cannot_be_said_have_dashes() -> None:
+    found = made.verdict()
+    nothing = dict.fromkeys(("initial", "final", "improvement", "best", "area"))
+    empty = replace(found.arms[0], seeds=0, reach=(), **nothing)
+    alone = replace(
+        found.pairs[0], difference=None, p_holm=None, decision="one seed", seeds_needed=None
+    )
+    none = replace(alone, mean=None, decision="nothing to compare", checkpoints=())
+    unsaid = replace(found, arms=(empty, found.arms[1]), pairs=(alone, none))
+    assert result_table(unsaid).rows[0] == ["grpo", "-", "-", "-", "-", "0"]
+    assert course_table(unsaid).rows[0] == ["grpo", "-", "-", "-", "-"]
+    assert reach_table(unsaid).rows == [["grpo", "-"], ["<b>", "not reached"]]
+    assert matrix(replace(found, pairs=(alone,))).rows == [
+        ["grpo", "", "+50.0"],
+        ["<b>", "-50.0", ""],
+    ]
+    assert matrix(replace(found, pairs=(none,))).rows == [["grpo", "", "-"], ["<b>", "-", ""]]
+    assert reach_table(replace(found, arms=(empty,))).rows == []
+    assert [row[1:4] + row[5:] for row in pair_table(unsaid).rows] == [
+        ["+50.0", "-", "-", "at least 2"],
+        ["-", "-", "-", "-"],
+    ]
+
+
+def test_what_the_headline_says_of_the_only_pair_is_not_said_twice() -> None:
+    found = made.verdict()
+    assert len(pair_words(found)) == 1
+    assert pair_words(replace(found, headline=found.pairs[0].words)) == []
+
+
+def test_numbers_are_written_with_the_digits_that_mean_something() -> None:
+    assert [points(x) for x in (0.0, -0.0, -0.0001, 0.1234, -1.0)] == [
+        "+0.0",
+        "+0.0",
+        "-0.0",
+        "+12.3",
+        "-100.0",
+    ]
+    assert [p_value(p) for p in (0.0, 0.00099, 0.001, 0.0496, 1.0)] == [
+        "< 0.001",
+        "< 0.001",
+        "0.001",
+        "0.050",
+        "1.000",
+    ]
+
+
+def test_a_terminal_shows_the_table_then_the_pairs_then_the_findings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report_text, "verdict", lambda comparison: made.verdict())
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(terminal_table(made.comparison()))
+    text = console.export_text()
+    order = ["improvement", "+83.3", "[+47.5, +100.0]", "Cannot tell grpo and <b> apart", "seed 3: killed",
+             "about 7 seeds would be needed", "<b> is the same as grpo"]  # fmt: skip
+    assert [text.find(part) >= 0 for part in order] == [True] * len(order)
+    assert sorted(order, key=text.find) == order
+
+
+def test_markdown_has_the_same_tables_and_no_markup_of_others(facts: Facts) -> None:
+    text = markdown(facts)
+    assert "**Cannot tell grpo and &lt;b&gt; apart**" in text
+    assert "| grpo | 0.0% | 83.3% | +83.3 | \\[+47.5, +100.0\\] | 3 |" in text
+    assert "| grpo - &lt;b&gt; | +50.0 |" in text
+    outside = re.sub(r"^(`{3,})\n.*?\n\1$", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert set(re.findall(r"</?(\w+)", outside)) == {"details", "summary"}
+    assert "@me" not in outside
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            assert len({len(re.findall(r"(?<!\\)\|", row)) for row in block.split("\n")}) == 1
+
+
+def test_text_cannot_leave_its_place_in_markdown() -> None:
+    assert plain("a|b\n<c> *d* [e](f) `g` @h") == (
+        "a\\|b &lt;c&gt; \\*d\\* \\[e\\](f) \\`g\\` @\u200bh"
+    )
+    assert fenced("x\n```\ny") == "````\nx\n```\ny\n````"
+    assert fenced("x") == "```\nx\n```"
+
+
+def test_json_holds_everything_under_a_version(facts: Facts) -> None:
+    data = report_data(facts)
+    assert data["schema"] == SCHEMA == 1
+    assert data["prompts"][1] == {"id": "p/1", "prompt": f"p/1: {made.EVIL}", "expected": "<p/1>"}
+    assert [(r["arm"], r["seed"], r["state"]) for r in data["runs"]][-1] == ("<b>", 3, "failed")
+    assert data["runs"][0]["points"][2] == {
+        "step": 20, "tokens": 20_000, "updates": 80, "seconds": 10.0, "accuracy": 0.75, "right": "1110",
+    }  # fmt: skip
+    assert data["verdict"]["pairs"][0]["p_holm"] == 0.0842
+    assert data["agreement"]["solved_only_by"] == {"grpo": 2, "<b>": 0}
+    assert data["curves"][0]["high"] == [0.0, 0.5, 1.0]
+
+
+def test_every_field_of_the_json_is_documented(facts: Facts) -> None:
+    text = (Path(__file__).parents[2] / "docs/compare-report.md").read_text()
+    named = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert set(report_data(facts)) == named
+
+
+def test_reports_are_written_the_same_each_time_and_read_back(tmp_path: Path) -> None:
+    folder = made.fill(tmp_path)
+    write_reports(folder, made.comparison())
+    first = {
+        name: (folder / name).read_bytes() for name in ("report.html", "report.md", "report.json")
+    }
+    write_reports(folder, made.comparison())
+    assert {name: (folder / name).read_bytes() for name in first} == first
+    data = json.loads(first["report.json"])
+    pair = data["verdict"]["pairs"][0]
+    assert pair["mean"] == 0.5
+    assert pair["differences"] == [0.5, 0.5]
+    check_page(first["report.html"].decode())
+
+
+@pytest.mark.parametrize(
+    "outcomes", [(), made.comparison().outcomes[-1:], made.comparison().outcomes[:1]]
+)
+def test_a_comparison_of_which_little_is_there_still_has_a_report(
+    outcomes: tuple[made.Outcome, ...], tmp_path: Path
+) -> None:
+    write_reports(tmp_path, made.comparison(outcomes=outcomes, findings=()))
+    check_page((tmp_path / "report.html").read_text())
+    assert json.loads((tmp_path / "report.json").read_text())["answers"]["seed"] is None
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    write_reports(tmp_path, made.comparison(environment={"x": math.nan}))
+    assert json.loads((tmp_path / "report.json").read_text())["environment"] == {"x": None}
+
+
+def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match=r"report\.html"):
+        write_reports(tmp_path / "nowhere", made.comparison())
+
+
+def test_the_runs_say_whether_their_first_answers_were_shared() -> None:
+    assert "same answers in the first step." in runs_table(made.comparison()).note
+    outcomes = made.comparison().outcomes
+    other = replace(outcomes[3], first_answers="else")
+    apart = made.comparison(outcomes=(*outcomes[:3], other))
+    assert (
+        "Not all arms learned from the same answers in the first step (seed 1)"
+        in runs_table(apart).note
+    )

@@ -1,0 +1,202 @@
+"""Every task with the reward made for it passes the lab; what published rewards let through."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.analysis.lab.hacks import HACKS
+from covey.analysis.lab.lab import (
+    Check,
+    Lab,
+    check_bounds,
+    check_determinism,
+    check_gold,
+    check_hacks,
+    check_order,
+)
+from covey.config.schema import Named
+from covey.errors import ConfigError
+from covey.rewards import Reward
+from covey.rewards.build import make_reward, reward_options
+from covey.rewards.code import CodeTests
+from covey.rewards.mix import Mix
+from covey.rewards.seeds import gamed_by
+from covey.sandbox import require_isolation
+from covey.scoring import Pool
+from covey.tasks import Arithmetic, Code, Countdown, Gsm8k, Jsonl, ReasoningGym, Tools
+from covey.types import Prompt
+
+
+def reward_of(name: str, **options: Any) -> Reward:
+    section = Named.model_validate({"name": name, **options})
+    return make_reward(name, reward_options(section))
+
+
+def formed(accuracy: str) -> Reward:
+    """The reward of an answer in its form, right answers counting most."""
+    parts = {
+        "accuracy": {"name": accuracy, "weight": 0.9},
+        "format": {"name": "think_answer_form", "weight": 0.1},
+    }
+    return reward_of("mix", parts=parts, robust=True)
+
+
+@pytest.fixture
+def without_walls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the hacks of a hundred thousand signs where the same reward has met them before."""
+    short = tuple(hack for hack in HACKS if not hack.name.startswith("100,000"))
+    monkeypatch.setattr("covey.analysis.lab.lab.HACKS", short)
+
+
+@contextmanager
+def lab_of(reward: Reward, timeout: float = 20.0) -> Iterator[Lab]:
+    pool = Pool(reward, "r", workers=2, timeout=timeout)
+    try:
+        yield Lab(reward=reward, scorer=pool)
+    finally:
+        pool.close()
+
+
+def faults(reward: Reward, prompts: Sequence[Prompt], hacked: int = 1) -> list[Check]:
+    """Everything but the throughput, which is no matter of right or wrong."""
+    with lab_of(reward) as lab:
+        gold, form = check_gold(lab, prompts)
+        checks = [gold, *check_hacks(lab, prompts[:hacked], form)]
+        checks.append(check_order(lab, prompts[:hacked], form))
+        checks += [check_bounds(lab), check_determinism(lab)]
+        unscored = [verdict.error for verdict in lab.seen.values() if verdict.score is None]
+    assert len(checks) > 30
+    assert unscored == []
+    return [check for check in checks if not check.passed]
+
+
+def hacks_that_work(reward: Reward, prompts: Sequence[Prompt]) -> tuple[str, set[str]]:
+    with lab_of(reward) as lab:
+        gold, form = check_gold(lab, prompts)
+        checks = check_hacks(lab, prompts, form)
+    assert gold.passed
+    return form.name, {c.name.removeprefix("hack: ") for c in checks if not c.passed}
+
+
+def written(path: Path, rows: Sequence[dict[str, str]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+WORD_PROBLEMS = [
+    {
+        "question": "Ann has 3 boxes of 12 eggs and breaks 5. How many are left?",
+        "answer": "There are 3*12=<<3*12=36>>36 eggs.\nSo 36-5=<<36-5=31>>31 are left.\n#### 31",
+    },
+    {
+        "question": "A bike costs $1,250 and a helmet $50. What do they cost together?",
+        "answer": "Together 1250+50=<<1250+50=1300>>1300 dollars.\n#### 1,300",
+    },
+    {
+        "question": "Five friends share 12 liters of juice. How much has each?",
+        "answer": "Each has 12/5=<<12/5=2.4>>2.4 liters.\n#### 2.4",
+    },
+    {
+        "question": "It is 4 degrees and gets 9 degrees colder. What is the temperature then?",
+        "answer": "4-9=<<4-9=-5>>-5, that is 5 below zero.\n#### -5",
+    },
+]
+FORMULAS = [
+    {"question": "Simplify (x + 1) / 2 + 1.", "answer": r"\frac{x+3}{2}"},
+    {"question": "Which numbers solve x^2 - 5x + 6 = 0?", "answer": r"\{2, 3\}"},
+    {"question": "What line passes through (0, 1) with slope 2?", "answer": "y = 2x + 1"},
+    {"question": "How long is the diagonal of a square with side 3?", "answer": r"3\sqrt{2}"},
+    {"question": "For which x is x^2 below 4?", "answer": "(-2, 2)"},
+    {"question": "Expand (a - b)^2.", "answer": "a^2 - 2ab + b^2"},
+]
+
+
+def test_arithmetic() -> None:
+    prompts = Arithmetic().held_out()[:4]
+    assert faults(reward_of("think_answer"), prompts) == []
+    assert faults(reward_of("math"), prompts, hacked=2) == []
+
+
+def test_countdown() -> None:
+    assert faults(formed("countdown"), Countdown().held_out()[:4]) == []
+
+
+def test_tools() -> None:
+    assert faults(reward_of("agent"), Tools().held_out()[:6]) == []
+
+
+@pytest.mark.usefixtures("without_walls")
+def test_code() -> None:
+    try:
+        require_isolation()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    reward = reward_of("code")
+    assert isinstance(reward, Mix)
+    # Nobody here waits twenty seconds for an endless loop, and then again.
+    hasty = CodeTests(seconds=1.0, total_seconds=2.0)
+    reward = replace(reward, parts={**reward.parts, "accuracy": hasty})
+    assert faults(reward, Code().held_out()[:3], hacked=1) == []
+
+
+def test_reasoning_gym() -> None:
+    pytest.importorskip("reasoning_gym")
+    task = ReasoningGym(dataset="chain_sum", train_size=4, held_out_size=4)
+    assert faults(formed("reasoning_gym"), task.held_out()[:4]) == []
+
+
+@pytest.mark.usefixtures("without_walls")
+def test_word_problems(tmp_path: Path) -> None:
+    file = written(tmp_path / "problems.jsonl", WORD_PROBLEMS)
+    prompts = Gsm8k(train_file=file, held_out_file=file).held_out()
+    assert faults(reward_of("math"), prompts, hacked=2) == []
+
+
+@pytest.mark.usefixtures("without_walls")
+def test_formulas(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    file = written(tmp_path / "formulas.jsonl", FORMULAS)
+    prompts = Jsonl(train_file=file, held_out_file=file).held_out()
+    assert faults(reward_of("math"), prompts, hacked=3) == []
+
+
+TEXTS = [
+    {"question": "What is the capital of France?", "answer": "It is the city of Paris"},
+    {"question": "Who wrote Faust?", "answer": "Johann Wolfgang von Goethe wrote it"},
+    {
+        "question": "Why is the sky blue?",
+        "answer": "Molecules of the air scatter blue light more than red light",
+    },
+]
+
+
+@pytest.mark.usefixtures("without_walls")
+def test_texts(tmp_path: Path) -> None:
+    file = written(tmp_path / "texts.jsonl", TEXTS)
+    prompts = Jsonl(train_file=file, held_out_file=file).held_out()
+    assert faults(reward_of("retrieval"), prompts, hacked=2) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "count"),
+    [
+        ("lm_book", "reasoning_answer", 9),
+        ("simple_grpo", "think_answer", 10),
+        ("open_instruct", "think_answer", 11),
+        ("nano_aha", "prefilled", 6),
+        ("grpo_zero", "prefilled", 6),
+    ],
+)
+def test_each_published_reward_says_what_games_it(name: str, form: str, count: int) -> None:
+    task = Countdown() if name in ("nano_aha", "grpo_zero") else Arithmetic()
+    reward = reward_of(name)
+    known = gamed_by(reward)
+    assert len(known) == count
+    assert hacks_that_work(reward, task.held_out()[:4]) == (form, set(known))

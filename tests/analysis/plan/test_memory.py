@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tests.policy.test_gguf import tiny, write_gguf
+from torch import nn
+
+from covey.accel.head import LIVE_COPIES
+from covey.analysis.plan import activations, device
+from covey.analysis.plan.activations import Pass
+from covey.analysis.plan.device import Device
+from covey.analysis.plan.forecast import ALWAYS, BUDGET_STEP, Forecast
+from covey.analysis.plan.memory import MARGIN, forecast
+from covey.analysis.plan.prompts import ASSUMED, prompt_lengths
+from covey.analysis.plan.shapes import measure, shape_of
+from covey.config import Config, load_config
+from covey.embedded import CHECKPOINT
+from covey.engines.native.engine import NativeEngine
+from covey.engines.native.stepper import EagerStepper
+from covey.engines.protocol import Question
+from covey.errors import ConfigError, ModelError
+from covey.models.adapter import add_adapter, save_adapter
+from covey.models.language_model import LanguageModel, load_language_model, wrap
+from covey.models.layout import micro_batches, pack
+from covey.training.build import resolve, sampling_of
+from covey.training.policy import batch_logp
+from covey.types import Batch, Prompt
+from tests.conftest import build
+
+ROOT = Path(__file__).parent.parent.parent
+CPU = Device(kind="cpu", memory=2**34, name="a laptop")
+GPU = Device(kind="cuda", memory=80 * 2**30, name="a GPU")
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config(None, overrides)
+
+
+def llama(
+    layers: int,
+    dtype: torch.dtype = torch.float32,
+    rank: int = 0,
+    kind: str = "llama",
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> LanguageModel:
+    """Return a model of Llama's shape; `prepare` is given its backbone before an adapter comes."""
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(
+            kind, vocab_size=262, hidden_size=48, num_hidden_layers=layers, num_attention_heads=6,
+            num_key_value_heads=2, head_dim=16, intermediate_size=100, tie_word_embeddings=True,
+            max_position_embeddings=1024, eos_token_id=1, pad_token_id=0, bos_token_id=None,
+        )
+    )  # fmt: skip
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+    wrapped = wrap(model.to(dtype), tokenizer)
+    if prepare is not None:
+        prepare(wrapped.backbone)
+    wrapped = add_adapter(wrapped, rank=rank) if rank else wrapped
+    wrapped.model.train()
+    return wrapped
+
+
+def equal_rows(groups: int, samples: int, prompt: int, answer: int) -> Batch:
+    """Return a batch in which all prompts, and all answers, are of one length: the worst case."""
+    rows = groups * samples
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(6, 260, (groups, prompt), generator=generator)
+    return Batch(
+        prompt_tokens=prompts.repeat_interleave(samples, 0),
+        prompt_lengths=torch.full((rows,), prompt),
+        tokens=torch.randint(6, 260, (rows, answer), generator=generator),
+        lengths=torch.full((rows,), answer),
+        mask=torch.ones(rows, answer, dtype=torch.bool),
+        sampler_logp=torch.zeros(rows, answer),
+        rewards=torch.zeros(rows, dtype=torch.float64),
+        success=torch.zeros(rows, dtype=torch.bool),
+        group=torch.arange(groups).repeat_interleave(samples),
+        truncated=torch.zeros(rows, dtype=torch.bool),
+    )
+
+
+def saved_bytes(model: LanguageModel, batch: Batch) -> int:
+    """Return what autograd keeps of a batch's forward pass."""
+    return kept_bytes(model, lambda: batch_logp(model, batch))
+
+
+def kept_bytes(model: LanguageModel, forward: Callable[[], object]) -> int:
+    """Return the memory of everything that autograd keeps, weights and integers not counted."""
+    weights = {p.untyped_storage().data_ptr() for p in model.model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in weights and tensor.is_floating_point():
+            kept[address] = tensor  # which keeps the address from being used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("answer", [60, 260])  # attention made of products, and the fused one
+def test_a_layer_keeps_what_autograd_saves(answer: int, dtype: torch.dtype, rank: int) -> None:
+    batch = equal_rows(2, 3, prompt=20, answer=answer)
+    one, two = llama(1, dtype, rank), llama(2, dtype, rank)
+    packed = pack(batch)
+    shape = replace(measure(llama(2).model), rank=rank, adapted=14 if rank else 0)
+    rows, columns = packed.packing.rows.shape
+    tokens = packed.input_ids.shape[1]
+    count = Pass(rows=rows, columns=columns, tokens=tokens, chosen=6 * answer, packed=True)
+    got = activations.layer_bytes(shape, dtype.itemsize, count, activations.EAGER, "cpu")
+    # A number for each token and norm is not worth a term.
+    assert saved_bytes(two, batch) - saved_bytes(one, batch) == pytest.approx(got, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gemma3"])
+@pytest.mark.parametrize("rank", [0, 5])
+def test_parameters_are_those_of_the_model(name: str, rank: int) -> None:
+    model = build(name)
+    shape = measure(model.model, rank)
+    before = sum(p.numel() for p in model.model.parameters())
+    if rank:
+        model = add_adapter(model, rank=rank)
+    parameters = list(model.model.parameters())
+    assert shape.parameters == before
+    assert shape.parameters + shape.added == sum(p.numel() for p in parameters)
+    assert shape.trained == sum(p.numel() for p in parameters if p.requires_grad)
+    assert shape.head_trained == model.head.linear.weight.requires_grad
+
+
+def test_an_adapter_has_the_targets_and_copies_that_are_asked_for() -> None:
+    targets, copies = ("q_proj", "down_proj"), ("lm_head",)
+    shape = measure(build("llama").model, 3, targets, copies)
+    model = add_adapter(build("llama"), rank=3, targets=targets, also_train=copies)
+    assert shape.trained == sum(p.numel() for p in model.model.parameters() if p.requires_grad)
+    assert shape.head_trained
+    with pytest.raises(ConfigError, match=r"adapter.targets.*nothing"):
+        measure(build("llama").model, 3, ("nothing",))
+
+
+def test_no_weights_are_needed(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(CHECKPOINT / name, tmp_path)
+    path = f"model.path={tmp_path}"
+    assert forecast(config_of(path), CPU).parts == forecast(config_of(), CPU).parts
+    with pytest.raises(ModelError, match="nowhere"):
+        shape_of(config_of("model.path=./nowhere"))
+
+
+def test_of_a_gguf_file_the_header_is_read(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny())
+    config = config_of(f"model.path={path}")
+    assert shape_of(config) == measure(tiny())
+    assert "the longest of 64" in prompt_lengths(config).why
+
+
+def test_a_trained_adapter_says_itself_how_large_it_is(tmp_path: Path) -> None:
+    model = load_language_model("embedded", device="cpu")
+    model = add_adapter(model, rank=6, targets=("v_proj",), base="embedded")
+    trained = {n: p for n, p in model.model.named_parameters() if p.requires_grad}
+    save_adapter(model, trained, tmp_path)
+    shape = shape_of(config_of(f"model.path={tmp_path}"))
+    assert (shape.rank, shape.trained) == (6, sum(p.numel() for p in trained.values()))
+    # The weights under it are not those that training starts from: the reference is a copy.
+    assert bytes_of(forecast(config_of(f"model.path={tmp_path}"), CPU), "reference") > 0
+
+
+def bytes_of(found: Forecast, name: str) -> int:
+    (part,) = [p for p in found.parts if p.name == name]
+    return part.bytes
+
+
+@pytest.mark.parametrize("budget", [1, 300, 1000, 100_000])
+def test_micro_batches_are_those_of_training(budget: int) -> None:
+    overrides = ("rollout.prompts_per_step=3", "rollout.group_size=4", "rollout.max_tokens=40")
+    found = forecast(config_of(*overrides, f"train.micro_batch_tokens={budget}"), CPU)
+    prompt = prompt_lengths(config_of()).longest
+    batch = equal_rows(3, 4, prompt=prompt, answer=40)
+    rows = next(micro_batches(batch, budget))
+    tokens = pack(batch.rows(rows)).input_ids.shape[1]
+    (part,) = [p for p in found.parts if p.name == "activations"]
+    assert part.why == f"{tokens:,} tokens packed, in {len(rows)} rows"
+    # Gradients wait beside the activations of a later pass only.
+    (gradients,) = [p for p in found.parts if p.name == "gradients"]
+    assert ("update" in gradients.phases) == (len(rows) < 12)
+
+
+def test_slots_are_those_of_the_sampler(embedded: LanguageModel) -> None:
+    config = resolve(config_of("rollout.prompts_per_step=3", "rollout.group_size=4", "evaluate.every=0"))
+    found = forecast(config, CPU)
+    longest = prompt_lengths(config).longest
+    prompts = [Prompt(id=str(n), task="", answer="", messages=()) for n in range(3)]
+    questions = [Question(prompt=p, tokens=(7,) * longest, opening="") for p in prompts]
+    sampler = NativeEngine(embedded)
+    sampler.generate(questions, step=0, sampling=sampling_of(config))
+    assert isinstance(sampler.stepper, EagerStepper)
+    assert sampler.stepper.spare is not None
+    beside = 12 * config.rollout.max_tokens * 16  # uniforms, tokens and log-probabilities
+    assert bytes_of(found, "slots") == sampler.stepper.spare.bytes + beside
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weights", "phases"),
+    [
+        (("reference.kind=frozen",), 1, ALWAYS),
+        (("reference.kind=offloaded",), 1, ("prepare",)),
+        (("reference.kind=moving",), 3, ALWAYS),  # bfloat16, and float32 to move in
+        (("reference.kind=renewed",), 3, ALWAYS),
+        (("reference.kind=server", "reference.url=http://127.0.0.1:1"), 0, ALWAYS),
+        (("objective.beta=0.0",), 0, ALWAYS),
+        (("adapter.rank=4",), 0, ALWAYS),
+        (("adapter.rank=4", "reference.kind=adapter_off"), 0, ALWAYS),
+    ],
+)
+def test_a_reference_takes_what_its_kind_takes(
+    overrides: tuple[str, ...], weights: int, phases: tuple[str, ...]
+) -> None:
+    found = forecast(config_of("objective.beta=0.04", *overrides), GPU)
+    (part,) = [p for p in found.parts if p.name == "reference"]
+    assert part.bytes == weights * bytes_of(forecast(config_of(), GPU), "weights")
+    assert part.phases == phases
+
+
+def test_old_logp_is_read_wherever_training_reads_it() -> None:
+    once = ("model.dtype=bfloat16", "train.mini_batches=1", "objective.beta=0")
+    for options in (("objective.correction=token_truncate",), ("train.epochs=2",)):
+        assert bytes_of(forecast(config_of(*once, *options), CPU), "reading") > 0
+    assert bytes_of(forecast(config_of(*once), CPU), "reading") == 0
+
+
+def test_the_optimizer_of_a_model_in_bfloat16() -> None:
+    parameters = shape_of(config_of()).parameters
+    on_gpu, on_cpu = forecast(config_of(), GPU), forecast(config_of(), CPU)
+    names = ("weights", "masters", "moments", "gradients")
+    assert [bytes_of(on_gpu, n) for n in names] == [n * parameters for n in (2, 4, 8, 4)]
+    assert [bytes_of(on_cpu, n) for n in names] == [n * parameters for n in (4, 0, 8, 4)]
+    compact = [forecast(config_of("optimizer.state=compact"), d) for d in (GPU, CPU)]
+    assert [bytes_of(compact[0], n) for n in names] == [n * parameters for n in (2, 2, 4, 4)]
+    assert [bytes_of(compact[1], n) for n in names] == [n * parameters for n in (4, 0, 4, 4)]
+    trained = shape_of(config_of("adapter.rank=4")).trained
+    adapter = forecast(config_of("adapter.rank=4"), GPU)
+    assert [bytes_of(adapter, n) for n in names[1:]] == [n * trained for n in (4, 8, 4)]
+    assert bytes_of(adapter, "head") == 0
+
+
+def test_the_peak_is_that_of_the_fullest_phase() -> None:
+    found = forecast(config_of("model.gradient_checkpointing=true", "engine.max_concurrent=1000"), GPU)
+    assert found.peak == max(found.row()["phases"].values()) == found.during(found.peak_phase)
+    assert found.tensors == found.peak - GPU.framework
+    assert json.loads(json.dumps(found.row()))["suggested_token_budget"] == found.suggested_budget
+    assert found.text().startswith("memory: ")
+    tight = replace(found, device=replace(GPU, memory=found.peak - 1))
+    assert (found.fits, tight.fits) == (True, False)
+    assert "DOES NOT FIT" in tight.text()
+
+
+def test_checkpointing_and_smaller_chunks_take_less() -> None:
+    long = ("rollout.max_tokens=400", "train.logits_megabytes=1")
+    plain, again = (
+        forecast(config_of(*long, f"model.gradient_checkpointing={on}"), GPU)
+        for on in ("false", "true")
+    )
+    # Of two layers one is kept whole, and the other's input.
+    assert 0.5 < bytes_of(again, "activations") / bytes_of(plain, "activations") < 0.75
+    rows = 2**20 // (262 * 6)  # logits, and their gradient in bfloat16
+    assert bytes_of(plain, "logits") == rows // 128 * 128 * 262 * 6
+    on_cpu = forecast(config_of(*long, "model.dtype=bfloat16"), CPU)
+    rows = 2**20 // (262 * 4 * LIVE_COPIES)
+    assert bytes_of(on_cpu, "logits") == rows * 262 * 4 * LIVE_COPIES
+
+
+def test_the_suggested_budget_is_the_largest_that_leaves_a_tenth() -> None:
+    overrides = ("rollout.prompts_per_step=64", "rollout.max_tokens=200")
+    small = replace(CPU, memory=2**30)
+    budget = forecast(config_of(*overrides), small).suggested_budget
+    assert budget is not None
+    assert budget % BUDGET_STEP == 0
+    peaks = [
+        forecast(config_of(*overrides, f"train.micro_batch_tokens={b}"), small).peak
+        for b in (budget, budget + BUDGET_STEP)
+    ]
+    assert peaks[0] <= (1 - MARGIN) * small.memory < peaks[1]
+    nothing = forecast(config_of(*overrides), replace(CPU, memory=2**28))
+    assert nothing.suggested_budget is None
+    # Where all of a step goes through at once, there is nothing to suggest.
+    assert forecast(config_of(), CPU).suggested_budget == config_of().train.micro_batch_tokens
+
+
+def test_prompts_that_cannot_be_measured_are_assumed(tmp_path: Path) -> None:
+    files = [f"task.{name}_file={tmp_path}/none.jsonl" for name in ("train", "held_out")]
+    found = prompt_lengths(resolve(config_of("task.name=jsonl", *files)))
+    assert found.longest == ASSUMED
+    assert "none.jsonl" in found.why
+
+
+def test_main_memory_is_what_a_container_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(device, "CGROUP_LIMIT", limit)
+    whole = device.main_memory()
+    limit.write_text("max\n")
+    assert device.main_memory() == whole
+    limit.write_text("12345\n")
+    assert device.main_memory() == 12345
+    assert Device.here("cpu").memory == 12345
+
+
+def measured(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks/memory.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.mark.slow
+def test_a_run_takes_what_was_foretold(tmp_path: Path) -> None:
+    done = measured("--only", "embedded", "--output", str(tmp_path / "cpu.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    ratio = json.loads((tmp_path / "cpu.json").read_text())["settings"]["embedded"]["ratio"]
+    assert abs(ratio - 1) <= 0.25
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_run_takes_what_was_foretold_on_a_gpu(tmp_path: Path) -> None:
+    output = ("--output", str(tmp_path / "gpu.json"))
+    done = measured("--device", "cuda", "--only", "smollm2-lora", *output)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from covey.evaluate.intervals import mean_over_prompts, paired_difference, pass_at_k, proportion
+
+
+# Newcombe 1998, Statistics in Medicine 17, table I, method 3; 10 of 20 from Wilson's formula.
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (10, 20, 0.2993, 0.7007),
+    ],
+)
+def test_proportions_have_the_published_wilson_intervals(
+    successes: int, trials: int, low: float, high: float
+) -> None:
+    estimate = proportion(successes, trials)
+    assert estimate.value == successes / trials
+    assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=5.1e-5)
+
+
+@given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+@settings(deadline=None)
+def test_an_interval_of_a_proportion_is_wilsons_and_mirrors_that_of_the_failures(
+    counts: tuple[int, int],
+) -> None:
+    successes, trials = counts
+    estimate, mirrored = proportion(successes, trials), proportion(trials - successes, trials)
+    z, p = 1.959963984540054, successes / trials
+    centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * np.sqrt(p * (1 - p) / trials + (z / (2 * trials)) ** 2)
+    assert (estimate.low, estimate.high) == pytest.approx((centre - half, centre + half), abs=1e-9)
+    assert 0.0 <= estimate.low <= estimate.value <= estimate.high <= 1.0
+    assert (estimate.low, estimate.high) == pytest.approx((1 - mirrored.high, 1 - mirrored.low))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_answer(samples: int) -> None:
+    for correct in range(samples + 1):
+        answers = [i < correct for i in range(samples)]
+        for k in range(1, samples + 1):
+            subsets = [any(subset) for subset in combinations(answers, k)]
+            share = sum(subsets) / len(subsets)
+            assert pass_at_k(samples, correct, k) == pytest.approx(share, abs=1e-12)
+
+
+counts = st.integers(1, 300).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))
+
+
+@given(counts)
+@settings(deadline=None)
+def test_pass_at_1_is_the_mean(counts: tuple[int, int]) -> None:
+    samples, correct = counts
+    assert pass_at_k(samples, correct, 1) == pytest.approx(correct / samples, abs=1e-12)
+
+
+@given(counts)
+@settings(max_examples=30, deadline=None)
+def test_pass_at_k_rises_with_k_from_the_mean_to_whether_any_is_right(
+    counts: tuple[int, int],
+) -> None:
+    samples, correct = counts
+    values = [pass_at_k(samples, correct, k) for k in range(1, samples + 1)]
+    assert values == sorted(values)
+    assert values[-1] == float(correct > 0)
+    assert all(0.0 <= value <= 1.0 for value in values)
+
+
+@pytest.mark.parametrize("k", [0, -1, 9])
+def test_k_beyond_the_samples_is_an_error(k: int) -> None:
+    with pytest.raises(ValueError, match="must lie between 1 and the 8 samples"):
+        pass_at_k(8, 4, k)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.integers(0, 1000))
+@settings(max_examples=50, deadline=None)
+def test_a_bootstrap_interval_holds_the_mean_and_stays_within_the_values(
+    values: list[float], seed: int
+) -> None:
+    estimate = mean_over_prompts(values, seed)
+    slack = 1e-12
+    assert estimate.value == pytest.approx(sum(values) / len(values))
+    assert min(values) - slack <= estimate.low <= estimate.value + slack
+    assert estimate.value - slack <= estimate.high <= max(values) + slack
+
+
+def test_a_mean_of_equal_values_is_certain() -> None:
+    estimate = mean_over_prompts([0.25] * 7)
+    assert (estimate.value, estimate.low, estimate.high) == (0.25, 0.25, 0.25)
+
+
+def test_a_bootstrap_interval_has_the_width_of_the_normal_approximation() -> None:
+    estimate = mean_over_prompts([0.0, 1.0] * 200)
+    assert estimate.value == 0.5
+    assert (estimate.low, estimate.high) == pytest.approx((0.5 - 0.049, 0.5 + 0.049), abs=0.003)
+
+
+def test_a_bootstrap_interval_shrinks_with_the_root_of_the_prompts() -> None:
+    values = np.random.default_rng(1).random(25)
+    widths = []
+    for repeats in (1, 4, 16, 64):
+        estimate = mean_over_prompts([float(v) for v in np.tile(values, repeats)])
+        widths.append(estimate.high - estimate.low)
+    ratios = [narrow / wide for wide, narrow in pairwise(widths)]
+    assert ratios == pytest.approx([0.5, 0.5, 0.5], abs=0.04)
+
+
+def test_the_same_seed_gives_the_same_interval_and_another_a_similar_one() -> None:
+    values = [float(v) for v in np.random.default_rng(2).random(100)]
+    first, again, other = (mean_over_prompts(values, seed) for seed in (0, 0, 1))
+    assert first == again != other
+    assert (other.low, other.high) == pytest.approx((first.low, first.high), abs=0.01)
+
+
+def test_one_prompt_says_nothing_about_others_and_two_say_little() -> None:
+    estimate = mean_over_prompts([0.3])
+    assert (estimate.value, estimate.low, estimate.high) == (0.3, 0.3, 0.3)
+    estimate = mean_over_prompts([0.0, 1.0])
+    assert (estimate.value, estimate.low, estimate.high) == (0.5, 0.0, 1.0)
+
+
+def test_the_percentiles_are_those_of_hesterberg() -> None:
+    # 12 values: Student's 2.5 % quantile, widened by sqrt(12 / 11), is the normal's 1.08 %.
+    values = np.random.default_rng(3).normal(size=12)
+    picks = np.random.default_rng(5).integers(0, 12, (2000, 12))
+    tail = stats.norm.cdf(np.sqrt(12 / 11) * stats.t.ppf(0.025, 11))
+    assert tail == pytest.approx(0.01075, abs=1e-5)
+    low, high = np.quantile(values[picks].mean(axis=1), [tail, 1 - tail])
+    estimate = mean_over_prompts(values.tolist(), seed=5)
+    assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=1e-12)
+
+
+@pytest.mark.parametrize("prompts", [20, 60])
+def test_a_bootstrap_interval_covers_the_true_mean_about_95_times_in_100(prompts: int) -> None:
+    generator = np.random.default_rng(1)
+    covered = 0
+    for trial in range(400):
+        # Mean accuracies of prompts of very different difficulty, four samples each.
+        difficulty = generator.beta(0.7, 0.7, prompts)
+        values = generator.binomial(4, difficulty) / 4
+        estimate = mean_over_prompts([float(v) for v in values], seed=trial)
+        covered += estimate.low <= 0.5 <= estimate.high
+    assert 0.93 <= covered / 400 <= 0.975
+
+
+@pytest.mark.parametrize("prompts", [20, 50, 200])
+def test_wilsons_interval_covers_about_95_times_in_100_over_all_proportions(prompts: int) -> None:
+    # Exactly, without drawing: over a grid of true proportions, each count by its probability.
+    intervals = [proportion(count, prompts) for count in range(prompts + 1)]
+    truths = np.linspace(0.05, 0.95, 181)
+    covered = [
+        sum(
+            stats.binom.pmf(count, prompts, truth)
+            for count, e in enumerate(intervals)
+            if e.low <= truth <= e.high
+        )
+        for truth in truths
+    ]
+    assert 0.945 <= np.mean(covered) <= 0.96
+    assert min(covered) > 0.87
+
+
+@pytest.mark.parametrize(
+    ("prompts", "gain", "loss"), [(20, 0.3, 0.15), (40, 0.2, 0.2), (100, 0.15, 0.05)]
+)
+def test_a_paired_interval_covers_the_true_difference_about_95_times_in_100(
+    prompts: int, gain: float, loss: float
+) -> None:
+    generator = np.random.default_rng(1)
+    covered = 0
+    for trial in range(400):
+        kinds = generator.choice(4, prompts, p=[gain, loss, 0.3, 0.7 - gain - loss])
+        first, second = np.isin(kinds, (0, 2)), np.isin(kinds, (1, 2))
+        estimate = paired_difference(first.tolist(), second.tolist(), seed=trial).estimate
+        covered += estimate.low - 1e-9 <= gain - loss <= estimate.high + 1e-9
+    assert 0.93 <= covered / 400 <= 0.975
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
+@settings(max_examples=50)
+def test_the_p_value_is_that_of_mcnemars_exact_test(pairs: list[tuple[bool, bool]]) -> None:
+    first, second = [float(a) for a, _ in pairs], [float(b) for _, b in pairs]
+    found = paired_difference(first, second)
+    gained = sum(a and not b for a, b in pairs)
+    lost = sum(b and not a for a, b in pairs)
+    assert (found.gained, found.lost) == (gained, lost)
+    # Twice the smaller tail of fair coins, at most 1.
+    tail = stats.binom.cdf(min(gained, lost), gained + lost, 0.5)
+    assert found.p_value == pytest.approx(min(1.0, 2 * tail), abs=1e-12)
+    assert found.estimate.value == pytest.approx((gained - lost) / len(pairs))
+    mirrored = paired_difference(second, first)
+    assert mirrored.p_value == pytest.approx(found.p_value)
+    assert mirrored.estimate.value == -found.estimate.value
+
+
+def test_a_difference_on_the_same_prompts_is_known_better_than_the_values() -> None:
+    second = [0.0, 1.0] * 50
+    first = [1.0, 1.0] * 5 + second[10:]
+    paired = paired_difference(first, second).estimate
+    apart = proportion(55, 100)
+    assert paired.value == pytest.approx(0.05)
+    assert paired.low > 0.0
+    assert paired.high - paired.low < 0.5 * (apart.high - apart.low)
+
+
+def test_means_that_are_equal_but_for_rounding_are_equal() -> None:
+    found = paired_difference([0.1 + 0.2, 0.5], [0.3, 0.5])
+    assert (found.gained, found.lost, found.p_value) == (0, 0, 1.0)
+
+
+def test_values_that_are_no_pairs_are_an_error() -> None:
+    with pytest.raises(ValueError, match="2 and 3 values are not pairs"):
+        paired_difference([0.0, 1.0], [0.0, 1.0, 1.0])

@@ -1,0 +1,210 @@
+"""An exported model says in transformers' own hands what it says in covey's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from covey.cli.main import run
+from covey.config import parse_config
+from covey.engines.draw import Distribution
+from covey.engines.native.engine import NativeEngine
+from covey.engines.protocol import Question, Sampling
+from covey.errors import ModelError
+from covey.models.chat_template import Template
+from covey.models.export import export_model
+from covey.models.language_model import load_language_model, wrap
+from covey.run.model_card import Exported, model_card
+from covey.tasks.arithmetic import Arithmetic
+from covey.training.build import load_model
+from covey.types import Prompt
+from tests.conftest import build
+
+QUICK = (
+    "train.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluate.every=1", "save.every=1",
+    "evaluate.prompts=8", "optimizer.learning_rate=0.001", "model.prefill='<think>'",
+)  # fmt: skip
+
+
+def trained(path: Path, *more: str) -> Path:
+    overrides = [word for setting in (*QUICK, *more) for word in ("--set", setting)]
+    assert run(["train", "--run", str(path), *overrides]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("runs") / "quick")
+
+
+def greedy_in_covey(folder: Path, questions: list[Question]) -> list[tuple[int, ...]]:
+    # With its adapter, if the folder is one.
+    model = load_model(parse_config({"model": {"path": str(folder), "device": "cpu"}}))
+    sampler = NativeEngine(model)
+    sampling = Sampling(max_tokens=40, distribution=Distribution(temperature=0.0))
+    answers = sampler.generate(questions, step=0, sampling=sampling)
+    return [rollouts[0].tokens for rollouts in answers]
+
+
+def greedy_in_transformers(folder: Path, questions: list[Question]) -> list[tuple[int, ...]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for question in questions:
+        ids = torch.tensor([question.tokens])
+        whole = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False
+        )
+        found.append(tuple(whole[0, ids.shape[1] :].tolist()))
+    return found
+
+
+def asked(folder: Path, count: int = 6) -> list[Question]:
+    model = load_language_model(str(folder), device="cpu", template=Template(prefill="<think>"))
+    prompts = Arithmetic().held_out()[:count]
+    return [Question(prompt=p, tokens=model.encode(p.messages)) for p in prompts]
+
+
+def test_an_export_is_the_checkpoint_for_everybody(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    assert run(["export", str(finished), str(out)]) == 0
+    questions = asked(out)
+    checkpoint = finished / "checkpoints/000003"
+    texts = greedy_in_covey(checkpoint, questions)
+    assert greedy_in_transformers(out, questions) == texts
+    assert greedy_in_covey(out, questions) == texts
+    assert any(text[-1] == 1 for text in texts)  # some end by themselves
+    names = {path.name for path in out.iterdir()}
+    assert names == {
+        "README.md", "chat_template.jinja", "config.json", "generation_config.json",
+        "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # readable by all or none
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_card_says_what_the_model_is(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "my-model"
+    assert run(["export", str(finished), str(out), "--step", "2", "--dtype", "bfloat16"]) == 0
+    card = (out / "README.md").read_text()
+    assert "# my-model\n" in card
+    assert "`embedded` after 2 of 3 steps" in card
+    assert "algorithm `grpo`, task `arithmetic`, reward `think_answer`" in card
+    assert "The weights are bfloat16." in card
+    assert "began with '<think>'" in card
+    assert (finished / "config.toml").read_text().strip() in card
+    assert "torch " + torch.__version__.partition("+")[0] in card
+    rows = [json.loads(line) for line in (finished / "eval.jsonl").read_text().splitlines()]
+    values = [row["greedy"]["value"] for row in rows]
+    picked = {"first": 0, "best": values.index(max(values)), "last": 3, "exported": 2}
+    for label, index in picked.items():
+        greedy = rows[index]["greedy"]
+        numbers = f"{greedy['value']:.1%} [{greedy['low']:.1%}, {greedy['high']:.1%}]"
+        assert f"| {label} | {index} | {numbers} |" in card
+    assert "base_model" not in card  # the embedded model is not on a hub
+    weights = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert {p.dtype for p in weights.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("file", [False, True])
+def test_the_card_of_a_warm_up_does_not_speak_of_reinforcement(file: bool, tmp_path: Path) -> None:
+    settings = ["sft.steps=2", "sft.evaluate_every=0", "sft.solutions=4"]
+    origin = "from worked solutions of task `arithmetic`"
+    if file:
+        answers = tmp_path / "answers.jsonl"
+        answers.write_text(json.dumps({"question": "1+1", "completion": "2"}) + "\n")
+        settings.append(f"sft.file='{answers}'")
+        origin = f"from the answers in `{answers}`"
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    assert run(["warmup", "--run", str(tmp_path / "warm"), *overrides]) == 0
+    assert run(["export", str(tmp_path / "warm"), str(tmp_path / "model")]) == 0
+    card = (tmp_path / "model/README.md").read_text()
+    said = card.partition("## Configuration")[0]
+    assert f"`embedded` after 2 steps of supervised learning with Covey, {origin}." in said
+    assert "tags:\n- covey\n- sft\n---" in said
+    assert not any(word in said for word in ("reinforcement", "grpo", "algorithm"))
+
+
+def test_a_folder_is_not_taken_for_a_model_of_a_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = Exported(name="mine", source="models/base", step=None, dtype="float32", stop_ids=[1])
+    monkeypatch.chdir(tmp_path)
+    assert "base_model: models/base\n" in model_card(exported, None)
+    (tmp_path / "models/base").mkdir(parents=True)
+    assert "base_model" not in model_card(exported, None)
+
+
+def test_an_adapter_is_merged(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    finished = trained(tmp_path / "lora", "adapter.rank=4", "train.steps=1", "evaluate.every=0")
+    out = tmp_path / "model"
+    assert run(["export", str(finished), str(out)]) == 0
+    questions = asked(out, 3)
+    checkpoint = finished / "checkpoints/000001"
+    assert (checkpoint / "adapter_config.json").is_file()
+    assert greedy_in_transformers(out, questions) == greedy_in_covey(checkpoint, questions)
+    state = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
+    start = load_language_model("embedded", device="cpu").model.state_dict()
+    assert state.keys() == start.keys()
+    assert any(not torch.equal(state[name], start[name]) for name in state)
+    assert not (out / "merged").exists()
+    assert "adapter is part of the weights" in (out / "README.md").read_text()
+
+
+def test_every_stop_is_written_and_padding_is_made_up(tmp_path: Path) -> None:
+    model = build("qwen2")
+    model.model.generation_config.eos_token_id = [44, 1]
+    model.tokenizer.pad_token = None
+    model.tokenizer.chat_template = "{{ messages[-1]['content'] }}<pad>"
+    model.model.save_pretrained(tmp_path / "plain")
+    model.tokenizer.save_pretrained(tmp_path / "plain")
+    wrapped = wrap(model.model, model.tokenizer)
+    seen = []
+    export_model(
+        str(tmp_path / "plain"),
+        tmp_path / "out",
+        dtype="float32",
+        template=Template(),
+        card=lambda stops, merged: seen.append((stops, merged)) or "card",
+    )
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert sorted(generation["eos_token_id"]) == list(wrapped.stop_ids) == sorted(seen[0][0])
+    assert generation["eos_token_id"][0] == 1  # the tokenizer's comes first
+    assert generation["pad_token_id"] == 1
+    assert seen[0][1] is False
+    prompt = Prompt(id="p", task="t", answer="", messages=({"role": "user", "content": "?"},))
+    starts = [(5, 9, 7 + n) for n in range(6)]
+    questions = [Question(prompt=prompt, tokens=start) for start in starts]
+    answers = greedy_in_covey(tmp_path / "out", questions)
+    assert greedy_in_transformers(tmp_path / "out", questions) == answers
+
+
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["export", str(finished), str(tmp_path / "a"), "--step", "9"]) == 1
+    assert "has checkpoints of the steps 2, 3" in capsys.readouterr().err
+    assert run(["export", "embedded", str(tmp_path / "a"), "--step", "9"]) == 1
+    assert "--step 9 needs a run" in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    assert run(["export", str(finished), str(tmp_path / "full")]) == 1
+    assert "already holds files" in capsys.readouterr().err
+    with pytest.raises(ModelError, match="cannot load"):
+        export_model(
+            str(tmp_path / "none"), tmp_path / "a", dtype="float32", template=Template(),
+            card=lambda stops, merged: "",
+        )  # fmt: skip
+    assert {path.name for path in tmp_path.iterdir()} == {"full"}
+
+
+def test_a_model_without_a_run_is_exported_too(tmp_path: Path) -> None:
+    assert run(["export", "embedded", str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out/README.md").read_text()
+    assert "Exported by Covey from `embedded`, in float32." in card
+    assert "## Results" not in card

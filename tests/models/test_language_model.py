@@ -1,0 +1,122 @@
+"""End of sequence: where an answer ends, and that its last token is learned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from covey.embedded import CHECKPOINT
+from covey.engines.draw import Distribution
+from covey.engines.native.engine import NativeEngine
+from covey.engines.protocol import Question, Sampling
+from covey.models.language_model import LanguageModel, wrap
+from covey.training.collate import collate
+from covey.training.policy import batch_logp
+from covey.types import Group, Prompt, Rollout
+from tests.conftest import ARCHITECTURES, build
+
+END = 1
+PROMPT = Prompt(id="p", task="t", answer="", messages=({"role": "user", "content": "?"},))
+
+
+def answered(tokens: list[int], prompt: list[int]) -> Rollout:
+    return Rollout(
+        prompt_id="p", sample=0, prompt_tokens=tuple(prompt), tokens=tuple(tokens),
+        trained=(True,) * len(tokens), sampler_logp=(-1.0,) * len(tokens), text="", finish="stop",
+        policy_version=0, reward=1.0, success=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def same_pad() -> LanguageModel:
+    """A model whose padding is its end of sequence, as that of many is."""
+    model = build("llama")
+    model.tokenizer.pad_token = model.tokenizer.eos_token
+    model.model.config.pad_token_id = model.model.generation_config.pad_token_id = END
+    return wrap(model.model, model.tokenizer)
+
+
+@pytest.mark.parametrize("side", ["packed", "right", "left"])
+def test_the_end_is_trained_though_padding_is_the_same_token(
+    same_pad: LanguageModel, side: str
+) -> None:
+    assert same_pad.tokenizer.pad_token_id == END
+    # Ends, pads and zeros also stand inside of an answer and at the head of a prompt.
+    answers = [([9, 8, END], [7, 9]), ([END], [END, END, 5]), ([6, END, 0, 5, END], [4])]
+    rollouts = tuple(answered(tokens, prompt) for tokens, prompt in answers)
+    batch = collate([Group(prompt=PROMPT, rollouts=rollouts)])
+    assert batch.mask.sum(dim=1).tolist() == [3, 1, 5]
+    found = batch_logp(same_pad, batch, side=side).logp
+    for row, (tokens, prompt) in enumerate(answers):
+        ids = torch.tensor([prompt + tokens])
+        with torch.no_grad():
+            whole = same_pad.model(ids).logits[0].log_softmax(-1)
+        places = torch.arange(len(prompt) - 1, len(prompt) + len(tokens) - 1)
+        expected = whole[places, torch.tensor(tokens)]
+        torch.testing.assert_close(found[row, : len(tokens)], expected, atol=1e-4, rtol=1e-4)
+        assert expected[-1] < -1e-3  # so that a masked end, which gives 0, would be seen
+
+
+def test_the_end_alone_has_a_gradient(same_pad: LanguageModel) -> None:
+    batch = collate([Group(prompt=PROMPT, rollouts=(answered([9, END], [7, 9]),))])
+    same_pad.model.zero_grad()
+    batch_logp(same_pad, batch).logp[0, 1].backward()
+    assert float(same_pad.head.linear.weight.grad.abs().sum()) > 1e-3
+    same_pad.model.zero_grad()
+
+
+def test_every_end_of_a_model_with_several_is_known_and_stops() -> None:
+    torch.manual_seed(0)
+    model = ARCHITECTURES["llama"]()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+    model.config.eos_token_id = 40
+    model.generation_config.eos_token_id = [50, 40, 60]
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}<pad>"
+    wrapped = wrap(model.eval(), tokenizer)
+    # The tokenizer's, the configuration's, those for generation, and the chat template's.
+    assert wrapped.stop_ids == (0, 1, 40, 50, 60)
+    question = Question(prompt=PROMPT, tokens=(7, 8, 9))
+    sampling = Sampling(max_tokens=200, samples=32)
+    (rollouts,) = NativeEngine(wrapped).generate([question], step=0, sampling=sampling)
+    stopped = [r for r in rollouts if r.finish == "stop"]
+    assert {r.tokens[-1] for r in stopped} == set(wrapped.stop_ids)
+    for rollout in stopped:
+        assert not set(rollout.tokens[:-1]) & set(wrapped.stop_ids)
+        assert rollout.trained[-1]
+
+
+def test_padding_side_of_the_tokenizer_never_matters(embedded: LanguageModel) -> None:
+    messages = ({"role": "user", "content": "47+8?"},)
+    results = []
+    for side in ("left", "right"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT, padding_side=side)
+        model = replace(
+            embedded, tokenizer=tokenizer, renderer=replace(embedded.renderer, tokenizer=tokenizer)
+        )
+        questions = [
+            Question(prompt=replace(PROMPT, id=str(n)), tokens=model.encode(messages)[n:])
+            for n in range(3)
+        ]
+        sampling = Sampling(max_tokens=12, distribution=Distribution(temperature=1.0))
+        results.append(NativeEngine(model).generate(questions, step=0, sampling=sampling))
+    assert results[0] == results[1]
+
+
+def test_a_soft_cap_in_attention_is_not_left_out() -> None:
+    torch.manual_seed(0)
+    model = ARCHITECTURES["gemma2"]().eval()
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = 2.0
+        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            part.weight.data *= 20.0
+    ids = torch.arange(6, 30)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.set_attn_implementation("sdpa")  # as it is loaded: without the cap, without a word
+        assert float((model(ids).logits - expected).abs().max()) > 0.1
+        wrapped = wrap(model, transformers.AutoTokenizer.from_pretrained(CHECKPOINT))
+        assert wrapped.packs
+        torch.testing.assert_close(wrapped.model(ids).logits, expected, atol=2e-5, rtol=0)

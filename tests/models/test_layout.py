@@ -1,0 +1,60 @@
+from dataclasses import replace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.models.layout import lay_out, micro_batches, pack
+from tests.conftest import make_batch
+
+
+def test_every_completion_token_is_predicted_by_the_column_before_it() -> None:
+    batch = make_batch(rows=8, seed=1)
+    for side in ("right", "left"):
+        for width in (0, 40):
+            layout = lay_out(batch, side=side, width=width)
+            after = layout.input_ids.gather(
+                1, (layout.predictor + 1).clamp(max=layout.input_ids.shape[1] - 1)
+            )
+            assert torch.equal(after[batch.mask], batch.tokens[batch.mask])
+
+
+def test_left_padding_keeps_order_and_positions() -> None:
+    batch = make_batch(rows=5, seed=2)
+    right, left = lay_out(batch), lay_out(batch, side="left")
+    for row in range(5):
+        length = int(batch.prompt_lengths[row] + batch.lengths[row])
+        assert left.input_ids[row, -length:].tolist() == right.input_ids[row, :length].tolist()
+        assert left.position_ids[row, -length:].tolist() == list(range(length))
+        assert left.attention_mask[row].sum() == length
+
+
+@given(st.integers(1, 12), st.integers(1, 400), st.integers(0, 999))
+def test_micro_batches_hold_every_row_once_within_the_budget(
+    rows: int, budget: int, seed: int
+) -> None:
+    batch = make_batch(rows=rows, seed=seed)
+    lengths = batch.prompt_lengths + batch.lengths
+    parts = list(micro_batches(batch, budget))
+    assert sorted(torch.cat(parts).tolist()) == list(range(rows))
+    for part in parts:
+        assert len(part) == 1 or len(part) * int(lengths[part].max()) <= budget
+
+
+def test_packing_holds_every_prompt_once_and_every_read_token() -> None:
+    batch = make_batch(rows=8, seed=3)
+    batch = replace(
+        batch,
+        prompt_tokens=batch.prompt_tokens[[0, 0, 0, 3, 3, 5, 5, 5]],
+        prompt_lengths=batch.prompt_lengths[[0, 0, 0, 3, 3, 5, 5, 5]],
+    )
+    packed = pack(batch)
+    prompts = int(batch.prompt_lengths[[0, 3, 5]].sum())
+    assert packed.input_ids.shape[1] == prompts + int((batch.lengths - 1).sum())
+    for row in range(8):
+        p, n = int(batch.prompt_lengths[row]), int(batch.lengths[row])
+        cells = packed.packing.rows[row, : p + n - 1]
+        whole = torch.cat([batch.prompt_tokens[row, :p], batch.tokens[row, : n - 1]])
+        assert torch.equal(packed.input_ids[0, cells], whole)
+        assert packed.position_ids[0, cells].tolist() == list(range(p + n - 1))
+        assert torch.equal(packed.predictor[row, :n], packed.packing.rows[row, p - 1 : p - 1 + n])

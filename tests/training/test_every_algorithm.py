@@ -1,0 +1,55 @@
+"""Every algorithm goes through the whole loop: sampled, judged, updated, logged."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tests.train.test_rewards_that_fail import Notes
+
+from covey.config import load_config
+from covey.objective import ALGORITHMS
+from covey.run.folder import RunFolder
+from covey.run.metrics import meaning
+from covey.stopping import StopSignal
+from covey.training.build import assemble, resolve
+from covey.training.loop import train
+
+QUICK = [
+    "train.steps=2", "rollout.prompts_per_step=6", "rollout.group_size=4", "evaluate.every=0", "save.every=0",
+    "model.device=cpu",
+]  # fmt: skip
+# More than rewards: what else is needed is computed, and a run with everything at once is finite.
+EVERYTHING = [
+    "objective.beta=0.02", "objective.entropy_bonus=0.001", "objective.correction=token_truncate",
+    "objective.veto=1e-4", "objective.off_policy_limit=0.5", "filter.mask_truncated=true",
+    "filter.skip_zero_gradient=true", "length_penalty.name=group_relative", "train.old_logp=recompute",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [[], EVERYTHING], ids=["defaults", "everything"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_trains(name: str, more: list[str], tmp_path: Path) -> None:
+    config = resolve(load_config("arithmetic", [f"objective.name={name}", *QUICK, *more]))
+    parts = assemble(config)
+    before = [p.detach().clone() for p in parts.policy.model.model.parameters()]
+    run = RunFolder.create(tmp_path / "run", "", {})
+    train(parts, run, Notes(), StopSignal())
+    rows = run.steps()
+    assert len(rows) == 2
+    for row in rows:
+        assert row.pop("reward_id").startswith("think_answer@1#")
+        assert all(math.isfinite(value) for value in row.values())
+        assert all(meaning(key) for key in row)
+        assert row["optim/grad_norm"] > 0
+        assert row["optim/skipped"] == 0
+        assert ("objective/beta" in row) == (parts.objective.beta > 0)
+    assert parts.policy.version == 2 * config.train.updates
+    moved = [
+        float((a - b.detach()).abs().max())
+        for a, b in zip(before, parts.policy.model.model.parameters(), strict=True)
+    ]
+    assert all(0 < distance < 0.01 for distance in moved)
+    assert all(torch.isfinite(p).all() for p in parts.policy.model.model.parameters())
