@@ -5,7 +5,7 @@
     python benchmarks/learn.py chain_sum --export prompts           # where reasoning-gym is
     python benchmarks/learn.py chain_sum --prompts prompts          # where it is not
 
-Every number comes out of run folders that `covey warmup` and `covey train` have written. Seconds
+Every number comes out of run folders that `covey sft` and `covey train` have written. Seconds
 are of training: sampling, judging and learning, without loading and evaluations, which `wall`
 counts too.
 """
@@ -113,7 +113,7 @@ def gsm8k(arguments: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
     if arguments.prompts is not None:
         settings = [*files_of(arguments.prompts, "gsm8k"), *settings]
     warm, run = arguments.runs / "gsm8k-warmup", arguments.runs / "gsm8k-grpo"
-    first = ["warmup", str(HERE / "gsm8k.toml"), *flags(settings), "--run", str(warm)]
+    first = ["sft", str(HERE / "gsm8k.toml"), *flags(settings), "--run", str(warm)]
     seconds = covey(*first)
     checkpoint = RunFolder.open(warm).checkpoints()[-1][1]
     words = ["train", str(HERE / "gsm8k.toml"), *flags(settings)]

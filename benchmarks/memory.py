@@ -69,15 +69,26 @@ class Setting:
         return any(override.startswith("adapter.rank") for override in self.overrides)
 
 
-SMALL = ("rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_tokens=32", "evaluate.every=0")
-LARGE = ("rollout.prompts_per_step=32", "rollout.group_size=8", "rollout.max_tokens=256", "evaluate.every=0")
+SMALL = (
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_tokens=32",
+    "evaluate.every=0",
+)
+LARGE = (
+    "rollout.prompts_per_step=32",
+    "rollout.group_size=8",
+    "rollout.max_tokens=256",
+    "evaluate.every=0",
+)
 LORA = ("adapter.rank=16", "objective.beta=0.04")
 EVALUATED = ("evaluate.every=2", "evaluate.prompts=64")
 SETTINGS: Mapping[str, Mapping[str, Setting]] = {
     "cpu": {
         "embedded": Setting(model="embedded"),
         "smollm2-full": Setting(
-            model="smollm2", overrides=(*SMALL, "objective.beta=0.0", "train.micro_batch_tokens=400")
+            model="smollm2",
+            overrides=(*SMALL, "objective.beta=0.0", "train.micro_batch_tokens=400"),
         ),
         "smollm2-lora": Setting(
             model="smollm2", overrides=(*SMALL, *LORA, "train.micro_batch_tokens=1024")

@@ -32,7 +32,7 @@ from covey.types import Prompt
 
 def prompt(number: int, answer: str) -> Prompt:
     messages = ({"role": "user", "content": "?"},)
-    return Prompt(id=f"p/{number}", task="t", messages=messages, answer=answer)
+    return Prompt(id=f"p/{number}", task="t", messages=messages, target=answer)
 
 
 def numbers(count: int) -> list[Job]:

@@ -134,7 +134,7 @@ def questions(count: int, *, words: int, vocabulary: int) -> list[Question]:
     texts = [prompt_text(number, words=words, vocabulary=vocabulary) for number in range(count)]
     return [
         Question(
-            prompt=Prompt(id=str(number), task="words", messages=(), answer=""),
+            prompt=Prompt(id=str(number), task="words", messages=(), target=""),
             tokens=tuple(int(word[1:]) for word in text.split()),
         )
         for number, text in enumerate(texts)

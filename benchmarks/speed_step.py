@@ -60,7 +60,7 @@ class Words:
 
     def _prompt(self, number: int) -> Prompt:
         text = prompt_text(number, words=self.words, vocabulary=self.vocabulary)
-        return Prompt(id=f"words/{number}", task=self.name, messages=asked(text), answer="")
+        return Prompt(id=f"words/{number}", task=self.name, messages=asked(text), target="")
 
 
 def even_words(text: str) -> float:

@@ -26,14 +26,14 @@ class Prompt:
     """A question with its expected answer. Filled by a task.
 
     Example:
-        Prompt(id="arithmetic/train/7", task="arithmetic", answer="49",
+        Prompt(id="arithmetic/train/7", task="arithmetic", target="49",
                messages=({"role": "user", "content": "47+8-6?"},), info={"operations": 2})
     """
 
     id: str
     task: str
     messages: tuple[Message, ...]
-    answer: str
+    target: str
     info: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -19,8 +19,8 @@ LAYERS: dict[str, set[str]] = {
     "errors": PLAIN,
     "shown": set(),
     "types": PLAIN,
+    "rng": set(),
     "dotted": {"errors", "trust"},
-    "garbage": set(),
     "stopping": set(),
     "trust": set(),
     "interpreter": set(),
@@ -31,24 +31,20 @@ LAYERS: dict[str, set[str]] = {
     "tasks": {"config", "dotted", *PLAIN},
     "rewards": {"config", "dotted", "sandbox", "tasks.reasoning_gym", *PLAIN},
     "scoring": {"interpreter", "rewards", *PLAIN},
-    "lab": {"rewards", "scoring", *PLAIN},
     "run": PLAIN,
-    # The recipe trains; the package itself, which the policy imports, is the path of a folder.
-    "embedded": {"tasks", "policy", "train.supervised", "types"},
-    "kernels": set(),
-    "policy": {"embedded", "interpreter", "kernels", "run.files", *PLAIN},
-    "sampler": {"kernels", "policy", *PLAIN},
-    "reference": {"_version", "config", "policy", "stopping", *PLAIN},
-    "collect": {"policy", "sampler", "scoring", "stopping", *PLAIN},
-    "evaluate": {"collect", "sampler", "scoring", *PLAIN},
+    # The recipe trains; the package itself, which models import, is the path of a folder.
+    "embedded": {"models", "rng", "tasks", "training", "types"},
+    "accel": PLAIN,
+    "models": {"accel", "embedded", "interpreter", "run.files", *PLAIN},
+    "engines": {"accel", "models", "rng", *PLAIN},
+    "reference": {"_version", "config", "models", "stopping", *PLAIN},
+    "rollout": {
+        "config", "engines", "models", "rewards", "rng", "scoring", "stopping", "training", *PLAIN,
+    },
+    "evaluate": {"engines", "rng", "rollout", "scoring", *PLAIN},
 }
-LAYERS["train"] = {*LAYERS, "train"} - {"", "cli"}
-LAYERS["plan"] = {*LAYERS, "plan"} - {"", "cli"}
-LAYERS["explain"] = {"config", "objective", "policy", "reference", "run", "train", *PLAIN}
-LAYERS["numerics"] = {
-    "collect", "config", "objective", "policy", "sampler", "train", *PLAIN,
-}  # fmt: skip
-LAYERS["compare"] = {*LAYERS, "plan", "compare"} - {"", "cli"}
+LAYERS["training"] = {*LAYERS, "training"} - {"", "cli"}
+LAYERS["analysis"] = {*LAYERS, "analysis"} - {"", "cli"}
 LAYERS["cli"] = {*LAYERS, "cli"} - {""}
 LAYERS["__main__"] = {"cli"}
 
@@ -150,10 +146,10 @@ def test_a_module_imports_only_from_the_layers_below_it(module: str) -> None:
         ("from covey.run.folder import RunFolder", {"run.folder"}),
         ("from covey.run import folder", {"run.folder"}),
         ("from covey import types", {"types"}),
-        ("from . import head, nothing", {"policy.head", "policy"}),
+        ("from . import adapter, nothing", {"models.adapter", "models"}),
         ("from ..types import Batch", {"types"}),
-        ("from .head import x", {"policy.head"}),
-        ("def f():\n    if True:\n        from covey.train import loop", {"train.loop"}),
+        ("from .adapter import x", {"models.adapter"}),
+        ("def f():\n    if True:\n        from covey.training import loop", {"training.loop"}),
         ("if TYPE_CHECKING:\n    import covey.cli\nelse:\n    import covey.run", {"run"}),
         ("import typing\nif typing.TYPE_CHECKING:\n    import covey.cli", set()),
         ("import torch, covered\nfrom torch import covey", set()),
@@ -161,7 +157,7 @@ def test_a_module_imports_only_from_the_layers_below_it(module: str) -> None:
     ],
 )
 def test_imports_are_found_wherever_they_stand(source: str, found: set[str]) -> None:
-    assert imports_of(source, "covey.policy") == found
+    assert imports_of(source, "covey.models") == found
 
 
 @pytest.mark.parametrize(
@@ -170,13 +166,12 @@ def test_imports_are_found_wherever_they_stand(source: str, found: set[str]) -> 
         ("tasks", "tasks.jsonl", True),
         ("tasks", "types", True),
         ("tasks", "rewards", False),
-        ("embedded", "policy.optimizer", True),
-        ("embedded", "train.supervised", True),
-        ("embedded", "train.loop", False),
-        ("embedded", "sampler.native", False),
+        ("embedded", "models.adapter", True),
+        ("embedded", "training.sft_step", True),
+        ("embedded", "engines.protocol", False),
         ("config", "types", False),
-        ("train", "cli.main", False),
-        ("cli", "train.loop", True),
+        ("training", "cli.main", False),
+        ("cli", "training.loop", True),
         ("cli", "_version", True),
         ("errors", "", False),
     ],

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,8 +30,10 @@ from covey.accel.fused_parameters import GradSink
 from covey.accel.head import token_logp
 from covey.accel.packing import Tables, lay_spans
 from covey.accel.static_buffers import Size, StaticRows
-from covey.models.language_model import LanguageModel
 from covey.types import HostRows
+
+if TYPE_CHECKING:
+    from covey.models.language_model import LanguageModel
 
 BUCKETS = 64
 """Of so many sizes graphs are kept; then those that were not used for longest go."""

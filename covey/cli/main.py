@@ -21,7 +21,7 @@ from covey.cli.reference import app as reference_app
 from covey.cli.rewards import app as rewards_app
 from covey.cli.runs import runs_command
 from covey.cli.screen import Screen
-from covey.cli.sft import warmup_command
+from covey.cli.sft import sft_command
 from covey.cli.train import train_command
 from covey.errors import CoveyError, reason
 from covey.shown import printable
@@ -39,7 +39,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan_command)
 app.command("train")(train_command)
-app.command("warmup")(warmup_command)
+app.command("sft")(sft_command)
 app.command("eval")(eval_command)
 app.command("compare")(compare_command)
 app.command("export")(export_command)

@@ -73,7 +73,7 @@ def numerics_command(
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     source = str(run.config_file) if run is not None else target or "arithmetic"
-    if run is not None and run.environment().get("kind") == "warmup":
+    if run is not None and run.environment().get("kind") in ("sft", "warmup"):
         raise RunError(f"{run.path} is a warm-up; give a configuration, and --model its checkpoint")
     with waiting(STARTING) as say:
         config = resolved(source, settings_of(overrides, model), smoke=smoke)

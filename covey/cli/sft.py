@@ -1,4 +1,4 @@
-"""`covey warmup`: learn from worked solutions before reinforcement."""
+"""`covey sft`: learn from worked solutions before reinforcement."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from covey.run.resume import Start, start_of
 from covey.stopping import stop_signal
 
 if TYPE_CHECKING:
-    from covey.training.sft import WarmupParts
+    from covey.training.sft import SftParts
 
-KIND = "warmup"
+KIND = "sft"
 
 
-def warmup_command(
+def sft_command(
     source: Source = None,
     overrides: Overrides = None,
     model: Model = None,
@@ -85,11 +85,11 @@ def _start(config: Config, path: Path | None, label: str) -> None:
             _run(parts, folder, Start())
 
 
-def _assembled(config: Config) -> WarmupParts:
-    from covey.training.sft import assemble_warmup
+def _assembled(config: Config) -> SftParts:
+    from covey.training.sft import build_sft
 
     with waiting(f"loading {config.model.path}"):
-        return assemble_warmup(config)
+        return build_sft(config)
 
 
 def _resume(path: Path, step: int | None) -> None:
@@ -105,14 +105,14 @@ def _resume(path: Path, step: int | None) -> None:
             _run(parts, folder, start)
 
 
-def _run(parts: WarmupParts, folder: RunFolder, start: Start) -> None:
+def _run(parts: SftParts, folder: RunFolder, start: Start) -> None:
     from covey.cli.console import make_reporter
-    from covey.training.sft import warm_up
+    from covey.training.sft import run_sft
 
     reporter = make_reporter(folder)
     tell_notes(reporter, folder, parts)
     with stop_signal() as stop, reporter:
-        done = warm_up(parts, folder, reporter, stop, start)
+        done = run_sft(parts, folder, reporter, stop, start)
     reporter.finished(done, parts.steps, stop.received, command=KIND)
     if done < parts.steps:
         raise typer.Exit(stop.exit_code)

@@ -106,8 +106,8 @@ def _assembled(config: Config) -> Parts:
 
 def _resume(path: Path, step: int | None, print_config: bool) -> None:
     folder = RunFolder.open(path)
-    if folder.environment().get("kind") == "warmup":
-        raise RunError(f"{path} is a warm-up; go on with: covey warmup --resume {path}")
+    if folder.environment().get("kind") in ("sft", "warmup"):
+        raise RunError(f"{path} is a warm-up; go on with: covey sft --resume {path}")
     with waiting(STARTING):
         config = resolved(str(folder.config_file), imports=not print_config)
     if print_config:

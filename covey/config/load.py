@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from covey.config.renamed import check_names, translated
 from covey.config.schema import Config, Named
 from covey.errors import ConfigError, nearest, reason
 from covey.shown import is_hidden
@@ -57,6 +58,8 @@ def _turn(override: str) -> tuple[bool, int]:
 def parse_config(data: Mapping[str, Any]) -> Config:
     """Check plain data against the schema."""
     _check_depth(data, "config")
+    if old := check_names(data):
+        raise ConfigError(old)
     try:
         return Config.model_validate(data)
     except ValidationError as error:
@@ -71,7 +74,9 @@ def read_settings(source: str) -> dict[str, Any]:
             # Some editors put a byte order mark in front, which is no part of the text.
             settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))
             _check_depth(settings, f"config: {source}")
-            return settings
+            # A run folder may be of version 0.1; a file that a user wrote should use today's keys.
+            of_run = (path.parent / "environment.json").is_file()
+            return translated(settings) if of_run else settings
         if source in recipe_names():
             return tomllib.loads((RECIPES / f"{source}.toml").read_text("utf-8"))
     except RecursionError:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 MOST = 10**9
 """No number of steps, prompts or tokens is beyond this; more is a slip of the hand."""
-MOST_ANSWERS = 10**7
+MOST_COMPLETIONS = 10**7
 """Completions of one step. Each is kept until the step is learned from."""
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
@@ -169,11 +169,11 @@ class Reference(Section):
 class Rollout(Section):
     """[rollout]"""
 
-    prompts: Annotated[int, Field(ge=1, le=10**6)] = Field(
-        16, description="Prompts asked in a step."
+    prompts_per_step: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        16, description="Prompts in a training step."
     )
-    samples: Annotated[int, Field(ge=2, le=10**5)] = Field(
-        8, description="Answers to each prompt: the group. One answer has nothing to compare with."
+    group_size: Annotated[int, Field(ge=2, le=10**5)] = Field(
+        8, description="Completions of each prompt. One alone has nothing to be compared with."
     )
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = Field(64, description="The longest answer.")
     temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature.")
@@ -185,8 +185,13 @@ class Rollout(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         [], description="Texts that end an answer, or special tokens such as <|im_end|>."
     )
-    slots: Annotated[int, Field(ge=1, le=10**6)] = Field(
-        256, description="Answers written at the same time."
+
+
+class Engine(Section):
+    """[engine]"""
+
+    max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        256, description="Completions generated at the same time."
     )
 
 
@@ -209,10 +214,10 @@ class Scoring(Section):
     )
 
 
-class Select(Section):
+class Filter(Section):
     """[filter]"""
 
-    dynamic: bool = Field(
+    dynamic_sampling: bool = Field(
         False, description="Learn only from groups that are neither all right nor all wrong."
     )
     max_rounds: Positive = Field(
@@ -226,8 +231,14 @@ class Select(Section):
         description="No forward pass for answers without advantage: the same gradient, sooner, but "
         "metrics over tokens are then of the others only.",
     )
-    max_age: Count = Field(
-        0, description="Drop groups sampled more than so many optimizer steps ago; 0: keep all."
+
+
+class Overlap(Section):
+    """[overlap]"""
+
+    max_staleness: Count = Field(
+        0,
+        description="Drop groups generated more than this many optimizer steps ago; 0: keep all.",
     )
 
 
@@ -249,18 +260,34 @@ class Optimizer(Section):
     )
 
 
+class StopAfter(Section):
+    """[train.stop_after]: at most one of them."""
+
+    steps: Count = Field(0, description="Training steps.")
+    tokens: Annotated[int, Field(ge=0, le=10**15)] = Field(0, description="Sampled tokens.")
+    updates: Annotated[int, Field(ge=0, le=10**15)] = Field(0, description="Optimizer steps.")
+
+    @property
+    def kind(self) -> Literal["steps", "tokens", "updates"]:
+        """Which of them is given; steps if none is."""
+        return "tokens" if self.tokens else "updates" if self.updates else "steps"
+
+    @model_validator(mode="after")
+    def _one(self) -> StopAfter:
+        if (self.steps > 0) + (self.tokens > 0) + (self.updates > 0) > 1:
+            raise ValueError("train.stop_after takes one of steps, tokens and updates")
+        return self
+
+
 class Train(Section):
     """[train]"""
 
     steps: Positive = Field(100, description="Steps: rollout batches collected and learned from.")
-    budget: Literal["steps", "tokens", "updates"] = Field(
-        "steps",
-        description="What the run is given: steps, or an amount of sampled tokens or of optimizer "
-        "steps, which ends it at the first step that reaches it. Schedules and evaluations then "
-        "follow the share that is spent, as if the whole were `steps` steps.",
-    )
-    amount: Annotated[int, Field(ge=0, le=10**15)] = Field(
-        0, description="How many tokens or updates; 0 with a budget of steps."
+    stop_after: StopAfter = Field(
+        StopAfter(),
+        description="End at the first step that reaches {tokens = n} sampled tokens or "
+        "{updates = n} optimizer steps; {steps = n} is the same as `steps`. Schedules and "
+        "evaluations then follow the share that is spent, as if the whole were `steps` steps.",
     )
     mini_batches: Positive = Field(1, description="Optimizer steps in one pass over a batch.")
     epochs: Positive = Field(1, description="Passes over each rollout batch.")
@@ -281,14 +308,27 @@ class Train(Section):
         "allows it: faster for small models, but activations stay in memory between steps.",
     )
 
-    @model_validator(mode="after")
-    def _amount(self) -> Train:
-        if (self.budget == "steps") != (self.amount == 0):
-            raise ValueError(
-                f"train.amount = {self.amount} does not go with train.budget = {self.budget!r}: "
-                "it is the number of tokens or updates, and 0 with a budget of steps"
-            )
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _steps(cls, data: Any) -> Any:
+        """Take `stop_after = {steps = n}` for `steps = n`."""
+        if not isinstance(data, dict):
+            return data
+        stop = data.get("stop_after")
+        if not isinstance(stop, dict) or not stop.get("steps"):
+            return data
+        others = {k: v for k, v in stop.items() if k != "steps"}
+        return {**data, "steps": stop["steps"], "stop_after": others}
+
+    @property
+    def budget(self) -> Literal["steps", "tokens", "updates"]:
+        """What ends the run."""
+        return self.stop_after.kind
+
+    @property
+    def amount(self) -> int:
+        """How many of them."""
+        return self.steps if self.budget == "steps" else getattr(self.stop_after, self.budget)
 
     @property
     def updates(self) -> int:
@@ -296,7 +336,7 @@ class Train(Section):
         return self.mini_batches * self.epochs
 
 
-class Warmup(Section):
+class Sft(Section):
     """[sft]"""
 
     steps: Count = Field(0, description="Optimizer steps; 0: as many as `epochs` takes.")
@@ -364,10 +404,12 @@ class Config(Section):
     reference: Reference = Reference()
     rollout: Rollout = Rollout()
     scoring: Scoring = Scoring()
-    select: Select = Select()
+    engine: Engine = Engine()
+    filter: Filter = Filter()
+    overlap: Overlap = Overlap()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
-    warmup: Warmup = Warmup()
+    sft: Sft = Sft()
     evaluate: Evaluate = Evaluate()
     save: Save = Save()
 
@@ -379,13 +421,15 @@ class Config(Section):
     @model_validator(mode="after")
     def _enough_rows(self) -> Config:
         rows = self.rollout.prompts_per_step * self.rollout.group_size
-        if rows > MOST_ANSWERS:
+        if rows > MOST_COMPLETIONS:
             raise ValueError(
-                f"rollout.prompts_per_step = {self.rollout.prompts_per_step} times rollout.group_size = "
-                f"{self.rollout.group_size} are {rows} answers a step; at most {MOST_ANSWERS} fit"
+                f"rollout.prompts_per_step = {self.rollout.prompts_per_step} times "
+                f"rollout.group_size = {self.rollout.group_size} are {rows} completions a step; "
+                f"at most {MOST_COMPLETIONS} fit"
             )
         if self.train.mini_batches > rows:
             raise ValueError(
-                f"train.mini_batches = {self.train.mini_batches} exceeds the {rows} answers a step"
+                f"train.mini_batches = {self.train.mini_batches} exceeds the {rows} completions "
+                "of a step"
             )
         return self

@@ -42,10 +42,9 @@ AT_MOST: Mapping[str, float] = MappingProxyType(
 ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
 """Settings of which 0 means as many as there are: the cap is then the smaller one."""
 
-ALWAYS: Mapping[str, bool | int | str] = MappingProxyType(
+ALWAYS: Mapping[str, bool | int | dict[str, int]] = MappingProxyType(
     {
-        "train.budget": "steps",
-        "train.amount": 0,
+        "train.stop_after": {},
         "evaluate.every": 2,  # at the start and at the end
         "save.every": 0,  # at the end
         "sft.evaluate_every": 2,
@@ -72,7 +71,7 @@ FOR_EMBEDDED: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 ABOUT_WORDS = (
     ("model", ("template", "chat_options", "prefill", "prefill_in_text")),
-    ("warmup", ("template",)),
+    ("sft", ("template",)),
 )
 """Settings that go with the question and its reward, and leave with them."""
 
@@ -110,9 +109,9 @@ def smaller(data: Mapping[str, Any], *, model: str) -> tuple[dict[str, Any], lis
         _put(small, key, cap if many else min(value, cap))
     for key, fixed in ALWAYS.items():
         _put(small, key, fixed)
-    steps, prompts = small["train"]["steps"], small["rollout"]["prompts"]
+    steps, prompts = small["train"]["steps"], small["rollout"]["prompts_per_step"]
     notes = [
-        f"smoke: {steps} steps of {prompts} x {small['rollout']['samples']} answers of at most "
+        f"smoke: {steps} steps of {prompts} x {small['rollout']['group_size']} answers of at most "
         f"{small['rollout']['max_tokens']} tokens: everything is tried, nothing is learned"
     ]
     return small, notes + (

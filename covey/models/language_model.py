@@ -21,7 +21,7 @@ from torch import nn
 
 from covey.accel.attention import NAME
 from covey.accel.fused_parameters import join_weights
-from covey.accel.kernels.product import product as wide_product
+from covey.accel.head import Head
 from covey.accel.packing import PackedRows
 from covey.accel.parity import first_layers, near
 from covey.accel.varlen_attention import HALF
@@ -43,36 +43,6 @@ transformers.utils.logging.disable_progress_bar()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """From hidden states to logits: scale * (h W^T + b), then perhaps a soft cap."""
-
-    linear: nn.Linear
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [..., V] in float32 or better."""
-        logits = _product(hidden, self.linear)
-        logits = logits if self.scale == 1.0 else logits * self.scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-
-
-def _product(hidden: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-    """Return h W^T + b in float32 or better; on a GPU without rounding it to bfloat16 before.
-
-    Logits are of a size at which bfloat16 has steps of a sixteenth.
-    """
-    weight = linear.weight
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    if not hidden.is_cuda or weight.dtype == wide or hidden.requires_grad:
-        product: torch.Tensor = linear(hidden)
-        return product.to(wide)
-    logits = weight.new_empty(*hidden.shape[:-1], len(weight), dtype=wide)
-    wide_product(hidden.flatten(0, -2), weight.t(), logits.view(-1, len(weight)))
-    return logits if linear.bias is None else logits + linear.bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ def covariance(advantage: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor) 
 
 def random_within_bounds(
     batch: Batch, logp: torch.Tensor, *, share: float, cov_low: float, cov_high: float,
-    low: float, high: float,
+    clip_low: float, clip_high: float,
 ) -> torch.Tensor:  # fmt: skip
     """Mark at random max(1, share T) of the tokens with cov_low < cov < cov_high. Clip-Cov.
 
@@ -37,7 +37,7 @@ def random_within_bounds(
     mask, advantage = _scored(batch), batch.advantage
     old_logp = logp if batch.old_logp is None else batch.old_logp
     ratio = bounded(difference(logp, old_logp, mask)).exp()
-    cut = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
+    cut = ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
     cov = covariance(advantage, logp, mask)
     candidates = mask & ~cut & (cov > cov_low) & (cov < cov_high)
     return _largest(_shuffled(batch), candidates, _count(mask, share))

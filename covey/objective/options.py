@@ -26,7 +26,9 @@ class Option(NamedTuple):
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
         "clip_low": Option("How far below 1 a ratio may fall (`gmpo`: its logarithm, below 0).", 0),
-        "clip_high": Option("How far above 1 a ratio may rise (`gmpo`: its logarithm, above 0).", 0),
+        "clip_high": Option(
+            "How far above 1 a ratio may rise (`gmpo`: its logarithm, above 0).", 0
+        ),
         "dual": Option("Bound on the ratio of bad tokens, above 1 + clip_high; 0: none.", 0),
         "max_weight": Option("The largest weight, as an absolute number.", 0),
         "min_weight": Option("The smallest weight, as an absolute number.", 0),
@@ -134,7 +136,9 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
             raise ConfigError(f"objective.{key} = {value} of {name} must be {bounds}")
     dual, bound = numbers.get("dual"), 1 + numbers.get("clip_high", 0.0)
     if dual and dual <= bound:
-        raise ConfigError(f"objective.dual = {dual} of {name} must exceed 1 + clip_high = {bound:g}")
+        raise ConfigError(
+            f"objective.dual = {dual} of {name} must exceed 1 + clip_high = {bound:g}"
+        )
     for clip_low, clip_high in PAIRS:
         if clip_low in numbers and clip_high in numbers and numbers[clip_low] > numbers[clip_high]:
             what = f"objective.{clip_low} = {numbers[clip_low]} of {name}"

@@ -41,7 +41,9 @@ class Gain(NamedTuple):
     """bool: a bad token's ratio rose above the dual bound. None: there is none."""
 
 
-def clipped(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual: float = 0.0) -> Gain:
+def clipped(
+    tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual: float = 0.0
+) -> Gain:
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), the PPO surrogate (arXiv 1707.06347).
 
     The gradient is r A, except where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low: there it is
@@ -153,7 +155,9 @@ def trust_mask(
     )
 
 
-def clipped_without_marked(tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 1.0) -> Gain:
+def clipped_without_marked(
+    tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 1.0
+) -> Gain:
     """The PPO surrogate, and no gain for the tokens that were marked. Clip-Cov, 2505.22617."""
     assert tokens.marked is not None
     gain = clipped(tokens, clip_low=clip_low, clip_high=clip_high)

@@ -22,6 +22,7 @@ import torch
 
 from covey.errors import ConfigError, ModelError, RunError
 from covey.models.layout import padded_parts
+from covey.models.logp import LogProbs
 from covey.reference.protocol import Still
 from covey.reference.wire import (
     BYTES_PER_TOKEN,
@@ -33,7 +34,6 @@ from covey.reference.wire import (
 )
 from covey.shown import printable
 from covey.stopping import may_be_given_up
-from covey.training.policy import LogProbs
 from covey.types import Batch
 
 AWAY = frozenset({502, 503, 504})

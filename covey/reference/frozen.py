@@ -10,8 +10,8 @@ import torch
 
 from covey.models.adapter import adapter_off
 from covey.models.language_model import LanguageModel
+from covey.models.logp import LogProbs, batch_logp
 from covey.reference.protocol import Still
-from covey.training.policy import LogProbs, batch_logp
 from covey.types import Batch
 
 

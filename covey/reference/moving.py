@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from covey.errors import RunError
 from covey.models.language_model import LanguageModel
 from covey.reference.frozen import FrozenReference
-from covey.training.policy import Policy
+
+if TYPE_CHECKING:
+    from covey.training.policy import Policy
 
 REFERENCE_FILE = "reference.safetensors"
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from covey.training.policy import LogProbs, Policy
+from covey.models.logp import LogProbs
 from covey.types import Batch
+
+if TYPE_CHECKING:
+    from covey.training.policy import Policy
 
 
 class Reference(Protocol):

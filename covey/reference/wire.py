@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from covey.training.policy import LogProbs
+from covey.models.logp import LogProbs
 from covey.types import Batch, HostRows
 
 TYPES: Mapping[str, tuple[torch.dtype, int]] = {

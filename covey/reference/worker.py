@@ -13,8 +13,8 @@ import torch
 
 from covey.models.language_model import LanguageModel
 from covey.models.layout import micro_batches
+from covey.models.logp import LogProbs, batch_logp
 from covey.reference.wire import Request, joined, padded_tokens, to_device
-from covey.training.policy import LogProbs, batch_logp
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ from typing import Any
 from covey.errors import DiskError, RunError
 from covey.run.digests import write_digests
 from covey.run.files import append_line, check_free, whole_folder, write_text
+from covey.run.metrics import current_name
 from covey.run.read_files import Note, by_step, read_lines, read_object, to_stderr, usable_lines
 from covey.run.record_shapes import ENVIRONMENT, EVALUATION, ITEM, ROLLOUT, SAVED, STEP
 from covey.types import Group
@@ -105,9 +106,10 @@ class RunFolder:
         return usable_lines(self.path / "evaluations" / f"{step:06d}.jsonl", ITEM, note)
 
     def steps(self, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return the metrics of every step that can be read."""
+        """Return the metrics of every step that can be read, under their names of today."""
         path = self.path / "steps.jsonl"
-        return by_step(path, usable_lines(path, STEP, note), note)
+        rows = by_step(path, usable_lines(path, STEP, note), note)
+        return [{current_name(name): value for name, value in row.items()} for row in rows]
 
     def evaluations(self, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return every evaluation that can be read."""
@@ -124,7 +126,7 @@ class RunFolder:
                 row = {name: getattr(rollout, name) for name in rollout.__slots__}
                 lead = {
                     "prompt": group.prompt.text,
-                    "answer": group.prompt.target,
+                    "target": group.prompt.target,
                     "text": row.pop("text"),
                     "reward": row.pop("reward"),
                     "success": row.pop("success"),
@@ -140,20 +142,21 @@ class RunFolder:
         write_text(self.path / "rollouts" / f"{step:06d}.jsonl", "".join(lines))
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the answers of a step; none: they were not kept. RunError if one is damaged."""
-        return read_lines(self.path / "rollouts" / f"{step:06d}.jsonl", ROLLOUT)
+        """Return the rollouts of a step; none: they were not kept. RunError if one is damaged."""
+        rows = read_lines(self.path / "rollouts" / f"{step:06d}.jsonl", ROLLOUT)
+        return [_current(row) for row in rows]
 
     def usable_rollouts(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return those answers of a step that can be read, or say why there are none."""
+        """Return the rollouts of a step that can be read, or say why there are none."""
         rows = usable_lines(self.path / "rollouts" / f"{step:06d}.jsonl", ROLLOUT, note)
-        return rows or self.answers(step)
+        return [_current(row) for row in rows] or self.answers(step)
 
     def answers(self, step: int) -> list[dict[str, Any]]:
         """Return the answers of a step, or say why there are none and of which steps there are."""
         rows = self.rollouts(step)
         if rows:
             return rows
-        if self.environment().get("kind") == "warmup":
+        if self.environment().get("kind") in ("sft", "warmup"):
             raise RunError(
                 f"{self.path} is a warm-up: it learns from solutions, samples no answers"
             )
@@ -225,6 +228,11 @@ class RunFolder:
             except OSError:
                 raise RunError(f"{self.path} is in use by another process") from None
             yield
+
+
+def _current(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded rollout under its names of today: 0.1 called the target "answer"."""
+    return {"target" if name == "answer" else name: value for name, value in row.items()}
 
 
 def check_new_run(path: Path) -> None:

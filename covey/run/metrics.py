@@ -99,6 +99,37 @@ METRICS: Mapping[str, str] = MappingProxyType(
 )
 
 
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "val/ratio": "policy/ratio",
+        "val/advantages": "reward/advantages",
+        "val/zero_variance_groups": "rollout/zero_variance_groups",
+        "val/learned_groups": "rollout/trained_groups",
+        "val/rounds": "rollout/rounds",
+        "val/dropped_": "rollout/dropped_",
+        "val/off_policy_dropped": "policy/off_policy_dropped",
+        "val/correction_": "policy/correction_",
+        "val/sequence_lengths": "rollout/lengths",
+        "val/stop_rate": "rollout/stop_rate",
+        "warmup/solutions": "sft/examples",
+        "warmup/": "sft/",
+    }
+)
+"""What names of version 0.1 began with -> what they begin with now."""
+
+
+def current_name(name: str) -> str:
+    """Return what a metric of a step is called now.
+
+    >>> current_name("val/ratio_max"), current_name("loss/policy_avg")
+    ('policy/ratio_max', 'loss/policy_avg')
+    """
+    for old, new in RENAMED.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
 def meaning(name: str) -> str | None:
     """Return what a metric means, or None if there is no such metric."""
     if name in METRICS:

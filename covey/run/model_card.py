@@ -68,8 +68,8 @@ class _Training:
 def _training(config: Mapping[str, Any], kind: str | None) -> _Training:
     named = (config.get(part, {}) for part in ("objective", "task", "reward"))
     algorithm, task, reward = (str(section.get("name", UNKNOWN)) for section in named)
-    if kind == "warmup":
-        file = config.get("warmup", {}).get("file")
+    if kind in ("sft", "warmup"):
+        file = config.get(kind, {}).get("file")
         solutions = f"the answers in `{file}`" if file else f"worked solutions of task `{task}`"
         return _Training(
             steps=f"steps of supervised learning with Covey, from {solutions}", tags=["sft"]

@@ -8,4 +8,13 @@ from covey.scoring.pool import Pool
 from covey.scoring.result import Job, Pending, ScoreResult
 from covey.scoring.scorer import Scorer, check_timeout, make_scorer
 
-__all__ = ["Here", "Job", "Pending", "Pool", "Scorer", "ScoreResult", "check_timeout", "make_scorer"]
+__all__ = [
+    "InlineScorer",
+    "Job",
+    "Pending",
+    "Pool",
+    "ScoreResult",
+    "Scorer",
+    "check_timeout",
+    "make_scorer",
+]

@@ -110,7 +110,7 @@ def problem(split: str, operations: tuple[int, int], index: int) -> Prompt:
         id=name,
         task="arithmetic",
         messages=({"role": "user", "content": question(sums)},),
-        answer=f"{sums[-1].result:02d}",
+        target=f"{sums[-1].result:02d}",
         info={
             "operations": len(sums),
             "carries": sum(s.carries for s in sums),

@@ -63,6 +63,6 @@ class Code:
             id=f"{self.name}/{split}/{row['id']}",
             task=self.name,
             messages=asked(with_instruction(question(row), self.instruction), self.system),
-            answer=row["id"],
+            target=row["id"],
             info={"tests": row["tests"], "solution": f"```python\n{row['solution']}```"},
         )

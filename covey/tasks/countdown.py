@@ -146,7 +146,7 @@ class Countdown:
             id=identity,
             task=self.name,
             messages=asked(self._question(numbers, solution.value), self.system),
-            answer=str(solution.value),
+            target=str(solution.value),
             info={"numbers": numbers, "target": solution.value, "solution": solution.text},
         )
 

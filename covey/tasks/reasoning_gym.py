@@ -212,7 +212,7 @@ class ReasoningGym:
             id=f"{self.name}/{self.dataset}/{split}/{index}",
             task=self.name,
             messages=asked(with_instruction(question, self.instruction), self.system),
-            answer=answer,
+            target=answer,
             info={"reasoning_gym": origin} | ({"solution": solution} if solution else {}),
         )
 

@@ -92,7 +92,7 @@ class Table:
             id=identity,
             task=self.name,
             messages=self._messages(row),
-            answer=_answer(_column(row, self.answer), self.answer),
+            target=_answer(_column(row, self.answer), self.answer),
             info=self._info(row),
         )
 

@@ -64,6 +64,6 @@ class Tools:
             id=f"{self.name}/{split}/{row['id']}",
             task=self.name,
             messages=asked(row["question"], self.system),
-            answer=call,
+            target=call,
             info={"call": row["call"], "solution": f"<tool_call>{call}</tool_call>"},
         )

@@ -37,7 +37,7 @@ class Budget:
     @property
     def amount(self) -> int:
         """How many steps, tokens or updates."""
-        return self.settings.steps if self.settings.budget == "steps" else self.settings.amount
+        return self.settings.amount
 
     def spent(self, used: Used) -> float:
         """Return the share that is spent: 0 at the start, 1 or a little more at the end."""
@@ -52,8 +52,8 @@ class Budget:
             most = PATIENCE * -(-self.amount // settings.updates)
             if used.steps > most:
                 raise RunError(
-                    f"after {used.steps} steps only {used.updates} of train.amount = {self.amount} "
-                    "updates were taken: most steps have nothing to learn from"
+                    f"after {used.steps} steps only {used.updates} of the {self.amount} optimizer "
+                    "steps of train.stop_after were taken: most steps have nothing to learn from"
                 )
         return False
 

@@ -177,7 +177,7 @@ def sampling_of(config: Config) -> Sampling:
         ),
         max_tokens=rollout.max_tokens,
         stop_strings=tuple(rollout.stop),
-        slots=engine.max_concurrent,
+        slots=config.engine.max_concurrent,
         seed=config.seed,
     )
 

@@ -43,7 +43,7 @@ from covey.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupParts:
+class SftParts:
     """What a warm-up is made of."""
 
     config: Config
@@ -80,7 +80,7 @@ class WarmupParts:
         return math.ceil(self.total / self.config.sft.solutions)
 
 
-def assemble_warmup(config: Config) -> WarmupParts:
+def build_sft(config: Config) -> SftParts:
     """Build everything that a resolved configuration names."""
     task = task_of(config)
     solutions, held_out = solutions_of(config, task), held_out_of(config, task)
@@ -88,7 +88,7 @@ def assemble_warmup(config: Config) -> WarmupParts:
     policy = policy_of(config, model)
     # Cross-entropy is that of the model itself, whatever temperature it will be sampled at.
     policy.temperature = 1.0
-    parts = WarmupParts(
+    parts = SftParts(
         config=config,
         solutions=solutions,
         held_out_prompts=held_out,
@@ -106,16 +106,16 @@ def assemble_warmup(config: Config) -> WarmupParts:
     return parts
 
 
-def _check_lengths(parts: WarmupParts) -> None:
+def _check_lengths(parts: SftParts) -> None:
     examples, left_out = step_examples(parts, 1)
     if not examples:
         raise DataError(
-            f"warmup: all {len(left_out)} solutions of step 1 are too long, the shortest of "
+            f"sft: all {len(left_out)} solutions of step 1 are too long, the shortest of "
             f"{min(left_out)} tokens; raise sft.max_tokens = {parts.max_tokens}"
         )
 
 
-def step_examples(parts: WarmupParts, step: int) -> tuple[list[Example], list[int]]:
+def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]:
     """Return the solutions of a step, counted from 1, and the lengths of those left out for theirs.
 
     There may be nothing left of a small step.
@@ -139,8 +139,8 @@ def step_examples(parts: WarmupParts, step: int) -> tuple[list[Example], list[in
     return examples, left_out
 
 
-def warm_up(
-    parts: WarmupParts,
+def run_sft(
+    parts: SftParts,
     run: RunFolder,
     reporter: Reporter,
     stop: StopSignal,
@@ -171,7 +171,7 @@ def warm_up(
     return saved
 
 
-def _step(parts: WarmupParts, run: RunFolder, reporter: Reporter, step: int) -> None:
+def _step(parts: SftParts, run: RunFolder, reporter: Reporter, step: int) -> None:
     started = time.perf_counter()
     config = parts.config
     examples, left_out = step_examples(parts, step)
@@ -190,7 +190,7 @@ def _step(parts: WarmupParts, run: RunFolder, reporter: Reporter, step: int) -> 
     reporter.step(metrics)
 
 
-def _learn(parts: WarmupParts, examples: Sequence[Example], started: float) -> dict[str, float]:
+def _learn(parts: SftParts, examples: Sequence[Example], started: float) -> dict[str, float]:
     """Take an optimizer step, and return its metrics."""
     config, policy = parts.config, parts.policy
     rate = learning_rate(
@@ -217,7 +217,7 @@ def _learn(parts: WarmupParts, examples: Sequence[Example], started: float) -> d
     }
 
 
-def _restore(parts: WarmupParts, run: RunFolder, start: Start, reporter: Reporter) -> int:
+def _restore(parts: SftParts, run: RunFolder, start: Start, reporter: Reporter) -> int:
     """Load the checkpoint that a warm-up goes on from, if any, and return its step."""
     if start.checkpoint is not None:
         with offering(run, start):
@@ -227,7 +227,7 @@ def _restore(parts: WarmupParts, run: RunFolder, start: Start, reporter: Reporte
     return start.step
 
 
-def _save(parts: WarmupParts, run: RunFolder, step: int) -> None:
+def _save(parts: SftParts, run: RunFolder, step: int) -> None:
     with run.new_checkpoint(step) as folder:
         save_policy(parts.policy, folder, {"step": step})
     run.prune_checkpoints(parts.config.save.keep)

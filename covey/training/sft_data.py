@@ -58,7 +58,7 @@ def write_solution(prompt: Prompt, template: str) -> str:
             found = prompt.target
         if found is None:
             raise DataError(
-                f"warmup: {prompt.id} has no worked solution: take {{worked}} out of "
+                f"sft: {prompt.id} has no worked solution: take {{worked}} out of "
                 "sft.template, or give sft.file"
             )
         return str(found)
@@ -87,5 +87,5 @@ def _from_file(file: str) -> list[Prompt]:
     """Read {question, completion}, or {messages, completion}: a conversation up to the answer."""
     rows = list(json_lines(Path(file)))
     conversations = any(isinstance(row, dict) and "messages" in row for _, _, row in rows)
-    table = Table(answer="completion", messages="messages" if conversations else "", name="warmup")
+    table = Table(answer="completion", messages="messages" if conversations else "", name="sft")
     return table.read("train", rows, file)

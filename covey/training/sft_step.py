@@ -47,7 +47,7 @@ def _end(model: LanguageModel) -> int:
 
 def stack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
     """Make a batch of them, each an answer that all of is trained."""
-    nobody = Prompt(id="", task="", messages=(), answer="")
+    nobody = Prompt(id="", task="", messages=(), target="")
     rollouts = [
         Rollout(
             prompt_id="",
@@ -101,7 +101,9 @@ def learn(policy: Policy, batch: Batch, *, rate: float, micro_batch_tokens: int)
     """Take one optimizer step on a batch."""
     policy.model.model.train()
     batch = with_token_mean(batch)
-    parts = [_backward(policy, batch.rows(rows)) for rows in micro_batches(batch, micro_batch_tokens)]
+    parts = [
+        _backward(policy, batch.rows(rows)) for rows in micro_batches(batch, micro_batch_tokens)
+    ]
     stepped = policy.step(rate)
     # Asked for when the device has done its work anyway.
     loss, entropy = (sum(column) for column in zip(*torch.stack(parts).tolist(), strict=True))

@@ -10,6 +10,7 @@ import torch
 
 from covey.accel.packing import sent
 from covey.models.layout import micro_batches
+from covey.models.logp import LogProbs
 from covey.objective import Objective, PolicyLoss, policy_loss, with_marks, with_weight
 from covey.objective.diagnostics import (
     Meter,
@@ -19,7 +20,7 @@ from covey.objective.diagnostics import (
     summary,
 )
 from covey.reference import Reference
-from covey.training.policy import LogProbs, Policy
+from covey.training.policy import Policy
 from covey.training.row_facts import RowFacts, mini_batches
 from covey.types import Batch, Totals
 
@@ -109,7 +110,9 @@ def _with_useful_old_logp(batch: Batch, policy: Policy, settings: UpdateSettings
     return replace(batch, old_logp=whole)
 
 
-def whole_batch(batch: Batch, micro_batch_tokens: int, logp: Callable[[Batch], LogProbs]) -> LogProbs:
+def whole_batch(
+    batch: Batch, micro_batch_tokens: int, logp: Callable[[Batch], LogProbs]
+) -> LogProbs:
     """Run `logp` over micro-batches and put the rows back in their places."""
     blank = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
     whole = LogProbs(logp=blank, entropy=blank.clone())

@@ -9,16 +9,17 @@ import torch
 import transformers
 from torch import nn
 
-from covey.accel.head import token_logp
+from covey.accel.head import Head, token_logp
 from covey.accel.packing import host_rows, prompt_numbers
 from covey.embedded import CHECKPOINT
 from covey.models.adapter import add_adapter, stirred
-from covey.models.language_model import Head, LanguageModel, packed_forward, wrap
+from covey.models.language_model import LanguageModel, packed_forward, wrap
 from covey.models.layout import micro_batches, pack_for
+from covey.models.logp import batch_logp
 from covey.objective import ALGORITHMS, policy_loss, with_advantage, with_weight
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import MasterAdamW
-from covey.training.policy import Policy, batch_logp
+from covey.training.policy import Policy
 from covey.training.update import UpdateSettings, update
 from covey.types import Batch
 from tests.conftest import make_batch

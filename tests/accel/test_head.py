@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from covey.accel.head import chunk_rows, token_logp
-from covey.models.language_model import Head
+from covey.accel.head import Head, chunk_rows, token_logp
 
 
 def direct(head: Head, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float):
@@ -52,7 +51,7 @@ MEASURE = """
 import sys, torch
 from torch import nn
 from covey.accel.head import token_logp
-from covey.models.language_model import Head
+from covey.accel.head import Head
 tokens, hidden, vocabulary, megabytes = int(sys.argv[1]), 16, int(sys.argv[2]), float(sys.argv[3])
 torch.manual_seed(0)
 linear = nn.Linear(hidden, vocabulary, bias=False)

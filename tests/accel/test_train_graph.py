@@ -26,9 +26,10 @@ from covey.accel.train_graph import Passes
 from covey.models.adapter import add_adapter, stirred
 from covey.models.language_model import LanguageModel
 from covey.models.layout import pack_for
+from covey.models.logp import LogProbs, device_hidden, in_places
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.optimizer import MasterAdamW
-from covey.training.policy import LogProbs, Policy, device_hidden, in_places
+from covey.training.policy import Policy
 from covey.training.update import UpdateSettings, update
 from covey.types import Batch, HostRows
 from tests.conftest import build

@@ -121,7 +121,13 @@ def test_a_small_dataset_is_asked_epoch_after_epoch(
     rows = [json.dumps({"question": f"{n}+5?", "answer": str(n + 5)}) for n in range(10, 17)]
     (tmp_path / "sums.jsonl").write_text("\n".join(rows))
     task = [f"task.{split}_file='{tmp_path}/sums.jsonl'" for split in ("train", "held_out")]
-    settings = ["task.name=jsonl", *task, "train.steps=9", "rollout.prompts_per_step=3", "evaluate.every=0"]
+    settings = [
+        "task.name=jsonl",
+        *task,
+        "train.steps=9",
+        "rollout.prompts_per_step=3",
+        "evaluate.every=0",
+    ]
     overrides = [word for setting in settings for word in ("--set", setting)]
     assert run(["train", "--run", str(tmp_path / "run"), *overrides]) == 0
     assert "sampling: one token at a time\n" in capsys.readouterr().out

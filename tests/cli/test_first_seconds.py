@@ -26,7 +26,7 @@ sys.exit(code)
 def here(tmp_path: Path) -> Path:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/precious").write_text("data")
-    for kind in ("train", "warmup"):
+    for kind in ("train", "sft"):
         (tmp_path / kind / "checkpoints/000002").mkdir(parents=True)
         (tmp_path / kind / "rollouts").mkdir()
         (tmp_path / kind / "config.toml").touch()
@@ -40,10 +40,10 @@ def here(tmp_path: Path) -> Path:
     ("arguments", "words"),
     [
         ("train --run full", "full already holds files; choose another --run"),
-        ("warmup --run full", "full already holds files; choose another --run"),
+        ("sft --run full", "full already holds files; choose another --run"),
         ("export embedded full", "full already holds files; choose another folder"),
         ("train --model train", "train is a run; give its newest checkpoint: train/checkpoints/"),
-        ("warmup --model ./nothing-like-it", "there is no file or folder of that name"),
+        ("sft --model ./nothing-like-it", "there is no file or folder of that name"),
         ("eval embedded --against ./nothing-like-it", "there is no file or folder of that name"),
         ("export ./trian out", "did you mean 'train'?"),
         ("numerics --model full", "full is a folder without config.json"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from covey.config import Config, load_config, parse_config, recipe_names, to_toml
+from covey.config.renamed import translated
 from covey.errors import ConfigError
 
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -66,29 +67,29 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "fingerprint": text,
     },
     "rollout": {
-        "prompts": st.integers(1, 10**3),
-        "samples": st.integers(2, 10**4),
+        "prompts_per_step": st.integers(1, 10**3),
+        "group_size": st.integers(2, 10**4),
         "max_tokens": st.integers(1, 10**7),
         "temperature": size,
         "top_k": count,
         "top_p": st.floats(0, 1, exclude_min=True),
         "min_p": share,
         "stop": st.lists(text.filter(bool), max_size=3),
-        "slots": st.integers(1, 10**6),
     },
+    "engine": {"max_concurrent": st.integers(1, 10**6)},
     "scoring": {
         "workers": st.integers(0, 4096),
         "timeout": size,
         "gigabytes": st.floats(0.25, 1e6),
         "max_unscored": st.floats(0, 1),
     },
-    "select": {
-        "dynamic": st.booleans(),
+    "filter": {
+        "dynamic_sampling": st.booleans(),
         "max_rounds": positive,
         "mask_truncated": st.booleans(),
         "skip_zero_gradient": st.booleans(),
-        "max_age": count,
     },
+    "overlap": {"max_staleness": count},
     "optimizer": {
         "learning_rate": st.floats(0, allow_infinity=False) | st.integers(0, 5),
         "beta1": share,
@@ -102,8 +103,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
     "train": {
         "steps": positive,
-        "budget": st.just("steps"),
-        "amount": st.just(0),
+        "stop_after": st.fixed_dictionaries({"tokens": count}),
         "mini_batches": st.integers(1, 2),
         "epochs": positive,
         "micro_batch_tokens": positive,
@@ -111,7 +111,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "old_logp": st.sampled_from(["auto", "recompute", "sampler"]),
         "graphs": st.sampled_from(["auto", "off"]),
     },
-    "warmup": {
+    "sft": {
         "steps": count,
         "epochs": positive,
         "solutions": positive,
@@ -515,3 +515,40 @@ def test_an_integer_of_more_digits_than_python_reads_is_an_error_of_ours() -> No
 @pytest.mark.parametrize("override", ["a\nb=1", "train.a\nb=1", "seed=a\nb", "task.name=[\n]"])
 def test_an_error_about_a_key_or_value_with_line_breaks_is_one_line(override: str) -> None:
     assert "\n" not in error_of(override)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("rollout.prompts=4", "rollout.prompts is called rollout.prompts_per_step now"),
+        ("rollout.samples=4", "rollout.samples is called rollout.group_size now"),
+        ("rollout.slots=4", "rollout.slots is called engine.max_concurrent now"),
+        ("train.token_budget=4", "train.token_budget is called train.micro_batch_tokens now"),
+        ("train.budget=tokens", "train.budget is called train.stop_after now, as in"),
+        ("select.dynamic=true", "select.dynamic is called filter.dynamic_sampling now"),
+        ("select.max_age=4", "select.max_age is called overlap.max_staleness now"),
+        ("select.max_rounds=4", "select.max_rounds is called filter.max_rounds now"),
+        ("warmup.steps=4", "warmup.steps is called sft.steps now"),
+        ("objective.low=0.1", "objective.low is called objective.clip_low now"),
+        ("save.review_every=4", "save.review_every is called save.samples_every now"),
+    ],
+)
+def test_an_old_key_is_refused_with_its_new_name(old: str, new: str) -> None:
+    with pytest.raises(ConfigError, match=new):
+        load_config(None, [old])
+
+
+def test_settings_of_an_old_run_are_read_under_their_new_names() -> None:
+    old = {
+        "seed": 3,
+        "rollout": {"prompts": 4, "samples": 2, "slots": 8},
+        "train": {"steps": 5, "budget": "tokens", "amount": 100},
+        "select": {"dynamic": True, "max_age": 2},
+        "warmup": {"steps": 7},
+    }
+    config = parse_config(translated(old))
+    assert (config.seed, config.rollout.prompts_per_step, config.rollout.group_size) == (3, 4, 2)
+    assert (config.engine.max_concurrent, config.overlap.max_staleness) == (8, 2)
+    assert (config.train.budget, config.train.amount, config.train.steps) == ("tokens", 100, 5)
+    assert config.filter.dynamic_sampling
+    assert config.sft.steps == 7

@@ -24,8 +24,8 @@ PAGE = Path(__file__).parent.parent.parent / "docs/recipes.md"
 KEYS = (
     "lr",
     "beta",
-    "low",
-    "high",
+    "clip_low",
+    "clip_high",
     "prompts",
     "samples",
     "tokens",
@@ -57,9 +57,9 @@ PUBLISHED: dict[str, tuple[float | None, ...]] = {
 
 # Where we depart from that: the setting, and its value here. The file says so in its line.
 CORRECTED: dict[str, dict[str, float]] = {
-    "zhangfaen-gspo": {"low": 3e-4, "high": 4e-4},
+    "zhangfaen-gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
 }
-NAMED_IN_FILE = {"updates": "mini_batches", "low": "low", "high": "high"}
+NAMED_IN_FILE = {"updates": "mini_batches", "clip_low": "clip_low", "clip_high": "clip_high"}
 
 # Model, task, reward, algorithm, seed and gradient clip.
 WHAT: dict[str, tuple[str, str, str, str, float]] = {
@@ -109,8 +109,8 @@ def numbers_of(config: Config) -> dict[str, float | None]:
     return {
         "lr": config.optimizer.learning_rate,
         "beta": objective["beta"],
-        "low": objective.get("low"),
-        "high": objective.get("high"),
+        "clip_low": objective.get("clip_low"),
+        "clip_high": objective.get("clip_high"),
         "prompts": config.rollout.prompts_per_step,
         "samples": config.rollout.group_size,
         "tokens": config.rollout.max_tokens,
@@ -302,6 +302,6 @@ def test_the_page_of_recipes_has_a_row_for_each(name: str) -> None:
     assert len(rows) == 2  # what it is, and its numbers
     cells = [cell.strip() for cell in rows[1].split("|")[2:-1]]
     found = numbers_of(resolve(load_config(name)))
-    shown = [found[key] for key in KEYS if key != "high"]
+    shown = [found[key] for key in KEYS if key != "clip_high"]
     parsed = [None if cell == NONE else float(cell.split(" / ")[0]) for cell in cells]
     assert parsed == shown

@@ -39,7 +39,7 @@ def test_overrides_come_after(tmp_path: Path) -> None:
 def test_what_is_small_because_of_it_is_known() -> None:
     changed = changed_by_smoke("arithmetic", ["evaluate.prompts=9", "rollout.group_size=3"])
     assert {"train.steps", "rollout.prompts_per_step", "scoring.workers"} <= changed
-    assert not {"evaluate.prompts", "rollout.group_size", "train.budget"} & changed
+    assert not {"evaluate.prompts", "rollout.group_size", "train.stop_after"} & changed
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_nobody_is_warned_of_settings_that_are_not_his_own(
 
 def test_a_budget_of_tokens_does_not_outlast_it(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text('[train]\nsteps = 200\nbudget = "tokens"\namount = 50_000_000\n')
+    file.write_text('[train]\nsteps = 200\nstop_after = {tokens = 50_000_000}\n')
     train = load_smoke(str(file))[0].train
-    assert (train.steps, train.budget, train.amount) == (2, "steps", 0)
+    assert (train.steps, train.budget, train.amount) == (2, "steps", 2)
 
 
 def test_smaller_sizes_stay_as_they_are(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_print_config_shows_what_smoke_makes(
 def test_warmup_and_eval_have_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     arguments = ["--model", "embedded", "--smoke", "--run", str(folder)]
-    assert run(["warmup", "lm-book", *arguments]) == 0
+    assert run(["sft", "lm-book", *arguments]) == 0
     assert len((folder / "steps.jsonl").read_text().splitlines()) == 2
     assert run(["eval", str(folder), "--smoke", "--json"]) == 0
     assert '"prompts": 8' in capsys.readouterr().out

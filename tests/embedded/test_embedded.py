@@ -13,12 +13,12 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.evaluate.evaluate import evaluate
 from covey.models.language_model import LanguageModel, wrap
+from covey.models.logp import batch_logp
 from covey.rewards import ThinkAnswer
 from covey.rollout.collect import Moment, ask, collect
 from covey.scoring import InlineScorer
 from covey.tasks import Arithmetic
 from covey.tasks.arithmetic import parse_question
-from covey.training.policy import batch_logp
 
 TASK = Arithmetic(min_operations=2, max_operations=3)
 

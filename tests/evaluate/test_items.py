@@ -19,7 +19,7 @@ def answer(right: bool | None) -> Answer:
 
 def item(name: str, right: bool | None, samples: Sequence[bool | None] = (), **info: Any) -> Item:
     asked = ({"role": "user", "content": f"{name}?"},)
-    prompt = Prompt(id=name, task="sums", messages=asked, answer="7", info=info)
+    prompt = Prompt(id=name, task="sums", messages=asked, target="7", info=info)
     return Item(prompt=prompt, greedy=answer(right), samples=tuple(map(answer, samples)))
 
 

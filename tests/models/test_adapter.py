@@ -22,9 +22,10 @@ from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, ModelError, RunError
 from covey.models.adapter import adapter_base, adapter_off, add_adapter, load_adapter
 from covey.models.language_model import LanguageModel, load_language_model
+from covey.models.logp import batch_logp
 from covey.models.merge import merge_adapter, merged_state_dict
 from covey.training.optimizer import MasterAdamW
-from covey.training.policy import Policy, batch_logp
+from covey.training.policy import Policy
 from covey.training.policy_files import load_policy, save_policy
 from covey.types import Batch
 from tests.conftest import build, make_batch

@@ -164,7 +164,7 @@ def test_a_first_token_is_given_where_no_chat_template_writes_it() -> None:
 
 
 PROMPT = Prompt(
-    id="sum", task="arithmetic", answer="55", messages=({"role": "user", "content": "47+8?"},)
+    id="sum", task="arithmetic", target="55", messages=({"role": "user", "content": "47+8?"},)
 )
 
 
@@ -209,8 +209,8 @@ def test_a_folded_system_message_is_said() -> None:
     model = load_language_model("embedded", device="cpu")
     folding = copy.copy(model)
     object.__setattr__(folding, "renderer", made(NO_SYSTEM))
-    with_system = Prompt(id="s", task="t", answer="", messages=(SYSTEM, ASKED))
-    without = Prompt(id="s", task="t", answer="", messages=(ASKED,))
+    with_system = Prompt(id="s", task="t", target="", messages=(SYSTEM, ASKED))
+    without = Prompt(id="s", task="t", target="", messages=(ASKED,))
     assert "no place for a system message" in prompt_notes(folding, [with_system])[0]
     assert prompt_notes(folding, [without]) == []
     assert prompt_notes(model, [with_system]) == []

@@ -120,7 +120,7 @@ def test_the_card_of_a_warm_up_does_not_speak_of_reinforcement(file: bool, tmp_p
         settings.append(f"sft.file='{answers}'")
         origin = f"from the answers in `{answers}`"
     overrides = [word for setting in settings for word in ("--set", setting)]
-    assert run(["warmup", "--run", str(tmp_path / "warm"), *overrides]) == 0
+    assert run(["sft", "--run", str(tmp_path / "warm"), *overrides]) == 0
     assert run(["export", str(tmp_path / "warm"), str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
     said = card.partition("## Configuration")[0]
@@ -177,7 +177,7 @@ def test_every_stop_is_written_and_padding_is_made_up(tmp_path: Path) -> None:
     assert generation["eos_token_id"][0] == 1  # the tokenizer's comes first
     assert generation["pad_token_id"] == 1
     assert seen[0][1] is False
-    prompt = Prompt(id="p", task="t", answer="", messages=({"role": "user", "content": "?"},))
+    prompt = Prompt(id="p", task="t", target="", messages=({"role": "user", "content": "?"},))
     starts = [(5, 9, 7 + n) for n in range(6)]
     questions = [Question(prompt=prompt, tokens=start) for start in starts]
     answers = greedy_in_covey(tmp_path / "out", questions)

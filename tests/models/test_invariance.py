@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from covey.models.language_model import LanguageModel
+from covey.models.logp import batch_logp
 from covey.objective import ALGORITHMS, Objective, policy_loss, with_advantage, with_weight
-from covey.training.policy import batch_logp
 from covey.types import Batch
 from tests.conftest import ARCHITECTURES, build, make_batch
 

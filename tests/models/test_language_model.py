@@ -13,13 +13,13 @@ from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Question, Sampling
 from covey.models.language_model import LanguageModel, wrap
+from covey.models.logp import batch_logp
 from covey.training.collate import collate
-from covey.training.policy import batch_logp
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import ARCHITECTURES, build
 
 END = 1
-PROMPT = Prompt(id="p", task="t", answer="", messages=({"role": "user", "content": "?"},))
+PROMPT = Prompt(id="p", task="t", target="", messages=({"role": "user", "content": "?"},))
 
 
 def answered(tokens: list[int], prompt: list[int]) -> Rollout:

@@ -121,7 +121,9 @@ def make_step(
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(clip_low: float, clip_high: float, *shape: int) -> torch.Tensor:
-        return clip_low + (clip_high - clip_low) * torch.rand(*shape, generator=generator, dtype=torch.float64)
+        return clip_low + (clip_high - clip_low) * torch.rand(
+            *shape, generator=generator, dtype=torch.float64
+        )
 
     def integers(clip_low: int, clip_high: int, *shape: int) -> torch.Tensor:
         return torch.randint(clip_low, clip_high, shape, generator=generator)

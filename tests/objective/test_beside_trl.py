@@ -39,12 +39,13 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 import covey.functional
+from covey.accel.head import Head
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError
-from covey.models.language_model import Head, LanguageModel
+from covey.models.language_model import LanguageModel
+from covey.models.logp import LogProbs, batch_logp
 from covey.objective.advantage import sum_of_standardized
 from covey.objective.masked import row_mean
-from covey.training.policy import LogProbs, batch_logp
 from covey.types import Batch
 
 pytest.importorskip("trl", minversion="1.16", reason="there is no TRL, or an older one")
@@ -84,7 +85,9 @@ WEIGHS = ("policy/correction_ess",)
 DROPS = ("policy/correction_dropped",)
 
 
-def corrected(mode: str, clip_low: float | None, clip_high: float, acts: tuple[str, ...] = ()) -> Case:
+def corrected(
+    mode: str, clip_low: float | None, clip_high: float, acts: tuple[str, ...] = ()
+) -> Case:
     trl = {
         "loss_type": "grpo",
         "vllm_importance_sampling_mode": mode,

@@ -372,7 +372,9 @@ def test_annotations_and_bare_stars_are_not_asked_for(function: str, own: Path) 
     option = "dual" if function == "lenient" else "strength"
     text = f'[objective]\nname = "own_module:{function}"\n{option} = 1.5\n'
     config = from_toml(own, text)
-    assert objective_of(config).surrogate.keywords["dual" if option == "dual" else "clip_high"] == 1.5
+    assert (
+        objective_of(config).surrogate.keywords["dual" if option == "dual" else "clip_high"] == 1.5
+    )
     assert from_toml(own, to_toml(config)) == config  # what is None is left out
 
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from covey.accel.head import token_logp
+from covey.accel.head import Head, token_logp
 from covey.errors import ConfigError
-from covey.models.language_model import Head
 from covey.objective import with_advantage
 from covey.objective.loss import _uncertain
 from covey.objective.neighbours import preference_loss

@@ -73,7 +73,11 @@ def by_hand(objective: Objective, batch: Batch, logp: torch.Tensor) -> tuple[tor
     x = (logp - batch.old_logp).where(batch.mask, 0.0)
     ratio = objective.ratio(x, batch.mask).exp()
     clip_low, clip_high = (objective.surrogate.keywords[side] for side in ("clip_low", "clip_high"))  # type: ignore[attr-defined]
-    return ratio * batch.advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * batch.advantage, batch.mask
+    return (
+        ratio * batch.advantage,
+        ratio.clamp(1 - clip_low, 1 + clip_high) * batch.advantage,
+        batch.mask,
+    )
 
 
 def flat(step: Step) -> Step:
@@ -175,7 +179,11 @@ def test_law_8_clip_fractions_count_where_the_clipped_loss_is_the_larger(
     if objective.per_answer:
         good = (batch.advantage > 0).any(dim=1, keepdim=True)
     numbers = summary(meter)
-    for name, flags in (("avg", larger), ("clip_high", larger & good), ("clip_low", larger & ~good)):
+    for name, flags in (
+        ("avg", larger),
+        ("clip_high", larger & good),
+        ("clip_low", larger & ~good),
+    ):
         expected = float(flags[counted].double().mean())
         assert numbers[f"policy/clipfrac_{name}"] == pytest.approx(expected, abs=1e-12)
 

@@ -68,9 +68,9 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token(
     assert gain.clipped_dual is not None
     assert bool(gain.clipped_dual) == (wanted == 0.0)
     # A good token has no such bound.
-    assert clipped(tokens(x, 2.0), clip_low=0.2, clip_high=9.0, dual=3.0).value.item() == pytest.approx(
-        2 * ratio
-    )
+    assert clipped(
+        tokens(x, 2.0), clip_low=0.2, clip_high=9.0, dual=3.0
+    ).value.item() == pytest.approx(2 * ratio)
 
 
 def test_geometric_clip_has_bounds_of_the_logarithm() -> None:

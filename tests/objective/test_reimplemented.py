@@ -60,7 +60,9 @@ def test_gspo_is_autograd_through_the_geometric_mean(
     for advantage, x in answers(step, logp):
         s = x.exp().prod() ** (1 / len(x))
         assume(min(abs(float(s.detach()) - edge) for edge in (1 - clip_low, 1 + clip_high)) > 1e-6)
-        total = total + torch.minimum(s * advantage, s.clamp(1 - clip_low, 1 + clip_high) * advantage)
+        total = total + torch.minimum(
+            s * advantage, s.clamp(1 - clip_low, 1 + clip_high) * advantage
+        )
     same_as(name, step, -total / len(step.batch), logp, clip_low=clip_low, clip_high=clip_high)
 
 
@@ -134,7 +136,13 @@ def test_clip_cov_picks_as_many_as_it_says_within_its_bounds(
     seed: int, share: float, cov: tuple[float, float], bounds: tuple[float, float]
 ) -> None:
     step, (clip_low, clip_high) = make_step(seed), bounds
-    options = {"share": share, "cov_low": cov[0], "cov_high": cov[1], "clip_low": clip_low, "clip_high": clip_high}
+    options = {
+        "share": share,
+        "cov_low": cov[0],
+        "cov_high": cov[1],
+        "clip_low": clip_low,
+        "clip_high": clip_high,
+    }
     picked, batch = marked(step, **options)
     assert batch.advantage is not None
     assert batch.old_logp is not None

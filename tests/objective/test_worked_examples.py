@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from covey import functional
-from covey.accel.head import token_logp
-from covey.models.language_model import Head
+from covey.accel.head import Head, token_logp
 from covey.objective import (
     Objective,
     PolicyLoss,
@@ -435,7 +434,7 @@ def dapo_groups() -> list[Group]:
         )
     ]  # fmt: skip
     close(soft(rollouts), worked["penalty"])
-    prompts = [Prompt(id=str(g), task="", messages=(), answer="") for g in range(3)]
+    prompts = [Prompt(id=str(g), task="", messages=(), target="") for g in range(3)]
     return [
         Group(prompt=p, rollouts=tuple(r for r in rollouts if r.prompt_id == p.id)) for p in prompts
     ]

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save
 
 from covey.models.layout import micro_batches
+from covey.models.logp import LogProbs
 from covey.reference.wire import (
     BYTES_PER_TOKEN,
     HEADER_BYTES,
@@ -23,7 +24,6 @@ from covey.reference.wire import (
     joined,
     padded_tokens,
 )
-from covey.training.policy import LogProbs
 from tests.conftest import make_batch
 
 BOUNDS = Bounds(vocabulary=262, context=64, tokens=200)

@@ -175,7 +175,7 @@ def asked(name: str) -> list[Prompt]:
     first = Arithmetic().held_out()[0]
     if name in ("math_answer", "math", "mix"):
         messages = first.messages
-        return [Prompt(id=t, task="arithmetic", messages=messages, answer=t) for t in TARGETS]
+        return [Prompt(id=t, task="arithmetic", messages=messages, target=t) for t in TARGETS]
     return [first]
 
 

@@ -25,7 +25,7 @@ from covey.types import Prompt
 
 def prompt(answer: str, **info: Any) -> Prompt:
     return Prompt(
-        id="p", task="t", messages=({"role": "user", "content": "?"},), answer=answer, info=info
+        id="p", task="t", messages=({"role": "user", "content": "?"},), target=answer, info=info
     )
 
 

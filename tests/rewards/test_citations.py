@@ -15,7 +15,7 @@ from covey.types import Prompt
 
 def judge(text: str, info: dict[str, Any] | None = None, **options: Any) -> Score:
     messages = ({"role": "user", "content": "?"},)
-    prompt = Prompt(id="p", task="t", messages=messages, answer="", info=info or {})
+    prompt = Prompt(id="p", task="t", messages=messages, target="", info=info or {})
     return Citations(**options)(prompt, text)
 
 

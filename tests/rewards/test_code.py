@@ -28,7 +28,7 @@ RIGHT = "def add(a, b):\n    return a + b"
 def prompt(tests: Any) -> Prompt:
     info = {} if tests is None else {"tests": tests}
     return Prompt(
-        id="p", task="t", messages=({"role": "user", "content": "?"},), answer="", info=info
+        id="p", task="t", messages=({"role": "user", "content": "?"},), target="", info=info
     )
 
 

@@ -234,7 +234,7 @@ def test_a_long_text_is_judged_by_windows_spread_over_all_of_it() -> None:
 
 
 def test_the_reward_is_the_measure_and_success_is_a_half() -> None:
-    prompt = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), answer="")
+    prompt = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), target="")
     good, bad = (Coherence()(prompt, text) for text in (GOOD["english"], BAD["mash"]))
     assert (good.reward, good.success) == (coherence(GOOD["english"]), True)
     assert (bad.reward, bad.success) == (coherence(BAD["mash"]), False)

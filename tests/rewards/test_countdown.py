@@ -13,7 +13,7 @@ from covey.types import Prompt
 
 def prompt(answer: str = "27", **info: Any) -> Prompt:
     return Prompt(
-        id="p", task="t", messages=({"role": "user", "content": "?"},), answer=answer, info=info
+        id="p", task="t", messages=({"role": "user", "content": "?"},), target=answer, info=info
     )
 
 

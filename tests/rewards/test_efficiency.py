@@ -15,7 +15,7 @@ CALL = "<tool_call>"
 
 
 def judge(text: str, **options: int) -> Score:
-    prompt = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), answer="49")
+    prompt = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), target="49")
     return Efficiency(**options)(prompt, text)
 
 

@@ -12,7 +12,7 @@ from covey.rewards.score import Reward, Score
 from covey.rewards.think_answer import read_answer
 from covey.types import Prompt
 
-PROMPT = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), answer="49")
+PROMPT = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), target="49")
 THOUGHT = "<think>twenty characters of thought</think>"
 SHORT = "<think>short</think>"
 CALL = "<tool_call>search('tea')</tool_call>"

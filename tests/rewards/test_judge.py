@@ -153,7 +153,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 def prompt(answer: str = "18", *messages: tuple[str, str], id: str = "p/1") -> Prompt:
     said = messages or (("user", "What is 6 * 3?"),)
     turns = tuple({"role": role, "content": content} for role, content in said)
-    return Prompt(id=id, task="t", messages=turns, answer=answer)
+    return Prompt(id=id, task="t", messages=turns, target=answer)
 
 
 # ---- grades and requests ----

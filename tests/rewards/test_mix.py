@@ -20,7 +20,7 @@ from covey.rewards.robust import robust_factor
 from covey.sandbox.scorer import LONGEST
 from covey.types import Prompt
 
-PROMPT = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), answer="78.54")
+PROMPT = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), target="78.54")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ PROMPTS: dict[str, Prompt] = {
     "tools": Tools().held_out()[0],
     "code": Code().held_out()[0],
     "formula": Prompt(
-        id="f", task="f", messages=({"role": "user", "content": "?"},), answer=r"\frac{x+1}{2}"
+        id="f", task="f", messages=({"role": "user", "content": "?"},), target=r"\frac{x+1}{2}"
     ),
     GYM: ReasoningGym(dataset="chain_sum", train_size=4, held_out_size=4).held_out()[0],
 }

@@ -28,7 +28,7 @@ THOUGHT = "<think>I add the two numbers and check the sum.</think>"
 
 def asking(answer: str, **info: Any) -> Prompt:
     message = {"role": "user", "content": "?"}
-    return Prompt(id="p", task="t", messages=(message,), answer=answer, info=info)
+    return Prompt(id="p", task="t", messages=(message,), target=answer, info=info)
 
 
 def reward_of(name: str, **options: Any) -> Reward:

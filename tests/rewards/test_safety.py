@@ -15,7 +15,7 @@ KEY = "sk-T3BlbkFJq9Xw2LmN8vRz4YcKp7Ud1HsGe6Ba"
 
 def judge(text: str, question: str = "?", answer: str = "49") -> Score:
     messages = ({"role": "user", "content": question},)
-    return Safety()(Prompt(id="p", task="t", messages=messages, answer=answer), text)
+    return Safety()(Prompt(id="p", task="t", messages=messages, target=answer), text)
 
 
 COMMAND_TEXTS = [

@@ -19,7 +19,7 @@ def judge(
     reward: Reward, text: str, answer: str = "18", info: dict[str, Any] | None = None
 ) -> Score:
     messages = ({"role": "user", "content": "?"},)
-    prompt = Prompt(id="p", task="t", messages=messages, answer=answer, info=info or FOUR)
+    prompt = Prompt(id="p", task="t", messages=messages, target=answer, info=info or FOUR)
     return reward(prompt, text)
 
 

@@ -27,7 +27,7 @@ AROUND = ("{}", "<answer>{}</answer>", "<answer>{}</answer>\n" + LINKS, "{}\nrm 
 
 def prompt(answer: str, **info: Any) -> Prompt:
     message = {"role": "user", "content": "?"}
-    return Prompt(id="p", task="t", messages=(message,), answer=answer, info=info)
+    return Prompt(id="p", task="t", messages=(message,), target=answer, info=info)
 
 
 CALL = {"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}

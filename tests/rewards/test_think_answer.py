@@ -18,7 +18,7 @@ TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
 
 def judge(text: str, answer: str = "49", robust: bool = True) -> Score:
-    prompt = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), answer=answer)
+    prompt = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), target=answer)
     return ThinkAnswer(robust=robust)(prompt, text)
 
 
@@ -206,7 +206,7 @@ def test_an_underscore_is_no_part_of_a_number() -> None:
 )
 @settings(deadline=None)
 def test_weights_scale_the_reward_but_not_the_parts(correct: float, form: float) -> None:
-    prompt = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), answer="49")
+    prompt = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), target="49")
     reward = REWARDS["think_answer"](correct=correct, format=form)
     right, wrong = reward(prompt, well_formed("49")), reward(prompt, well_formed("48"))
     assert (right.reward, wrong.reward) == (correct + form, form)

@@ -20,7 +20,7 @@ JSON = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}'
 
 def prompt(answer: str = "", **info: Any) -> Prompt:
     return Prompt(
-        id="p", task="t", messages=({"role": "user", "content": "?"},), answer=answer, info=info
+        id="p", task="t", messages=({"role": "user", "content": "?"},), target=answer, info=info
     )
 
 

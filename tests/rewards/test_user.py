@@ -18,7 +18,7 @@ PROMPT = Prompt(
     id="p/1",
     task="t",
     messages=({"role": "user", "content": "1+1?"},),
-    answer="2",
+    target="2",
     info={"level": 3},
 )
 

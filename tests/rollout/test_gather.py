@@ -42,7 +42,7 @@ def parts_with(*overrides: str) -> Parts:
 
 
 def group(name: str, *right: bool | None, age: int = 0, tokens: int = 3) -> Group:
-    prompt = Prompt(id=name, task="t", messages=(), answer="")
+    prompt = Prompt(id=name, task="t", messages=(), target="")
     rollouts = tuple(
         Rollout(
             prompt_id=name, sample=n, prompt_tokens=(7,), tokens=(9,) * tokens,
@@ -134,7 +134,9 @@ def test_unscored_answers_are_a_share_of_the_step_and_not_of_a_refill() -> None:
 
 def test_refills_stop_at_the_cap_and_leave_the_first_round_as_it_was() -> None:
     plain = gather(parts_with(), Notes(), step=1)
-    capped = gather(parts_with("filter.dynamic_sampling=true", "filter.max_rounds=1"), Notes(), step=1)
+    capped = gather(
+        parts_with("filter.dynamic_sampling=true", "filter.max_rounds=1"), Notes(), step=1
+    )
     assert capped.rounds == 1
     assert capped.collected.groups == plain.collected.groups
     assert len(capped.selected.groups) < 6
@@ -146,7 +148,9 @@ def everything_right(prompt: Prompt, text: str) -> Score:
 
 
 def test_a_step_without_anything_to_learn_is_logged_and_changes_nothing(tmp_path: Path) -> None:
-    parts = replace(parts_with("filter.dynamic_sampling=true"), scorer=InlineScorer(as_reward(everything_right)))
+    parts = replace(
+        parts_with("filter.dynamic_sampling=true"), scorer=InlineScorer(as_reward(everything_right))
+    )
     before = [p.detach().clone() for p in parts.policy.model.model.parameters()]
     run, notes = RunFolder.create(tmp_path / "run", "", {}), Notes()
     assert train(parts, run, notes, StopSignal()) == 2
@@ -165,7 +169,9 @@ def test_steps_without_an_update_are_reported_like_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunFolder.create(tmp_path / "run", "", {})
-    parts = replace(parts_with("filter.dynamic_sampling=true"), scorer=InlineScorer(as_reward(everything_right)))
+    parts = replace(
+        parts_with("filter.dynamic_sampling=true"), scorer=InlineScorer(as_reward(everything_right))
+    )
     train(parts, run, PlainReporter(run, Console(soft_wrap=True)), StopSignal())
     output = capsys.readouterr().out
     assert "nothing to learn" in output

@@ -62,7 +62,7 @@ def rollout(sample: int, trained: tuple[bool, ...] = (True, True), **changes: ob
 
 def group(*rollouts: Rollout) -> Group:
     messages = ({"role": "system", "content": "s"}, {"role": "user", "content": "47+8-6?"})
-    prompt = Prompt(id="p", task="arithmetic", messages=messages, answer="49")
+    prompt = Prompt(id="p", task="arithmetic", messages=messages, target="49")
     return Group(prompt=prompt, rollouts=rollouts)
 
 

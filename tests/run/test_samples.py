@@ -19,7 +19,7 @@ QUICK = (
 
 
 def prompt(name: str = "t/1", *, text: str = "1+1?", answer: str = "2") -> Prompt:
-    return Prompt(id=name, task="t", messages=({"role": "user", "content": text},), answer=answer)
+    return Prompt(id=name, task="t", messages=({"role": "user", "content": text},), target=answer)
 
 
 def rollout(name: str, sample: int, reward: float | None, text: str = "two") -> Rollout:

@@ -15,7 +15,7 @@ from covey.errors import ConfigError, RewardError
 from covey.rewards import ThinkAnswer, as_reward
 from covey.rewards.build import REWARDS
 from covey.rewards.code import CodeTests
-from covey.scoring import Job, Pool, ScoreResult, make_scorer
+from covey.scoring import InlineScorer, Job, Pool, ScoreResult, make_scorer
 from covey.types import Prompt
 from tests.processes import alive, wait_until
 from tests.scoring import judges
@@ -24,7 +24,7 @@ PROMPT = Prompt(
     id="p/1",
     task="t",
     messages=({"role": "user", "content": "1+1?"},),
-    answer="2",
+    target="2",
     info={"level": 3},
 )
 LIMIT = 1.0
@@ -189,7 +189,9 @@ def test_processes_die_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_quick_rewards_stay_here_and_others_get_processes() -> None:
-    assert isinstance(make_scorer("think_answer", ThinkAnswer(), workers=1, timeout=1), Here)
+    assert isinstance(
+        make_scorer("think_answer", ThinkAnswer(), workers=1, timeout=1), InlineScorer
+    )
     pool = make_scorer("obeys", judges.Obeys(), workers=1, timeout=1)
     assert isinstance(pool, Pool)
     assert pool.identity.startswith("obeys@1#")

@@ -197,7 +197,7 @@ def processes() -> list[str]:
     return found
 
 
-PROMPT = Prompt(id="p/1", task="t", messages=({"role": "user", "content": "1+1?"},), answer="2")
+PROMPT = Prompt(id="p/1", task="t", messages=({"role": "user", "content": "1+1?"},), target="2")
 
 
 def job(*texts: str) -> Job:
@@ -485,7 +485,7 @@ def check_weights(run: RunFolder, weights: Callable[[float], dict[str, float]], 
         for row in run.rollouts(step):
             expected = sum(weight * row["parts"][name] for name, weight in now.items())
             assert row["reward"] == pytest.approx(expected, abs=1e-12)
-            prompt = Prompt(id="", task="", messages=PROMPT.messages, answer=row["answer"])
+            prompt = Prompt(id="", task="", messages=PROMPT.messages, target=row["answer"])
             assert row["parts"]["accuracy"] == MathAnswer()(prompt, row["text"]).reward
 
 
@@ -498,7 +498,7 @@ def test_weights_follow_the_share_of_the_run_that_is_done(tmp_path: Path) -> Non
     )  # fmt: skip
     check_weights(run, lambda t: {"accuracy": 0.3 + 0.6 * t, "format": 0.7 - 0.6 * t}, 3)
     for row in run.rollouts(2):
-        prompt = Prompt(id="", task="", messages=PROMPT.messages, answer=row["answer"])
+        prompt = Prompt(id="", task="", messages=PROMPT.messages, target=row["answer"])
         assert row["parts"]["format"] == ThinkAnswerForm()(prompt, row["text"]).reward
     assert len({row["reward"] for row in run.rollouts(2)}) > 1
 
@@ -571,7 +571,12 @@ def test_the_warning_comes_every_ten_steps_and_survives_a_resume(
 
 
 def test_rewards_that_differ_are_not_warned_about(judged: ModuleType, tmp_path: Path) -> None:
-    settings = ("rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_tokens=4", "train.steps=10")
+    settings = (
+        "rollout.prompts_per_step=2",
+        "rollout.group_size=2",
+        "rollout.max_tokens=4",
+        "train.steps=10",
+    )
     run, notes = trained(tmp_path / "run", "reward.name=judged.Quick", *settings)
     assert len(run.steps()) == 10
     assert notes == []

@@ -76,7 +76,7 @@ def test_a_generated_sequence_asks_only_for_what_is_wanted() -> None:
 
     def make(index: int) -> Prompt:
         made.append(index)
-        return Prompt(id=str(index), task="t", messages=(), answer="")
+        return Prompt(id=str(index), task="t", messages=(), target="")
 
     prompts = Generated(10**12, make)
     assert [prompts[i].id for i in (5, -1)] == ["5", str(10**12 - 1)]

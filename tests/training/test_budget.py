@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from covey.cli.main import run as covey
 from covey.config import load_config
-from covey.config.schema import Train
+from covey.config.schema import StopAfter, Train
 from covey.errors import ConfigError, RunError
 from covey.training.budget import PATIENCE, Budget, Used
 from covey.training.build import total_updates
@@ -39,7 +39,7 @@ def test_a_budget_of_steps_is_what_it_always_was(steps: int, every: int, step: i
 
 
 def test_a_budget_of_tokens_ends_at_the_first_step_that_reaches_it() -> None:
-    tokens = budget(steps=10, budget="tokens", amount=1000)
+    tokens = budget(steps=10, stop_after=StopAfter(tokens=1000))
     assert not tokens.over(used(steps=50, tokens=999))
     assert tokens.over(used(steps=2, tokens=1000))
     # Evaluations come when another 2 of 10 steps' worth is spent: 200 tokens.
@@ -50,7 +50,7 @@ def test_a_budget_of_tokens_ends_at_the_first_step_that_reaches_it() -> None:
 
 
 def test_a_budget_of_updates_gives_up_when_there_is_nothing_to_learn() -> None:
-    updates = budget(budget="updates", amount=10, mini_batches=4)  # three steps' worth
+    updates = budget(stop_after=StopAfter(updates=10), mini_batches=4)  # three steps' worth
     assert updates.over(used(steps=3, updates=12))
     assert not updates.over(used(steps=3 * PATIENCE, updates=9))
     assert updates.over(used(steps=3 * PATIENCE + 1, updates=12))
@@ -63,20 +63,20 @@ def test_the_learning_rate_follows_the_tokens_that_are_spent() -> None:
         mini_batches=2, epochs=1, micro_batch_tokens=1, old_logp_from_sampler=True,
         learning_rate=lambda v: 1 - v / 20, seed=0,
     )  # fmt: skip
-    tokens = budget(steps=10, budget="tokens", amount=1000, mini_batches=2)  # nominally 20 updates
+    tokens = budget(steps=10, stop_after=StopAfter(tokens=1000), mini_batches=2)  # nominally 20 updates
     paced = tokens.paced(settings, used(steps=40, tokens=500, updates=80))
     # Half of the tokens are spent, so it stands at half, whatever steps and updates say ...
     assert math.isclose(paced.learning_rate(80), 0.5)
     # ... and the second optimizer step of the batch comes after the first.
     assert math.isclose(paced.learning_rate(81), 0.45)
     assert budget(mini_batches=2).paced(settings, used(updates=80)) is settings
-    assert total_updates(Train(budget="updates", amount=7, steps=100)) == 7
+    assert total_updates(Train(stop_after=StopAfter(updates=7), steps=100)) == 7
 
 
-@pytest.mark.parametrize("settings", ["train.budget=tokens", "train.amount=3"])
-def test_an_amount_goes_with_what_it_is_of(settings: str) -> None:
-    with pytest.raises(ConfigError, match=r"config: train\.amount = \d does not go with"):
-        load_config(None, [settings])
+def test_a_run_stops_after_one_thing() -> None:
+    with pytest.raises(ConfigError, match=r"stop_after takes one of steps, tokens and updates"):
+        load_config(None, ["train.stop_after={tokens=3, updates=4}"])
+    assert load_config(None, ["train.stop_after={steps=3}"]).train.steps == 3
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ def test_a_run_spends_its_tokens_and_evaluates_on_the_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = (
-        "model.device=cpu", "train.budget=tokens", "train.amount=1500", "train.steps=4",
+        "model.device=cpu", "train.stop_after={tokens=1500}", "train.steps=4",
         "evaluate.every=2", "evaluate.prompts=4", "rollout.prompts_per_step=4", "rollout.group_size=4",
         "train.mini_batches=1",
     )  # fmt: skip

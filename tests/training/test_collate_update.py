@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covey.models.logp import batch_logp
 from covey.objective import build as build_objective
 from covey.objective import with_advantage
 from covey.objective.diagnostics import Meter
@@ -11,12 +12,12 @@ from covey.reference import FrozenReference
 from covey.rollout.filter import Selected, select
 from covey.training.collate import collate
 from covey.training.optimizer import MasterAdamW
-from covey.training.policy import Policy, batch_logp
+from covey.training.policy import Policy
 from covey.training.update import UpdateSettings, prepare, update
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import build, make_batch
 
-PROMPT = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), answer="")
+PROMPT = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), target="")
 
 
 def rollout(tokens: int, reward: float | None, sample: int = 0) -> Rollout:

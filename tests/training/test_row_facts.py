@@ -12,6 +12,7 @@ from tests.train.test_collate_update import settings
 
 from covey.accel.packing import balanced
 from covey.config import load_config
+from covey.models.logp import LogProbs
 from covey.objective import build as build_objective
 from covey.objective import with_advantage
 from covey.run.folder import RunFolder
@@ -20,7 +21,6 @@ from covey.training import update as updating
 from covey.training.build import assemble, resolve
 from covey.training.loop import train
 from covey.training.optimizer import Stepped
-from covey.training.policy import LogProbs
 from covey.training.row_facts import RowFacts
 from covey.training.update import prepare, update
 from covey.types import Batch, HostRows, Totals

@@ -35,7 +35,7 @@ from covey.tasks import Arithmetic, Countdown
 from covey.training.build import resolve
 from covey.training.optimizer import MasterAdamW, Stepped
 from covey.training.policy import Policy
-from covey.training.sft import WarmupParts, assemble_warmup, step_examples, warm_up
+from covey.training.sft import SftParts, build_sft, run_sft, step_examples
 from covey.training.sft_data import Solutions, solutions_of, write_solution
 from covey.training.sft_step import Example, encode_example, learn, stack
 from covey.types import Prompt
@@ -72,7 +72,9 @@ def gradients(
     model: LanguageModel, examples: list[Example], micro_batch_tokens: int = 10**6
 ) -> tuple[float, dict[str, torch.Tensor]]:
     kept = Kept(model)
-    learned = learn(policy_with(model, kept), stack(examples), rate=0.0, micro_batch_tokens=micro_batch_tokens)
+    learned = learn(
+        policy_with(model, kept), stack(examples), rate=0.0, micro_batch_tokens=micro_batch_tokens
+    )
     return learned.loss, kept.gradients
 
 
@@ -144,7 +146,7 @@ def test_the_end_is_learned_also_where_it_is_the_padding() -> None:
     model.tokenizer.pad_token = model.tokenizer.eos_token
     assert model.tokenizer.pad_token_id == model.tokenizer.eos_token_id == 1
     prompts = [
-        Prompt(id=q, task="t", messages=({"role": "user", "content": q},), answer=a)
+        Prompt(id=q, task="t", messages=({"role": "user", "content": q},), target=a)
         for q, a in [("1+1?", "two"), ("2?", "a longer one")]
     ]
     batch = stack(examples_of(model, [(p.text, p.target) for p in prompts]))
@@ -177,18 +179,18 @@ def settings_of(**sections: Any) -> Any:
 
 
 def parts_like(size: int, **warmup: int) -> Any:
-    config = parse_config({"warmup": warmup})
-    prompts = [Prompt(id=str(n), task="", messages=(), answer="") for n in range(size)]
+    config = parse_config({"sft": warmup})
+    prompts = [Prompt(id=str(n), task="", messages=(), target="") for n in range(size)]
     found = Solutions(prompts=prompts, template="{answer}")
     blank: Any = SimpleNamespace()
-    return WarmupParts(
+    return SftParts(
         config=config, solutions=found, held_out_prompts=[], bad_rows=(), scorer=blank,
         policy=blank, sampler=blank, sampling=blank,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("warmup", "steps", "total"),
+    ("sft", "steps", "total"),
     [
         ({"solutions": 4}, 3, 10),
         ({"solutions": 4, "epochs": 3}, 8, 30),
@@ -221,14 +223,14 @@ def test_a_written_solution_is_right_to_the_reward(task: Any, reward: Reward) ->
 
 def test_templates_leave_other_braces_and_filled_in_braces_alone() -> None:
     prompt = Prompt(
-        id="p", task="t", messages=(), answer="{worked}",
+        id="p", task="t", messages=(), target="{worked}",
         info={"worked": "w{answer}", "solution": "f(x) = {x: 1}"},
     )  # fmt: skip
     written = write_solution(prompt, "{} {x} {worked}|{solution}|{answer}{answer}")
     assert written == "{} {x} w{answer}|f(x) = {x: 1}|{worked}{worked}"
-    plain = Prompt(id="p", task="t", messages=(), answer="7")
+    plain = Prompt(id="p", task="t", messages=(), target="7")
     assert write_solution(plain, "{solution}") == "7"
-    with pytest.raises(DataError, match=r"warmup: p has no worked solution: take \{worked\} out"):
+    with pytest.raises(DataError, match=r"sft: p has no worked solution: take \{worked\} out"):
         write_solution(plain, "{worked}")
 
 
@@ -265,14 +267,14 @@ QUICK: dict[str, Any] = {"model": {"device": "cpu"}, "rollout": {"temperature": 
 
 
 def test_too_long_solutions_are_left_out_and_a_step_of_nothing_else_is_an_error() -> None:
-    parts = assemble_warmup(settings_of(**QUICK, warmup={"max_tokens": 30, "solutions": 40}))
+    parts = build_sft(settings_of(**QUICK, warmup={"max_tokens": 30, "solutions": 40}))
     examples, left_out = step_examples(parts, 1)
     assert len(examples) + len(left_out) == 40
     assert min(left_out) > 30
     assert max(len(e.tokens) for e in examples) <= 30
     assert parts.policy.temperature == 1.0  # of the model itself, not of its samples
     with pytest.raises(DataError, match="all 40 solutions of step 1 are too long, the shortest of"):
-        assemble_warmup(settings_of(**QUICK, warmup={"max_tokens": 5, "solutions": 40}))
+        build_sft(settings_of(**QUICK, warmup={"max_tokens": 5, "solutions": 40}))
 
 
 def test_a_small_step_of_too_long_solutions_learns_nothing_and_the_next_goes_on(
@@ -288,9 +290,9 @@ def test_a_small_step_of_too_long_solutions_learns_nothing_and_the_next_goes_on(
         "evaluate_every": 0,
         "epochs": 2,
     }
-    parts = assemble_warmup(settings_of(**QUICK, warmup=warmup))
+    parts = build_sft(settings_of(**QUICK, warmup=warmup))
     run, reporter = RunFolder.create(tmp_path / "run", "", {}), Notes()
-    assert warm_up(parts, run, reporter, StopSignal()) == 10
+    assert run_sft(parts, run, reporter, StopSignal()) == 10
     steps = run.steps()
     assert [s["sft/examples"] for s in steps].count(0) == 2
     assert (steps[4]["sft/examples"], steps[4]["sft/left_out"]) == (0, 1)
@@ -308,7 +310,7 @@ SETTINGS = (
 
 def arguments(path: Path, *more: str) -> list[str]:
     overrides = [word for setting in (*SETTINGS, *more) for word in ("--set", setting)]
-    return ["warmup", "--run", str(path), *overrides]
+    return ["sft", "--run", str(path), *overrides]
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -356,13 +358,18 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert saved >= 2
     if number == signal.SIGINT and saved < 6:
         assert f"SIGINT: saved step {saved} of 6" in output.read_text()
-        assert f"covey warmup --resume {path}" in output.read_text()
-    assert covey(["warmup", "--resume", str(path)]) == 0
+        assert f"covey sft --resume {path}" in output.read_text()
+    assert covey(["sft", "--resume", str(path)]) == 0
     assert_same(path, whole)
 
 
-def test_reinforcement_goes_on_from_a_warm_up(whole: Path, tmp_path: Path) -> None:
-    quick = ("train.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2", "evaluate.every=0")
+def test_reinforcement_goes_on_from_a_run_sft(whole: Path, tmp_path: Path) -> None:
+    quick = (
+        "train.steps=1",
+        "rollout.prompts_per_step=2",
+        "rollout.group_size=2",
+        "evaluate.every=0",
+    )
     overrides = [word for setting in quick for word in ("--set", setting)]
     model = str(whole / "checkpoints/000006")
     assert covey(["train", "--run", str(tmp_path / "run"), "--model", model, *overrides]) == 0
@@ -373,8 +380,8 @@ def test_the_two_kinds_of_runs_are_not_mixed_up(
     whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert covey(["train", "--resume", str(whole)]) == 1
-    assert "is a warm-up; go on with: covey warmup --resume" in capsys.readouterr().err
-    assert covey(["warmup", "--resume", str(whole), "--set", "seed=1"]) == 2
+    assert "is a warm-up; go on with: covey sft --resume" in capsys.readouterr().err
+    assert covey(["sft", "--resume", str(whole), "--set", "seed=1"]) == 2
     assert "give it alone" in capsys.readouterr().err
     assert covey(["runs", str(whole.parent), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
@@ -396,7 +403,7 @@ def test_the_configuration_on_the_page_loads(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/warmup.md").read_text()
     (tmp_path / "page.toml").write_text(re.search(r"```toml\n(.*?)```", page, re.DOTALL).group(1))
     config = resolve(load_config(str(tmp_path / "page.toml")))
-    prompt = Prompt(id="p", task="t", messages=(), answer="4", info={"worked": "2+2=4"})
+    prompt = Prompt(id="p", task="t", messages=(), target="4", info={"worked": "2+2=4"})
     text = write_solution(prompt, config.sft.template)
     assert text == "<think>2+2=4</think>\n<answer>4</answer>"
     assert (config.sft.epochs, config.rollout.max_tokens) == (2, 400)

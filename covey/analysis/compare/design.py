@@ -24,7 +24,7 @@ from covey.errors import ConfigError
 from covey.objective import algorithm
 from covey.training.build import resolve, total_updates
 
-FIXED = ("train.steps", "train.budget", "train.amount", "evaluate.", "seed")
+FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
 """What no arm may change; seeds are moved."""
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
 """What decides the answers of the first step ..."""
@@ -201,13 +201,13 @@ def _with_budget(
     """Give every arm the same amount of the same thing."""
     if budget == "steps":
         amount = common.train.steps if amount is None else amount
-        kept = {k: v for k, v in given.get("train", {}).items() if k not in ("budget", "amount")}
+        kept = {k: v for k, v in given.get("train", {}).items() if k != "stop_after"}
         return overridden({**given, "train": kept}, [f"train.steps={amount}"]), amount
     if amount is None:
         if budget == "tokens":
             raise ConfigError("--budget tokens needs --amount: how many tokens each run may sample")
         amount = total_updates(common.train)
-    settings = [f"train.budget='{budget}'", f"train.amount={amount}"]
+    settings = [f"train.stop_after={{{budget}={amount}}}"]
     return overridden(given, settings), amount
 
 

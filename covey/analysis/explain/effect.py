@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from covey.models.logp import LogProbs
 from covey.objective import Objective, PolicyLoss, policy_loss, with_marks, with_weight
-from covey.training.policy import LogProbs
 from covey.types import Batch
 
 CLIPPED = ("", "low", "high", "dual")

@@ -116,7 +116,7 @@ def _prompt(row: dict[str, Any]) -> Prompt:
         id=row["prompt_id"],
         task=row.get("task", ""),
         messages=({"role": "user", "content": row["prompt"]},),
-        answer=row["answer"],
+        target=row["target"],
         info=row.get("info", {}),
     )
 

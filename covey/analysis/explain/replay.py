@@ -24,13 +24,14 @@ from covey.analysis.explain.recorded import Origin, Recorded, Trainee, check_lea
 from covey.analysis.explain.relearn import relearn
 from covey.config import load_config
 from covey.errors import ConfigError
+from covey.models.logp import LogProbs
 from covey.objective import ALGORITHMS, Objective, algorithm, with_advantage
 from covey.reference.build import make_reference
 from covey.rollout.filter import without_truncated
 from covey.run.folder import RunFolder
 from covey.training.build import load_model, objective_of, resolve
 from covey.training.collate import collate
-from covey.training.policy import LogProbs, Policy
+from covey.training.policy import Policy
 from covey.training.update import prepare, whole_batch
 from covey.types import Batch
 

@@ -48,7 +48,7 @@ def _case(line: str, where: str) -> Case:
         id=str(row.pop("prompt_id", None) or where),
         task=str(row.pop("task", "") or ""),
         messages=({"role": "user", "content": "" if question is None else str(question)},),
-        answer=str(row.pop("answer", "")),
+        target=str(row.pop("target", row.pop("answer", ""))),
         info={**row, **(info if isinstance(info, dict) else {"info": info})},
     )
     if correct is None:

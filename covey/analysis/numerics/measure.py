@@ -112,7 +112,7 @@ def measure(
 def clip_range(parts: Parts) -> ClipRange:
     """Return the ratios that the objective leaves as they are."""
     options = parts.config.objective.options if _clips_ratios(parts) else {}
-    low, high = (float(options.get(name, CLIP)) for name in ("low", "high"))
+    low, high = (float(options.get(name, CLIP)) for name in ("clip_low", "clip_high"))
     bounds = 1.0 - low, 1.0 + high
     if function_of(parts.objective.surrogate) is geometric_clipped:  # bounds of the logarithm
         bounds = math.exp(-low), math.exp(high)
@@ -122,8 +122,8 @@ def clip_range(parts: Parts) -> ClipRange:
 
 
 def _clips_ratios(parts: Parts) -> bool:
-    """Tell whether `low` and `high` bound ratios; of trust_mask they bound probabilities."""
-    bounded = "low" in parts.config.objective.options
+    """Tell whether `clip_low` and `clip_high` bound ratios; of trust_mask they bound probabilities."""
+    bounded = "clip_low" in parts.config.objective.options
     return bounded and function_of(parts.objective.surrogate) is not trust_mask
 
 

@@ -12,7 +12,8 @@ from covey.accel.head import chunk_rows
 from covey.engines.draw import Distribution, log_distribution
 from covey.models.deterministic import in_order_anyway
 from covey.models.language_model import LanguageModel
-from covey.training.policy import LogProbs, Policy, batch_logp, padded_hidden
+from covey.models.logp import LogProbs, batch_logp, padded_hidden
+from covey.training.policy import Policy
 from covey.training.update import whole_batch
 from covey.types import Batch, Group
 

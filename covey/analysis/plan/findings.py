@@ -93,7 +93,7 @@ def _elsewhere(setup: Setup) -> dict[str, Any]:
             "scoring": True,
             "save": True,
             "evaluate": True,
-            "warmup": True,
+            "sft": True,
             "model": {"gradient_checkpointing", "deterministic"},
             "select": {"skip_zero_gradient", "max_age"},
             "train": {"micro_batch_tokens", "logits_megabytes", "graphs"},

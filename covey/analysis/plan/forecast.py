@@ -110,7 +110,9 @@ class Forecast:
                 f"no train.micro_batch_tokens of {BUDGET_STEP} or more fits with a tenth to spare"
             )
         elif self.suggested_budget != self.micro_batch_tokens:
-            lines.append(f"train.micro_batch_tokens could be {self.suggested_budget:,} on this device")
+            lines.append(
+                f"train.micro_batch_tokens could be {self.suggested_budget:,} on this device"
+            )
         return "\n".join([*lines, *self.notes])
 
 

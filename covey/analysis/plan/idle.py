@@ -111,7 +111,7 @@ def old_logp_unread(setup: Setup) -> Iterator[Finding]:
 
 def clip_never_acts(setup: Setup) -> Iterator[Finding]:
     """The clip of a token's ratio on the ratio of an answer."""
-    bounds = [setup.option(name, 0.0) for name in ("low", "high")]
+    bounds = [setup.option(name, 0.0) for name in ("clip_low", "clip_high")]
     per_answer = setup.objective.ratio in (ratio.sequence, ratio.sequence_token, ratio.arithmetic)
     train = setup.config.train
     short = train.epochs == 1 and 1 < train.mini_batches <= FEW_UPDATES
@@ -215,18 +215,18 @@ def nothing_to_correct(setup: Setup) -> Iterator[Finding]:
 
 def filters(setup: Setup) -> Iterator[Finding]:
     """Filters that filter nothing."""
-    select = setup.config.filter
+    chosen, overlap = setup.config.filter, setup.config.overlap
     cases = [
         (
-            filter.skip_zero_gradient and not setup.objective.only_surrogate,
+            chosen.skip_zero_gradient and not setup.objective.only_surrogate,
             "filter.skip_zero_gradient = True skips nothing",
             "A penalty, an entropy bonus or picked tokens give every answer a gradient, also one "
             "without advantage.",
             "leave it out",
         ),
         (
-            not filter.dynamic_sampling and bool(changed(select, "max_rounds")),
-            f"filter.max_rounds = {filter.max_rounds} is not looked at",
+            not chosen.dynamic_sampling and bool(changed(chosen, "max_rounds")),
+            f"filter.max_rounds = {chosen.max_rounds} is not looked at",
             "It limits dynamic sampling, which is off.",
             "set filter.dynamic_sampling = true, or leave it out",
         ),

@@ -10,7 +10,10 @@ from covey.training.budget import PATIENCE
 
 def step_tokens(config: Config) -> int:
     """Return how many tokens a step samples at most."""
-    rollout, rounds = config.rollout, config.filter.max_rounds if config.filter.dynamic_sampling else 1
+    rollout, rounds = (
+        config.rollout,
+        config.filter.max_rounds if config.filter.dynamic_sampling else 1,
+    )
     return rollout.prompts_per_step * rollout.group_size * rounds * rollout.max_tokens
 
 
@@ -29,8 +32,14 @@ def most_steps(config: Config) -> int:
     """
     budget, least = config.train.budget, least_steps(config)
     if budget != "tokens":
-        return PATIENCE * least + 1 if budget == "updates" and config.filter.dynamic_sampling else least
-    return math.ceil(config.train.amount / (config.rollout.prompts_per_step * config.rollout.group_size))
+        return (
+            PATIENCE * least + 1
+            if budget == "updates" and config.filter.dynamic_sampling
+            else least
+        )
+    return math.ceil(
+        config.train.amount / (config.rollout.prompts_per_step * config.rollout.group_size)
+    )
 
 
 def most_tokens(config: Config) -> int:

@@ -153,7 +153,7 @@ def split_groups(setup: Setup) -> Iterator[Finding]:
 
 def tight_clip(setup: Setup) -> Iterator[Finding]:
     """The clip of an answer's ratio on the ratios of tokens."""
-    bounds = [setup.option(name, 1.0) for name in ("low", "high")]
+    bounds = [setup.option(name, 1.0) for name in ("clip_low", "clip_high")]
     of_tokens = setup.objective.ratio is ratio.token and setup.surrogate is gains.clipped
     if not setup.one_update and of_tokens and max(bounds) < TIGHT_CLIP:
         yield told(

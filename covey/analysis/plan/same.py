@@ -157,7 +157,7 @@ def _gain(setup: Setup) -> dict[str, Any]:
     if marks is not None:
         options = dict(piece_of(marks).options)
         if setup.one_update:  # the clip cuts no candidates
-            options = {k: v for k, v in options.items() if k not in ("low", "high")}
+            options = {k: v for k, v in options.items() if k not in ("clip_low", "clip_high")}
         picked = Piece(function_of(marks), tuple(sorted(options.items())))
     return {"ratio": kind, "surrogate": slope, "weights": adding, "marks": picked}
 

@@ -12,7 +12,7 @@ from covey.engines.native.kv_cache import Memory, SlotCache
 from covey.engines.native.shared_prompt_cache import PooledCache
 from covey.engines.native.transformers_decoder import TokenMemory
 from covey.models.language_model import LanguageModel
-from covey.training.policy import device_hidden
+from covey.models.logp import device_hidden
 
 PREFILL_TOKENS = 16_384
 """Prompt tokens, padded, that are read in one forward pass."""

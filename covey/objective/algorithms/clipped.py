@@ -135,7 +135,9 @@ def lite_ppo(
     )
 
 
-def opo(*, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0, kl: Kl = "k3") -> Objective:
+def opo(
+    *, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0, kl: Kl = "k3"
+) -> Objective:
     """On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
 
         A_i  = R_i - sum_g T R / sum_g T

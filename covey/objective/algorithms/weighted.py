@@ -143,7 +143,9 @@ def dppo(
     return Objective(
         advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
         ratio=ratio.token,
-        surrogate=partial(surrogate.trust_mask, clip_low=clip_low, clip_high=clip_high, max_weight=max_weight),
+        surrogate=partial(
+            surrogate.trust_mask, clip_low=clip_low, clip_high=clip_high, max_weight=max_weight
+        ),
         weights=weights.token_mean,
         penalty=PENALTIES[kl],
         beta=beta,

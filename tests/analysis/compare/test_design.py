@@ -109,7 +109,7 @@ def test_a_single_arm_is_compared_with_the_common_configuration() -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        "train.steps=9", "evaluate.prompts=9", "train.budget=tokens, train.amount=9", "seed=3",
+        "train.steps=9", "evaluate.prompts=9", "train.stop_after={tokens=9}", "seed=3",
         "evaluate.every=1", "train={steps=9}", "evaluate={every=1}",
     ],
 )  # fmt: skip

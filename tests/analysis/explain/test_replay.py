@@ -12,11 +12,12 @@ from covey.analysis.explain.lengths import length_bins
 from covey.analysis.explain.recorded import bring_back, read_step
 from covey.analysis.explain.replay import objectives, replay
 from covey.errors import ConfigError
+from covey.models.logp import LogProbs
 from covey.objective import build as build_objective
 from covey.objective import policy_loss, with_advantage, with_weight
 from covey.run.folder import RunFolder
 from covey.training.optimizer import MasterAdamW
-from covey.training.policy import LogProbs, Policy
+from covey.training.policy import Policy
 from covey.types import Batch
 from tests.conftest import build, make_batch
 

@@ -43,7 +43,7 @@ def test_learning_a_step_again_gives_what_the_run_logged(
 
 ELABORATE = (
     "adapter.rank=4", "train.mini_batches=2", "train.epochs=2", "train.steps=2",
-    "train.budget=tokens", "train.amount=400", "rollout.prompts_per_step=3", "rollout.group_size=4",
+    "train.stop_after={tokens=400}", "rollout.prompts_per_step=3", "rollout.group_size=4",
     "objective.name=rloo", "objective.entropy_bonus=0.01", "optimizer.learning_rate=1e-3",
     "filter.mask_truncated=true", "evaluate.every=0", "save.every=1",
 )  # fmt: skip

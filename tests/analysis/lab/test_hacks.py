@@ -29,7 +29,7 @@ HEAVY = 20_000
 
 def ask(question: str, answer: str, **info: Any) -> Prompt:
     messages = ({"role": "user", "content": question},)
-    return Prompt(id=f"lab/{question}", task="t", messages=messages, answer=answer, info=info)
+    return Prompt(id=f"lab/{question}", task="t", messages=messages, target=answer, info=info)
 
 
 ADD = "def add(a, b):\n    return a + b"

@@ -222,7 +222,12 @@ def test_a_run_can_be_judged_again_by_another_reward(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    quick = ["train.steps=1", "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluate.every=0"]
+    quick = [
+        "train.steps=1",
+        "rollout.prompts_per_step=4",
+        "rollout.group_size=4",
+        "evaluate.every=0",
+    ]
     settings = [argument for setting in quick for argument in ("--set", setting)]
     assert run(["train", "--run", str(folder), *settings]) == 0
     capsys.readouterr()

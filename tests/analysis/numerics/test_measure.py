@@ -13,10 +13,10 @@ from covey.analysis.numerics.measure import Report, clip_range, default_updates,
 from covey.analysis.numerics.ways import alone_logp, common_prefix, log_kept, upcast, wide_logp
 from covey.config import load_config
 from covey.embedded import CHECKPOINT
+from covey.models.logp import LogProbs
 from covey.rollout.gather import gather
 from covey.training.build import Parts, assemble, resolve, total_updates
 from covey.training.collate import collate
-from covey.training.policy import LogProbs
 from covey.training.state import State
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.reporters import Notes
@@ -191,7 +191,12 @@ def test_bounds_that_are_not_of_ratios_say_so() -> None:
             False,
         ),
         # Bounds of probabilities, which say nothing of ratios: grpo's stand for them.
-        (("objective.name=dppo", "objective.clip_low=0.05", "objective.clip_high=0.05"), 0.8, 1.2, False),
+        (
+            ("objective.name=dppo", "objective.clip_low=0.05", "objective.clip_high=0.05"),
+            0.8,
+            1.2,
+            False,
+        ),
         (("objective.name=rloo",), 0.8, 1.2, True),
         (("objective.name=gpg",), 0.8, 1.2, False),
     ],
@@ -252,7 +257,7 @@ def group(*answers: tuple[int, ...]) -> Group:
         )
         for n, tokens in enumerate(answers)
     )  # fmt: skip
-    return Group(prompt=Prompt(id="p", task="t", messages=(), answer=""), rollouts=rollouts)
+    return Group(prompt=Prompt(id="p", task="t", messages=(), target=""), rollouts=rollouts)
 
 
 def test_after_the_end_of_a_schedule_answers_get_stale_at_its_peak() -> None:
@@ -273,8 +278,7 @@ def test_after_the_end_of_a_schedule_answers_get_stale_at_its_peak() -> None:
 
 def test_a_budget_of_tokens_says_where_the_schedule_stands() -> None:
     settings = (
-        "optimizer.schedule=linear", "train.steps=10", "train.budget=tokens",
-        "train.amount=100000", "train.mini_batches=1",
+        "optimizer.schedule=linear", "train.steps=10", "train.stop_after={tokens=100000}", "train.mini_batches=1",
     )  # fmt: skip
     reports = []
     # As many updates as the schedule nominally has, and a tenth of the tokens.

@@ -57,16 +57,16 @@ def test_the_packaged_recipe_in_words() -> None:
         ),
         (["evaluate.every=0"], "Nothing is measured on the way."),
         (["evaluate.every=30"], "It is measured 5 times on the held-out prompts."),
-        (["train.budget=updates", "train.amount=42"], "Each of 11 steps"),
-        (["train.budget=updates", "train.amount=42"], "In all that is 44 updates"),
-        (["train.budget=updates", "train.amount=42", "filter.dynamic_sampling=true"], "Each of at least 11 steps"),
-        (["train.budget=tokens", "train.amount=100000"], "at most 106,143 sampled tokens"),
-        (["train.budget=tokens", "train.amount=5000000", "train.steps=10"], "Each of at least 814 steps"),
-        (["train.budget=tokens", "train.amount=5000000", "train.steps=10"],
+        (["train.stop_after={updates=42}"], "Each of 11 steps"),
+        (["train.stop_after={updates=42}"], "In all that is 44 updates"),
+        (["train.stop_after={updates=42}", "filter.dynamic_sampling=true"], "Each of at least 11 steps"),
+        (["train.stop_after={tokens=100000}"], "at most 106,143 sampled tokens"),
+        (["train.stop_after={tokens=5000000}", "train.steps=10"], "Each of at least 814 steps"),
+        (["train.stop_after={tokens=5000000}", "train.steps=10"],
          "In all that is at least 3,256 updates and at most 5,006,143 sampled tokens."),
-        (["train.budget=tokens", "train.amount=5000000"], "It is measured at most 11 times"),
-        (["train.budget=updates", "train.amount=42"], "It is measured 11 times"),
-        (["train.budget=updates", "train.amount=8"], "It is measured 3 times"),
+        (["train.stop_after={tokens=5000000}"], "It is measured at most 11 times"),
+        (["train.stop_after={updates=42}"], "It is measured 11 times"),
+        (["train.stop_after={updates=8}"], "It is measured 3 times"),
     ],
 )  # fmt: skip
 def test_what_is_said_follows_the_settings(settings: list[str], words: str) -> None:
@@ -135,7 +135,12 @@ def test_a_model_that_is_not_there_leaves_the_rest(
 def test_training_says_what_does_nothing_before_it_begins_and_else_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    quick = ["train.steps=1", "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluate.every=0"]
+    quick = [
+        "train.steps=1",
+        "rollout.prompts_per_step=4",
+        "rollout.group_size=4",
+        "evaluate.every=0",
+    ]
 
     def lines(name: str, *settings: str) -> list[str]:
         words = [word for setting in (*quick, *settings) for word in ("--set", setting)]
@@ -152,7 +157,7 @@ def test_training_says_what_does_nothing_before_it_begins_and_else_nothing(
 
 def test_a_budget_of_updates_ends_with_a_whole_step(tmp_path: Path) -> None:
     settings = (
-        "train.budget=updates", "train.amount=3", "train.mini_batches=2", "rollout.prompts_per_step=2",
+        "train.stop_after={updates=3}", "train.mini_batches=2", "rollout.prompts_per_step=2",
         "rollout.group_size=2", "rollout.max_tokens=4", "evaluate.every=0", "model.device=cpu",
     )  # fmt: skip
     words = [word for setting in settings for word in ("--set", setting)]
@@ -167,7 +172,7 @@ def test_tokens_are_at_most_those_of_a_run_that_finds_nothing_to_learn(
 ) -> None:
     # No answer of two tokens is right, so no group is mixed.
     settings = (
-        "train.budget=updates", "train.amount=1", "train.mini_batches=1", "filter.dynamic_sampling=true",
+        "train.stop_after={updates=1}", "train.mini_batches=1", "filter.dynamic_sampling=true",
         "filter.max_rounds=1", "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_tokens=2",
         "evaluate.every=0", "model.device=cpu",
     )  # fmt: skip

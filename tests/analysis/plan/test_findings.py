@@ -70,10 +70,9 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
         "objective.kl_target = 0.1 hardly moves beta", ["objective.beta=0.1", "objective.kl_target=0.1"],
     ),
     "far horizon for so many tokens": (
-        ["objective.beta=0.1", "objective.kl_target=0.1", "train.budget=tokens", "train.amount=3000"], "idle",
+        ["objective.beta=0.1", "objective.kl_target=0.1", "train.stop_after={tokens=3000}"], "idle",
         "objective.kl_target = 0.1 hardly moves beta",
-        ["objective.beta=0.1", "objective.kl_target=0.1", "train.steps=20", "train.budget=tokens",
-         "train.amount=100000000"],
+        ["objective.beta=0.1", "objective.kl_target=0.1", "train.steps=20", "train.stop_after={tokens=100000000}"],
     ),
     "bounds of no correction": (
         ["objective.correction_high=5.0"], "idle", "objective.correction_high = 5.0: not looked at",

@@ -31,8 +31,8 @@ from covey.errors import ConfigError, ModelError
 from covey.models.adapter import add_adapter, save_adapter
 from covey.models.language_model import LanguageModel, load_language_model, wrap
 from covey.models.layout import micro_batches, pack
+from covey.models.logp import batch_logp
 from covey.training.build import resolve, sampling_of
-from covey.training.policy import batch_logp
 from covey.types import Batch, Prompt
 from tests.conftest import build
 
@@ -198,10 +198,12 @@ def test_micro_batches_are_those_of_training(budget: int) -> None:
 
 
 def test_slots_are_those_of_the_sampler(embedded: LanguageModel) -> None:
-    config = resolve(config_of("rollout.prompts_per_step=3", "rollout.group_size=4", "evaluate.every=0"))
+    config = resolve(
+        config_of("rollout.prompts_per_step=3", "rollout.group_size=4", "evaluate.every=0")
+    )
     found = forecast(config, CPU)
     longest = prompt_lengths(config).longest
-    prompts = [Prompt(id=str(n), task="", answer="", messages=()) for n in range(3)]
+    prompts = [Prompt(id=str(n), task="", target="", messages=()) for n in range(3)]
     questions = [Question(prompt=p, tokens=(7,) * longest, opening="") for p in prompts]
     sampler = NativeEngine(embedded)
     sampler.generate(questions, step=0, sampling=sampling_of(config))
@@ -256,7 +258,9 @@ def test_the_optimizer_of_a_model_in_bfloat16() -> None:
 
 
 def test_the_peak_is_that_of_the_fullest_phase() -> None:
-    found = forecast(config_of("model.gradient_checkpointing=true", "engine.max_concurrent=1000"), GPU)
+    found = forecast(
+        config_of("model.gradient_checkpointing=true", "engine.max_concurrent=1000"), GPU
+    )
     assert found.peak == max(found.row()["phases"].values()) == found.during(found.peak_phase)
     assert found.tensors == found.peak - GPU.framework
     assert json.loads(json.dumps(found.row()))["suggested_token_budget"] == found.suggested_budget

@@ -126,7 +126,12 @@ def test_micro_batches_are_those_of_a_gpu(budget: int) -> None:
 
 
 def test_the_pool_is_that_of_the_sampler(embedded: LanguageModel) -> None:
-    overrides = ("rollout.prompts_per_step=9", "rollout.group_size=4", "evaluate.every=5", "engine.max_concurrent=100")
+    overrides = (
+        "rollout.prompts_per_step=9",
+        "rollout.group_size=4",
+        "evaluate.every=5",
+        "engine.max_concurrent=100",
+    )
     config = resolve(load_config(None, overrides))
     lengths = prompt_lengths(config)
     found = forecast(config, GPU)
@@ -156,8 +161,16 @@ def test_the_pool_is_that_of_the_sampler(embedded: LanguageModel) -> None:
 
 def update_config(shape: str, graphs: str) -> Config:
     prompts, budget, answer = {"smollm2": (16, 8192, 256), "qwen2.5": (4, 4096, 768)}[shape]
-    rollout = (f"rollout.prompts_per_step={prompts}", f"rollout.max_tokens={answer}", "rollout.group_size=8")
-    train = (f"train.micro_batch_tokens={budget}", "train.logits_megabytes=512", "objective.beta=0.0")
+    rollout = (
+        f"rollout.prompts_per_step={prompts}",
+        f"rollout.max_tokens={answer}",
+        "rollout.group_size=8",
+    )
+    train = (
+        f"train.micro_batch_tokens={budget}",
+        "train.logits_megabytes=512",
+        "objective.beta=0.0",
+    )
     return load_config(None, [*rollout, *train, "evaluate.every=0", f"train.graphs={graphs}"])
 
 

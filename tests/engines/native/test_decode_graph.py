@@ -40,7 +40,7 @@ def questions(model: LanguageModel) -> list[Question]:
     size = model.model.config.vocab_size
     return [
         Question(
-            prompt=Prompt(id=str(number), task="t", messages=(), answer=""),
+            prompt=Prompt(id=str(number), task="t", messages=(), target=""),
             tokens=tuple((3 + 5 * number + i * i) % size for i in range(2 + 3 * number)),
         )
         for number in range(3)

@@ -8,10 +8,10 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Question, Sampling
 from covey.errors import DataError, ModelError
 from covey.models.language_model import LanguageModel
+from covey.models.logp import batch_logp
 from covey.rollout.collect import ask
 from covey.tasks import Arithmetic
 from covey.training.collate import collate
-from covey.training.policy import batch_logp
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import ARCHITECTURES, build
 
@@ -24,7 +24,7 @@ def ragged_questions(count: int) -> list[Question]:
     lengths = [1 + (7 * i) % 13 for i in range(count)]
     return [
         Question(
-            prompt=Prompt(id=f"q{i}", task="test", messages=(), answer=""),
+            prompt=Prompt(id=f"q{i}", task="test", messages=(), target=""),
             tokens=tuple(torch.randint(6, 262, (n,), generator=generator).tolist()),
         )
         for i, n in enumerate(lengths)
@@ -205,7 +205,7 @@ def test_trainer_and_sampler_share_their_weights() -> None:
 
 def test_a_prompt_longer_than_the_context_is_named(embedded: LanguageModel) -> None:
     long = Question(
-        prompt=Prompt(id="long", task="test", messages=(), answer=""), tokens=(7,) * 500
+        prompt=Prompt(id="long", task="test", messages=(), target=""), tokens=(7,) * 500
     )
     with pytest.raises(DataError, match=r"long has 500 tokens.*548.*context is 512"):
         NativeEngine(embedded).generate([long], step=0, sampling=Sampling(max_tokens=48))

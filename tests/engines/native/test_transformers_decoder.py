@@ -27,8 +27,8 @@ from covey.engines.protocol import Question, Sampling
 from covey.errors import DataError
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
+from covey.models.logp import batch_logp
 from covey.training.collate import collate
-from covey.training.policy import batch_logp
 from covey.types import Prompt
 from tests.conftest import ARCHITECTURES, build
 
@@ -123,7 +123,7 @@ OTHERS = {
 def questions() -> list[Question]:
     return [
         Question(
-            prompt=Prompt(id=str(number), task="t", messages=(), answer=""),
+            prompt=Prompt(id=str(number), task="t", messages=(), target=""),
             tokens=tuple((6 + 5 * number + i * i) % 262 for i in range(length)),
         )
         for number, length in enumerate((2, 9))
