@@ -39,7 +39,15 @@ LAYERS: dict[str, set[str]] = {
     "engines": {"accel", "models", "rng", *PLAIN},
     "reference": {"_version", "config", "models", "stopping", *PLAIN},
     "rollout": {
-        "config", "engines", "models", "rewards", "rng", "scoring", "stopping", "training", *PLAIN,
+        "config",
+        "engines",
+        "models",
+        "rewards",
+        "rng",
+        "scoring",
+        "stopping",
+        "training",
+        *PLAIN,
     },
     "evaluate": {"engines", "rng", "rollout", "scoring", *PLAIN},
 }

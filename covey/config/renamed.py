@@ -33,6 +33,7 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
 )
 """Old key -> new key. A section stands for each of its keys that is not listed itself."""
 
+
 def new_setting(key: str) -> str | None:
     """Return what a setting is called now, or None if it never had another name.
 

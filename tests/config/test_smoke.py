@@ -63,7 +63,7 @@ def test_nobody_is_warned_of_settings_that_are_not_his_own(
 
 def test_a_budget_of_tokens_does_not_outlast_it(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text('[train]\nsteps = 200\nstop_after = {tokens = 50_000_000}\n')
+    file.write_text("[train]\nsteps = 200\nstop_after = {tokens = 50_000_000}\n")
     train = load_smoke(str(file))[0].train
     assert (train.steps, train.budget, train.amount) == (2, "steps", 2)
 

@@ -13,7 +13,7 @@ from typing import Any
 # Commands, by fixed name: how the command line is called from Python and as a process.
 COMMANDS: Mapping[str, Sequence[str]] = {
     "train": ("train",),
-    "supervised": ("warmup",),
+    "supervised": ("sft",),
     "evaluate": ("eval",),
     "compare": ("compare",),
     "explain": ("explain",),
@@ -33,28 +33,16 @@ def process_of(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "covey", *COMMANDS[name], *arguments]
 
 
-# Settings, by fixed key. A key that is not here is called so in the package, or its section is below.
-KEYS: Mapping[str, str] = {
-    "rollout.prompts_per_step": "rollout.prompts",
-    "rollout.group_size": "rollout.samples",
-    "engine.max_concurrent": "rollout.slots",
-    "train.micro_batch_tokens": "train.token_budget",
-    "overlap.max_staleness": "select.max_age",
-    "objective.clip_low": "objective.low",
-    "objective.clip_high": "objective.high",
-    "save.samples_every": "save.review_every",
-    "save.samples_count": "save.review_answers",
-}
-SECTIONS: Mapping[str, str] = {"filter": "select", "sft": "warmup"}
+# Settings, by fixed key, where the package has another name.
+KEYS: Mapping[str, str] = {"filter.dynamic": "filter.dynamic_sampling"}
 
 
 def setting(key: str, value: Any) -> dict[str, Any]:
     """Return a setting of a fixed key as the package takes it."""
     if key == "train.stop_after":
         amount, unit = value
-        return {"train.budget": unit, "train.amount": amount}
-    section, _, rest = key.partition(".")
-    return {KEYS.get(key, f"{SECTIONS.get(section, section)}.{rest}" if rest else key): value}
+        return {f"train.stop_after.{unit}": amount}
+    return {KEYS.get(key, key): value}
 
 
 def settings_toml(settings: Mapping[str, Any]) -> str:
@@ -64,7 +52,36 @@ def settings_toml(settings: Mapping[str, Any]) -> str:
 
 
 # Metrics: present name -> fixed name, where they differ.
-METRICS: Mapping[str, str] = {}
+METRICS: Mapping[str, str] = {
+    "sft/epoch": "warmup/epoch",
+    "sft/examples": "warmup/solutions",
+    "sft/left_out": "warmup/left_out",
+    "sft/tokens": "warmup/tokens",
+    "policy/ratio": "val/ratio",
+    "policy/ratio_var": "val/ratio_var",
+    "policy/ratio_max": "val/ratio_max",
+    "policy/ratio_min": "val/ratio_min",
+    "reward/advantages_mean": "val/advantages_mean",
+    "reward/advantages_min": "val/advantages_min",
+    "reward/advantages_max": "val/advantages_max",
+    "rollout/zero_variance_groups": "val/zero_variance_groups",
+    "rollout/trained_groups": "val/learned_groups",
+    "rollout/rounds": "val/rounds",
+    "rollout/dropped_unscored": "val/dropped_unscored",
+    "rollout/dropped_stale": "val/dropped_stale",
+    "rollout/dropped_uniform": "val/dropped_uniform",
+    "rollout/dropped_surplus": "val/dropped_surplus",
+    "policy/off_policy_dropped": "val/off_policy_dropped",
+    "policy/correction_mean": "val/correction_mean",
+    "policy/correction_dropped": "val/correction_dropped",
+    "policy/correction_ess": "val/correction_ess",
+    "rollout/lengths": "val/sequence_lengths",
+    "rollout/lengths_min": "val/sequence_lengths_min",
+    "rollout/lengths_max": "val/sequence_lengths_max",
+    "rollout/lengths_solved": "val/sequence_lengths_solved",
+    "rollout/lengths_unsolved": "val/sequence_lengths_unsolved",
+    "rollout/stop_rate": "val/stop_rate",
+}
 # Metrics that say when, how fast and by which source a step was done.
 UNRECORDED_METRICS = ("time/", "reward_id")
 

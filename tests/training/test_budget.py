@@ -63,7 +63,9 @@ def test_the_learning_rate_follows_the_tokens_that_are_spent() -> None:
         mini_batches=2, epochs=1, micro_batch_tokens=1, old_logp_from_sampler=True,
         learning_rate=lambda v: 1 - v / 20, seed=0,
     )  # fmt: skip
-    tokens = budget(steps=10, stop_after=StopAfter(tokens=1000), mini_batches=2)  # nominally 20 updates
+    tokens = budget(
+        steps=10, stop_after=StopAfter(tokens=1000), mini_batches=2
+    )  # nominally 20 updates
     paced = tokens.paced(settings, used(steps=40, tokens=500, updates=80))
     # Half of the tokens are spent, so it stands at half, whatever steps and updates say ...
     assert math.isclose(paced.learning_rate(80), 0.5)
