@@ -92,7 +92,8 @@ def test_only_a_wait_for_others_is_given_up() -> None:
 
 
 def test_a_second_signal_ends_the_process_at_once() -> None:
-    with pytest.raises(SystemExit) as ended, stop_signal():
+    with stop_signal():
         os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.code == 143
