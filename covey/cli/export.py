@@ -39,10 +39,9 @@ def export_command(
     An adapter is merged into the weights of its base model.
     """
     found = run_around(Path(target))
-    run = None if found is None else RunFolder(found)
+    run, source = None if found is None else RunFolder(found), target
     if step is not None and found != Path(target):
         raise RunError(f"--step {step} needs a run, and {target} is none")
-    source = target
     if run is not None:
         tell_edited(run)
         source = str(weights_of(Path(target), "covey export {} " + shlex.quote(str(folder)), step))

@@ -113,7 +113,7 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
             str(row["step"]),
             f"{greedy['value']:.1%}",
             f"[{greedy['low']:.1%}, {greedy['high']:.1%}]",
-            f"{row['mean_tokens']:.1f}",
+            _number(row.get("mean_tokens"), ".1f"),
         )
     console.print(table)
 

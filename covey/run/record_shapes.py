@@ -37,7 +37,7 @@ class _Evaluation(_Row):
     prompts: Count
     greedy: _Estimate
     parts: dict[str, Number]
-    mean_tokens: Number
+    mean_tokens: Number | None = None
     unscored: Count = 0
     __pydantic_extra__: dict[str, _Estimate | Number]
 

@@ -154,7 +154,7 @@ def start(folder: Path, *settings: str) -> tuple[int, list[int]]:
 def test_ctrl_c_while_judging_finishes_the_step_and_can_be_resumed(here: Path) -> None:
     trainer, scorers = start(here)
     os.kill(trainer, signal.SIGINT)
-    assert wait(trainer) == 0
+    assert wait(trainer) == 130
     output = (here / "output").read_text()
     assert "SIGINT: saved step 1 of 3" in output
     assert "covey train --resume run" in output
