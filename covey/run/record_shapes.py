@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter
 
 from covey.run.read_files import Shape
 
@@ -47,7 +47,8 @@ class _Rollout(_Row):
 
     prompt_id: str
     prompt: str
-    answer: str
+    # Version 0.1 called it "answer".
+    target: str = Field(validation_alias=AliasChoices("target", "answer"))
     text: str
     reward: Number | None
     success: bool | None
