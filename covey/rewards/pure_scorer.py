@@ -115,8 +115,9 @@ class ImpureError(Exception):
 
 def is_pure(dataset: Any) -> bool:
     """Whether the scorer of a data set only reads and compares."""
-    config = getattr(dataset, "config", None)
-    names = _names_if_pure(type(dataset), type(config))
+    scorer: Any = type(dataset)
+    config: Any = type(getattr(dataset, "config", None))
+    names = _names_if_pure(scorer, config)
     # What is set on the data set itself would be found before what its class has.
     return names is not None and names.isdisjoint(vars(dataset).keys() - {"config"})
 
