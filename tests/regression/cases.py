@@ -60,12 +60,12 @@ NO_KL = {"objective.name": "grpo", "objective.beta": 0.0}
 LORA = {"adapter.rank": 4, "adapter.alpha": 8, "optimizer.learning_rate": 5e-3}
 
 
-def command(name: str, *arguments: object) -> str:
-    """Run a command that must succeed, and return what it printed."""
+def command(name: str, *arguments: object, ends: int = 0) -> str:
+    """Run a command that must end with this exit code, and return what it printed."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = names.run_command(name, *map(str, arguments))
-    assert code == 0, f"{name} ended with {code}: {err.getvalue()}{out.getvalue()}"
+    assert code == ends, f"{name} ended with {code}: {err.getvalue()}{out.getvalue()}"
     return out.getvalue()
 
 
@@ -76,10 +76,10 @@ def written(folder: Path, settings: dict[str, Any]) -> Path:
     return file
 
 
-def trained(folder: Path, name: str = "train", **settings: Any) -> Path:
+def trained(folder: Path, name: str = "train", ends: int = 0, **settings: Any) -> Path:
     """Make a run with these settings, and return its folder."""
     run = folder / "run"
-    command(name, written(folder, settings), "--run", run)
+    command(name, written(folder, settings), "--run", run, ends=ends)
     return run
 
 
@@ -106,7 +106,7 @@ def stopped(folder: Path, **settings: Any) -> Series:
     watcher = threading.Thread(target=stop_soon)
     watcher.start()
     try:
-        trained(folder, **settings)
+        trained(folder, ends=names.INTERRUPTED, **settings)
     finally:
         over.set()
         watcher.join()
@@ -120,11 +120,11 @@ def killed(folder: Path, name: str = "train", **settings: Any) -> Series:
     run = trained(folder, name, **settings)
     for step in range(6, STEPS + 1):
         shutil.rmtree(run / names.CHECKPOINT_FOLDER.format(step=step))
-    return _resumed(run, name)
+    return _resumed(run, name, "--step", 5)
 
 
-def _resumed(run: Path, name: str = "train") -> Series:
-    command(name, "--resume", run)
+def _resumed(run: Path, name: str = "train", *options: object) -> Series:
+    command(name, "--resume", run, *options)
     found = run_series(run)
     assert len(found["weights"]) == STEPS
     return found

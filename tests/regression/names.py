@@ -20,6 +20,9 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "serve": ("reference", "serve"),
 }
 
+# The exit code of a run that Ctrl-C has stopped.
+INTERRUPTED = 130
+
 
 def run_command(name: str, *arguments: str) -> int:
     """Run a command in this process and return its exit code."""
