@@ -33,6 +33,7 @@ from step_workers import PLAIN_TRL, Watch, stopwatch
 from covey.rewards.score import Score
 from covey.rollout.collect import draw_prompts
 from covey.tasks.task import Generated, asked
+from covey.trust import trust
 from covey.types import Prompt
 
 PUBLISHED_MINUTES = 300
@@ -125,6 +126,7 @@ def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int,
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return wrap(model, word_tokenizer(shape.config.vocab_size), path)
 
+    trust(["speed_step"])  # the task below is ours
     always = (
         "model.path=made-up",
         f"model.device={sizes.device}",

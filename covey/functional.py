@@ -73,8 +73,7 @@ def loss(
     """Return the loss of an algorithm.
 
     Args:
-        algorithm: a name of `covey algorithms`, "composed", or a dotted path to your own, whose
-            module must be trusted: see covey.trust.
+        algorithm: a name of `covey algorithms`, "composed", or the path of your own (trusted).
         logp: [B, T] log-probabilities now; the gradient flows here.
         old_logp: [B, T] log-probabilities when the batch was collected.
         mask: [B, T] true, or not 0, for the tokens that are trained.

@@ -21,7 +21,9 @@ from covey.models.language_model import LanguageModel, load_language_model, wrap
 from covey.types import Batch
 
 # Modules that tests write, or that stand among them, and name in configurations.
-os.environ["COVEY_TRUST"] = "tests,judged,mine,my_own_tasks,own_module,own_package"
+os.environ["COVEY_TRUST"] = (
+    "tests,judged,mine,my_algorithms,my_own_tasks,my_rewards,own_module,own_package,own_shown"
+)
 
 # Slow machines are no failure, and a failure must come back when the test is run again.
 hypothesis.settings.register_profile("covey", deadline=None, derandomize=True)

@@ -200,7 +200,6 @@ def lab_command(
     rows = read_labelled(labelled) if labelled else []
     with waiting(STARTING):
         config = resolved(source, overrides or (), model=False)
-
         from covey.training.build import reward_of, task_of
 
         reward, limits = reward_of(config), config.scoring
@@ -214,12 +213,12 @@ def lab_command(
         pool.start()
         lab = Lab(reward=reward, scorer=pool, progress=say)
         checks = examine(lab, asked, rows, allowed)
-    passed = all(check.passed for check in checks)
+    passed, games = all(check.passed for check in checks), gamed_by(reward)
     if as_json:
-        found = {"reward_id": who, "passed": passed, "gamed_by": gamed_by(reward)}
+        found = {"reward_id": who, "passed": passed, "gamed_by": games}
         typer.echo(json.dumps({**found, "checks": [asdict(c) for c in checks]}))
     else:
-        _show(who, config, checks, gamed_by(reward))
+        _show(who, config, checks, games)
     raise typer.Exit(0 if passed else 1)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,7 @@ class Renders:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._owner = 0
 
     def render(self, request: Mapping[str, Any]) -> str:
         """Render one conversation; jinja2.TemplateError: the template refuses it."""
@@ -49,7 +51,7 @@ class Renders:
         data = json.dumps(request, default=str).encode()
         with self._lock:
             try:
-                connection = self._connection or self._start()
+                connection = self._connected()
                 connection.send_bytes(data)
                 reply = json.loads(connection.recv_bytes(LONGEST))
             except (EOFError, OSError):
@@ -64,13 +66,18 @@ class Renders:
     def start(self) -> None:
         """Start the process, if it is not running: it needs a second until it renders."""
         with self._lock:
-            if self._connection is None:
-                self._start()
+            self._connected()
 
     def close(self) -> None:
         """End the process."""
         with self._lock:
             self._end()
+
+    def _connected(self) -> Connection:
+        if self._connection is None or self._owner != os.getpid():
+            # A fork shares the parent's pipe, on which each would read replies to the other.
+            return self._start()
+        return self._connection
 
     def _start(self) -> Connection:
         here, there = Pipe()
@@ -81,12 +88,12 @@ class Renders:
             command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
         )
         there.close()
-        self._connection = here
+        self._connection, self._owner = here, os.getpid()
         return here
 
     def _end(self) -> int:
         """End the process and return its exit code: its own, if it has ended already."""
-        if self._connection is None or self._process is None:
+        if self._connection is None or self._process is None or self._owner != os.getpid():
             return 0
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -24,7 +24,7 @@ from typing import Any
 from covey.errors import RewardError
 from covey.sandbox import isolation, server
 from covey.sandbox.limits import Limits
-from covey.sandbox.run import _FLAGS, _end, _filter_file, mark
+from covey.sandbox.run import _FLAGS, _end, _filter_file
 
 LIMITS = Limits(
     cpu_seconds=4, wall_seconds=8.0, memory_bytes=2 << 30, processes=2, file_bytes=1 << 20
@@ -33,6 +33,11 @@ LIMITS = Limits(
 LONGEST = LIMITS.wall_seconds + 1.0
 """Seconds that one text may take, at most."""
 _START_SECONDS = 60.0
+_HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""A fork copies the table of pages: with pages of 2 MiB that takes a fraction of the time. Only
+glibc's own allocator asks for them. Where a machine has none, nothing changes."""
+_ABOUT_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage"
+"""What glibc reads before it asks."""
 _BOOTSTRAP = """
 import marshal, sys
 with open(0, 'rb', buffering=0, closefd=False) as file:
@@ -146,12 +151,15 @@ class Sandboxed:
                 passed = (stack.enter_context(_filter_file()),)
                 prefix = isolation.command(self.limits.file_bytes)
                 prefix[1:1] = ["--seccomp", str(passed[0])]
+                prefix[3:3] = ["--ro-bind-try", _ABOUT_HUGE_PAGES, _ABOUT_HUGE_PAGES]
+                for name, value in _HUGE_PAGES.items():
+                    prefix += ["--setenv", name, value]
             process = subprocess.Popen(
-                [*prefix, isolation.interpreter(), *_FLAGS, "-c", _BOOTSTRAP, mark()],
+                [*prefix, isolation.interpreter(), *_FLAGS, "-c", _BOOTSTRAP, "covey-scorer"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=dict(isolation.ENVIRONMENT) if self.unsafe else {},
+                env={**isolation.ENVIRONMENT, **_HUGE_PAGES} if self.unsafe else {},
                 cwd="/",
                 pass_fds=passed,
                 start_new_session=True,

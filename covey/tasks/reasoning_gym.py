@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
+from decimal import localcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -103,7 +104,8 @@ def _made(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
     state = random.getstate()
     random.seed(f"{seed}/{index}")  # list_functions draws from the random numbers of all
     try:
-        with redirect_stdout(sys.stderr):  # bf and codeio print while they generate
+        # bf and codeio print while they generate; decimal_arithmetic sets the precision of all.
+        with redirect_stdout(sys.stderr), localcontext():
             entry: Mapping[str, Any] = dataset[index]
     finally:
         random.setstate(state)

@@ -300,4 +300,4 @@ def test_the_options_are_the_limits() -> None:
     assert reward._limits() == Limits(
         cpu_seconds=2, wall_seconds=1.5, total_seconds=7.0, memory_bytes=100 << 20
     )
-    assert (reward.bounds, reward.quick, reward.version) == ((0.0, 1.0), False, 1)
+    assert (reward.bounds, reward.quick, reward.version) == ((0.0, 1.0), False, 2)

@@ -22,7 +22,9 @@ from covey.config import load_config
 from covey.errors import RewardError
 from covey.rewards import as_reward
 from covey.rewards.answer import MathAnswer
+from covey.rewards.build import make_reward
 from covey.rewards.form import ThinkAnswerForm
+from covey.rewards.mix import Mix
 from covey.run.folder import RunFolder
 from covey.run.resume import start_of
 from covey.scoring import Job, Pool, ScoreResult, make_scorer
@@ -485,7 +487,7 @@ def check_weights(run: RunFolder, weights: Callable[[float], dict[str, float]], 
         for row in run.rollouts(step):
             expected = sum(weight * row["parts"][name] for name, weight in now.items())
             assert row["reward"] == pytest.approx(expected, abs=1e-12)
-            prompt = Prompt(id="", task="", messages=PROMPT.messages, target=row["answer"])
+            prompt = Prompt(id="", task="", messages=PROMPT.messages, target=row["target"])
             assert row["parts"]["accuracy"] == MathAnswer()(prompt, row["text"]).reward
 
 
@@ -498,7 +500,7 @@ def test_weights_follow_the_share_of_the_run_that_is_done(tmp_path: Path) -> Non
     )  # fmt: skip
     check_weights(run, lambda t: {"accuracy": 0.3 + 0.6 * t, "format": 0.7 - 0.6 * t}, 3)
     for row in run.rollouts(2):
-        prompt = Prompt(id="", task="", messages=PROMPT.messages, target=row["answer"])
+        prompt = Prompt(id="", task="", messages=PROMPT.messages, target=row["target"])
         assert row["parts"]["format"] == ThinkAnswerForm()(prompt, row["text"]).reward
     assert len({row["reward"] for row in run.rollouts(2)}) > 1
 
@@ -508,9 +510,16 @@ def test_a_template_gives_the_format_more_weight_early(tmp_path: Path) -> None:
         tmp_path / "run", "reward.name=math", "reward.gated=false", "reward.robust=false",
         "reward.early_format=0.5", "train.steps=3",
     )  # fmt: skip
-    late = {"accuracy": 0.6, "format": 0.15, "efficiency": 0.15, "safety": 0.1}
-    early = late | {"accuracy": 0.25, "format": 0.5}
-    check_weights(run, lambda t: early if t == 0 else late, 3)  # a fifth of three steps is past
+    options = {"gated": False, "robust": False, "early_format": 0.5}
+    template = make_reward("math", options)
+    assert isinstance(template, Mix)
+    formats = [template.at((step - 1) / 3).weights["format"] for step in (1, 2, 3)]
+    assert formats == pytest.approx([0.5, 0.15, 0.15])  # a fifth of three steps is past
+    for step in (1, 2, 3):
+        now = template.at((step - 1) / 3)
+        for row in run.rollouts(step):
+            prompt = Prompt(id="", task="", messages=PROMPT.messages, target=row["target"])
+            assert row["reward"] == pytest.approx(now(prompt, row["text"]).reward, abs=1e-12)
 
 
 # Who judged.
