@@ -23,7 +23,8 @@ from covey.config import load_config
 from covey.rewards import Reward, Score
 from covey.rewards.answer import MathAnswer
 from covey.rewards.code import CodeTests
-from covey.rollout.collect import Moment, ask, collect
+from covey.rollout.collect import Collector
+from covey.rollout.episode import encode_prompts
 from covey.scoring import InlineScorer, Job, Pool
 from covey.tasks import Code
 from covey.training.build import assemble, resolve
@@ -131,26 +132,21 @@ def beside_sampling() -> dict[str, float]:
     """Sample the same answers with a reward that takes no time, and with a slow one."""
     config = resolve(load_config("arithmetic", ["rollout.prompts_per_step=32", "evaluate.every=0"]))
     parts = assemble(config)
-    questions = ask(parts.policy.model, parts.train_prompts[:32])
+    prompts = encode_prompts(parts.policy.model, parts.train_prompts[:32])
     seconds = {}
     slow = Pool(_importable_slow(), "slow", workers=2, timeout=60.0)
     with closing(slow):
         slow.start()
         for round_number in range(3):
             for name, scorer in (("quick", InlineScorer(parts.scorer.reward)), ("slow", slow)):  # type: ignore[attr-defined]
-                collected = collect(
-                    questions,
-                    sampler=parts.sampler,
-                    scorer=scorer,
-                    sampling=parts.sampling,
-                    moment=Moment(step=round_number),
-                )
+                collector = Collector(engine=parts.sampler, model=parts.policy.model, scorer=scorer)
+                collected = collector.collect(prompts, sampling=parts.sampling, step=round_number)
                 best = seconds.get(name, float("inf"))
                 seconds[name] = min(best, collected.rollout_seconds)
     return {
         "sampling_seconds_with_a_quick_reward": seconds["quick"],
         "sampling_seconds_with_a_reward_of_0.1_s_an_answer": seconds["slow"],
-        "seconds_that_reward_takes_for_all": 0.1 * 32 * parts.sampling.samples,
+        "seconds_that_reward_takes_for_all": 0.1 * 32 * parts.sampling.group_size,
     }
 
 

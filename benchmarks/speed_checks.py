@@ -13,7 +13,7 @@ import torch
 from speed_device import forget, synchronize
 from speed_report import Report, reason
 from speed_sampler import asked, sampling_of, tokens_in
-from speed_shapes import questions, random_model, tiny_shapes, word_tokenizer
+from speed_shapes import questions, random_model, rollouts_of, tiny_shapes, word_tokenizer
 from speed_sizes import Sizes
 from update_gpu import Setting, policy_for
 
@@ -75,7 +75,7 @@ def first_rollout(sizes: Sizes, name: str) -> dict[str, float]:
     sampler.stepper = first = FirstStep(sampler.stepper, sizes.device)
     prompts = asked(sizes, sampler.model, answers)
     with suppress(Enough):
-        sampler.generate(prompts, step=0, sampling=sampling_of(sizes, answers))
+        rollouts_of(sampler, prompts, step=0, sampling=sampling_of(sizes, answers))
     return {
         "ready_s": ready - started,
         "first_token_s": first.begun - started,
@@ -118,8 +118,8 @@ def _sampler_and_trainer(sizes: Sizes, dtype: torch.dtype, scale: float) -> dict
     model = random_model(shape.config, dtype=dtype, device=sizes.device, scale=scale)
     policy = policy_for(model, Setting(device=sizes.device))
     prompts = asked(sizes, policy.model, sizes.logp_answers)
-    found = NativeEngine(policy.model).generate(
-        prompts, step=0, sampling=sampling_of(sizes, sizes.logp_answers)
+    found = rollouts_of(
+        NativeEngine(policy.model), prompts, step=0, sampling=sampling_of(sizes, sizes.logp_answers)
     )
     groups = [
         Group(
@@ -186,8 +186,10 @@ def _greedy(sizes: Sizes, config: Any) -> dict[str, Any]:
     sampler = NativeEngine(
         wrap(random_model(config, **options), word_tokenizer(config.vocab_size), "greedy")
     )
-    greedy = Sampling(max_tokens=new, slots=answers, distribution=Distribution(temperature=0.0))
-    found = sampler.generate(prompts, step=0, sampling=greedy)
+    greedy = Sampling(
+        max_tokens=new, max_concurrent=answers, distribution=Distribution(temperature=0.0)
+    )
+    found = rollouts_of(sampler, prompts, step=0, sampling=greedy)
     pairs = list(zip(found, theirs.tolist(), strict=True))
     return {
         "who": "greedy text and `generate`",

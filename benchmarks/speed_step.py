@@ -31,7 +31,7 @@ from speed_sizes import Sizes
 from step_workers import PLAIN_TRL, Watch, stopwatch
 
 from covey.rewards.score import Score
-from covey.rollout.collect import draw_prompts
+from covey.rollout.prompts import step_prompts
 from covey.tasks.task import Generated, asked
 from covey.trust import trust
 from covey.types import Prompt
@@ -193,7 +193,7 @@ def step_trl(sizes: Sizes) -> dict[str, Any]:
         return [even_words(text) for text in completions]
 
     task = Words(words=sizes.prompt, vocabulary=vocabulary).train()
-    draws = (draw_prompts(task, seed=0, step=n, count=sizes.prompts) for n in range(steps))
+    draws = (step_prompts(task, seed=0, step=n, count=sizes.prompts) for n in range(steps))
     cuda = sizes.device.startswith("cuda")
     marks: list[float] = []
     with tempfile.TemporaryDirectory() as folder:

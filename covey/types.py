@@ -1,4 +1,4 @@
-"""The types that data passes through, in the order in which it does.
+"""The types of the data flow, in its order.
 
     Prompt -> Rollout -> Group -> Batch
 
@@ -12,18 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
-Finish = Literal["stop", "length", "error"]
+Finish = Literal["stop", "length", "tool_limit", "error"]
 Message = Mapping[str, str]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A question with its expected answer. Filled by a task.
+    """A prompt with its target. A task fills it.
 
     Example:
         Prompt(id="arithmetic/train/7", task="arithmetic", target="49",
@@ -38,41 +40,128 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The last thing said, which for a single question is the question."""
+        """The content of the last message."""
         return self.messages[-1]["content"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """One sampled answer. The sampler fills all but `reward` and what follows it."""
+class VersionSpan(NamedTuple):
+    """Consecutive sampled tokens, and the version of the policy that sampled them."""
 
-    prompt_id: str
-    sample: int
-    """Which of its group: 0 to group size - 1. Part of the address of its random numbers."""
+    start: int
+    stop: int
+    version: int
+    """The number of optimizer steps that the weights had taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A token sequence as the engine saw and produced it. The rollout package fills it."""
+
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     """What follows the prompt. A final end-of-sequence token was sampled, so it is included."""
     trained: tuple[bool, ...]
-    """Which of `tokens` the model sampled. False for tool output and other turns."""
+    """Which of `tokens` the policy sampled. False for tool output and messages of others."""
     sampler_logp: tuple[float, ...]
-    """Log-probability of each token under what it was drawn from; 0 where not trained."""
+    """Log-probability of each token under the distribution it was drawn from; 0 if not trained."""
+    versions: tuple[VersionSpan, ...]
+    """The policy version of each sampled span: weights may change during a rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One message of an episode: tokens `start` to `stop` of a segment."""
+
+    role: str
+    segment: int = 0
+    start: int
+    stop: int
+    tool_call: Mapping[str, Any] | None = None
+    reward: float | None = None
+    """What the environment gave for this turn alone. None: it gives no turn rewards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One completion or multi-turn episode. Scoring fills `reward` and the fields after it."""
+
+    prompt_id: str
+    sample: int
+    """Number within the group, from 0. Part of the address of the random numbers."""
+    segments: tuple[Segment, ...]
+    """One, unless the environment rewrote the history."""
+    turns: tuple[Turn, ...]
     text: str
     finish: Finish
-    policy_version: int
-    """How many optimizer steps the weights that sampled it had taken."""
     reward: float | None = None
     """None until scored, and for ever if scoring failed. Never 0.0 in place of a failure."""
     success: bool | None = None
-    """Whether the answer is right, whatever else the reward counts. None like `reward`."""
+    """Whether the completion is correct, whatever else the reward counts. None like `reward`."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The unweighted parts of the reward."""
     reward_id: str = ""
-    """Name, version and source hash of the reward that judged it."""
+    """Name, version and source hash of the reward function."""
+
+    @staticmethod
+    def single_turn(
+        *,
+        prompt_tokens: tuple[int, ...],
+        tokens: tuple[int, ...],
+        sampler_logp: tuple[float, ...],
+        policy_version: int,
+        trained: tuple[bool, ...] | None = None,
+        **fields: Any,
+    ) -> Rollout:
+        """Return a rollout of one completion, sampled by one version of the policy."""
+        size = len(tokens)
+        segment = Segment(
+            prompt_tokens=prompt_tokens,
+            tokens=tokens,
+            trained=(True,) * size if trained is None else trained,
+            sampler_logp=sampler_logp,
+            versions=(VersionSpan(0, size, policy_version),),
+        )
+        turn = Turn(role="assistant", start=0, stop=size)
+        return Rollout(segments=(segment,), turns=(turn,), **fields)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The identity of the rollout within its training step."""
+        return self.prompt_id, self.sample
+
+    @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """The tokens of the prompt, as the first segment has them."""
+        return self.segments[0].prompt_tokens
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens after the prompt, of all segments."""
+        return _joined([segment.tokens for segment in self.segments])
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Which of `tokens` the policy sampled."""
+        return _joined([segment.trained for segment in self.segments])
+
+    @property
+    def sampler_logp(self) -> tuple[float, ...]:
+        """The log-probability of each of `tokens`."""
+        return _joined([segment.sampler_logp for segment in self.segments])
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version of the policy that sampled some of it."""
+        return min(span.version for segment in self.segments for span in segment.versions)
+
+
+def _joined(rows: list[tuple[_T, ...]]) -> tuple[_T, ...]:
+    return rows[0] if len(rows) == 1 else tuple(chain.from_iterable(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A prompt with the answers that are judged against each other."""
+    """A prompt with its rollouts, whose rewards are compared with each other."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]

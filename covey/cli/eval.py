@@ -122,7 +122,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
         from covey.engines.native.engine import NativeEngine
         from covey.evaluate import check_category
         from covey.evaluate.evaluate import evaluate
-        from covey.rollout.collect import ask
+        from covey.rollout.collect import Collector
         from covey.training.build import (
             held_out_of,
             load_model,
@@ -142,21 +142,23 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
             named = config.model.model_copy(update={"path": path})
             with waiting(f"loading {path}"):
                 model = load_model(config.model_copy(update={"model": named}))
-                sampler = NativeEngine(model)
+                engine = NativeEngine(model)
             with Progress(console=Screen(stderr=True), disable=not show) as progress:
                 if show:
-                    progress.console.print(f"sampling: {sampler.way}")
+                    progress.console.print(f"sampling: {engine.info.backend}")
                 answers = len(prompts) * (1 + config.evaluate.samples)
+                task = progress.add_task("answering", total=answers)
                 evaluation = evaluate(
-                    ask(model, prompts),
-                    sampler=sampler,
-                    scorer=scorer,
+                    prompts,
+                    Collector(
+                        engine=engine,
+                        model=model,
+                        scorer=scorer,
+                        progress=partial(progress.advance, task),
+                    ),
                     sampling=sampling_of(config),
                     samples=config.evaluate.samples,
                     temperature=config.evaluate.temperature,
-                    progress=partial(
-                        progress.advance, progress.add_task("answering", total=answers)
-                    ),
                 )
             found.append(evaluation)
     return found

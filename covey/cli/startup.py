@@ -143,7 +143,7 @@ def tell_notes(reporter: Reporter, folder: RunFolder, parts: Begun) -> None:
     """Say how answers are written, what differs from when the run was started, what was skipped."""
     import torch
 
-    reporter.note(f"sampling: {parts.sampler.way}")
+    reporter.note(f"sampling: {parts.sampler.info.backend}")
     environment = folder.environment()
     changed = edited_settings(folder, environment)
     if changed is not None:

@@ -124,7 +124,7 @@ def _run(
     parts: Parts, folder: RunFolder, start: Start, not_own: frozenset[str] = frozenset()
 ) -> None:
     from covey.cli.console import make_reporter
-    from covey.rollout.collect import prompt_notes
+    from covey.rollout.prompts import prompt_notes
     from covey.training.loop import train
 
     reporter = make_reporter(folder)

@@ -123,22 +123,28 @@ class RunFolder:
         lines = []
         for group, values in zip(groups, advantages, strict=True):
             for rollout, advantage in zip(group.rollouts, values, strict=True):
-                row = {name: getattr(rollout, name) for name in rollout.__slots__}
-                lead = {
+                row = {
                     "prompt": group.prompt.text,
                     "target": group.prompt.target,
-                    "text": row.pop("text"),
-                    "reward": row.pop("reward"),
-                    "success": row.pop("success"),
-                    "parts": dict(row.pop("parts")),
+                    "text": rollout.text,
+                    "reward": rollout.reward,
+                    "success": rollout.success,
+                    "parts": dict(rollout.parts),
                     "advantage": advantage,
-                    "finish": row.pop("finish"),
+                    "finish": rollout.finish,
+                    "prompt_id": rollout.prompt_id,
+                    "sample": rollout.sample,
+                    "prompt_tokens": rollout.prompt_tokens,
+                    "tokens": rollout.tokens,
+                    "trained": all(rollout.trained) or rollout.trained,
+                    "sampler_logp": rollout.sampler_logp,
+                    "policy_version": rollout.policy_version,
+                    "reward_id": rollout.reward_id,
+                    # With these a file can be scored again; what JSON does not know becomes text.
+                    "task": group.prompt.task,
+                    "info": dict(group.prompt.info),
                 }
-                if all(row["trained"]):
-                    row["trained"] = True
-                # With this a file can be judged again; what JSON does not know becomes text.
-                row |= {"task": group.prompt.task, "info": dict(group.prompt.info)}
-                lines.append(json.dumps({**lead, **row}, default=str) + "\n")
+                lines.append(json.dumps(row, default=str) + "\n")
         write_text(self.path / "rollouts" / f"{step:06d}.jsonl", "".join(lines))
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:

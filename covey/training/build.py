@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-import torch
-
 from covey.config import Config, parse_config
 from covey.config.options import choose, resolve_options
 from covey.config.schema import Named, Train
@@ -168,7 +166,7 @@ def sampling_of(config: Config) -> Sampling:
     """Build the sampler's settings."""
     rollout = config.rollout
     return Sampling(
-        samples=rollout.group_size,
+        group_size=rollout.group_size,
         distribution=Distribution(
             temperature=rollout.temperature,
             top_k=rollout.top_k,
@@ -177,7 +175,7 @@ def sampling_of(config: Config) -> Sampling:
         ),
         max_tokens=rollout.max_tokens,
         stop_strings=tuple(rollout.stop),
-        slots=config.engine.max_concurrent,
+        max_concurrent=config.engine.max_concurrent,
         seed=config.seed,
     )
 
@@ -202,7 +200,7 @@ def assemble(config: Config, reward: Reward | None = None) -> Parts:
     reference = None
     if objective.needs_reference:
         reference = make_reference(config, policy=model, load=partial(load_model, config))
-    sampling, scorer = sampling_of(config), scorer_of(config, reward)
+    engine, sampling, scorer = NativeEngine(model), sampling_of(config), scorer_of(config, reward)
     return Parts(
         config=config,
         train_prompts=train_prompts,
@@ -215,10 +213,10 @@ def assemble(config: Config, reward: Reward | None = None) -> Parts:
         ),
         policy=policy_of(config, model),
         reference=reference,
-        sampler=NativeEngine(model),
+        sampler=engine,
         sampling=sampling,
         objective=objective,
-        update_settings=update_settings_of(config, model, sampling),
+        update_settings=update_settings_of(config, sampling, exact_logp=engine.info.exact_logp),
     )
 
 
@@ -303,9 +301,9 @@ def total_updates(train: Train) -> int:
     return train.amount if train.budget == "updates" else train.steps * train.updates
 
 
-def update_settings_of(config: Config, model: LanguageModel, sampling: Sampling) -> UpdateSettings:
-    """Say how a batch is turned into optimizer steps."""
-    exact = model.head.linear.weight.dtype == torch.float32 and not sampling.distribution.truncates
+def update_settings_of(config: Config, sampling: Sampling, *, exact_logp: bool) -> UpdateSettings:
+    """Say how a batch is turned into optimizer steps; `exact_logp` is what the engine declares."""
+    exact = exact_logp and not sampling.distribution.truncates
     source = config.train.old_logp
     return UpdateSettings(
         mini_batches=config.train.mini_batches,

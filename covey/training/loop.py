@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.rollout.gather import gather
+from covey.rollout.metrics import rollout_metrics, selection_metrics
+from covey.rollout.source import SynchronousSource
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
 from covey.run.resume import Start, start_of
@@ -28,8 +29,6 @@ from covey.training.report import (
     Reporter,
     flat_rewards,
     mean_advantages,
-    rollout_metrics,
-    selection_metrics,
     skipped_steps,
 )
 from covey.training.state import State, restore, save, used_by
@@ -106,8 +105,8 @@ def _step(
     parts: Parts, run: RunFolder, reporter: Reporter, state: State, budget: Budget, before: Used
 ) -> None:
     started = time.perf_counter()
-    gathered = gather(parts, reporter, state.step, share=budget.spent(before))
-    collected, selected = gathered.collected, gathered.selected
+    rollouts = SynchronousSource(parts, reporter).groups(state.step, share=budget.spent(before))
+    collected, selected = rollouts.collected, rollouts.selected
     state.episode += len(collected.rollouts)
     state.tokens += collected.tokens
     updating = time.perf_counter()
@@ -122,7 +121,7 @@ def _step(
         "updates": parts.policy.version,
         "reward_id": parts.scorer.identity,
         **rollout_metrics(collected),
-        **selection_metrics(gathered),
+        **selection_metrics(rollouts),
         **learned,
         "time/rollout": collected.rollout_seconds,
         "time/score": collected.score_seconds,

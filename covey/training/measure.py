@@ -8,7 +8,7 @@ from typing import Protocol
 from covey.config import Config
 from covey.engines.protocol import Engine, Sampling
 from covey.evaluate.evaluate import Evaluation, evaluate
-from covey.rollout.collect import ask
+from covey.rollout.collect import Collector
 from covey.run.folder import RunFolder
 from covey.scoring import Scorer
 from covey.training.policy import Policy
@@ -46,14 +46,14 @@ class Measurable(Protocol):
 
 def measure(parts: Measurable, run: RunFolder, reporter: Reporter, step: int) -> Evaluation:
     """Evaluate the policy as it is after `step`, and write that down."""
+    model = parts.policy.model
+    parts.sampler.load_weights(model.model.named_parameters, parts.policy.version)
     evaluation = evaluate(
-        ask(parts.policy.model, parts.held_out_prompts),
-        sampler=parts.sampler,
-        scorer=parts.judge,
+        parts.held_out_prompts,
+        Collector(engine=parts.sampler, model=model, scorer=parts.judge, progress=reporter.sampled),
         sampling=parts.sampling,
         samples=parts.config.evaluate.samples,
         temperature=parts.config.evaluate.temperature,
-        progress=reporter.sampled,
     )
     # The items first: a line in eval.jsonl means that they are there.
     run.write_items(step, [item.row() for item in evaluation.items])

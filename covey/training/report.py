@@ -1,24 +1,15 @@
-"""What the loop tells while it runs, and the numbers of a step that come from its rollouts."""
+"""What the loop tells while it runs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-import torch
+from typing import Any, Protocol
 
 from covey.evaluate.evaluate import Evaluation
-from covey.objective.advantage import zero_variance
 from covey.objective.masked import row_mean
 from covey.rollout.collect import Collected
 from covey.rollout.filter import Selected
-from covey.types import Batch, Group, Rollout
-
-if TYPE_CHECKING:
-    from covey.rollout.gather import Gathered
-
+from covey.types import Batch
 
 FLAT_STEPS, FLAT_SHARE = 10, 0.9
 """Rewards no longer tell answers apart when this share of groups was flat over so many steps."""
@@ -41,39 +32,6 @@ class Reporter(Protocol):
 
     def note(self, text: str) -> None:
         """Something the user should read."""
-
-
-def rollout_metrics(collected: Collected) -> dict[str, float]:
-    """Return the metrics of all answers of a step, learned from or not."""
-    rollouts = collected.rollouts
-    scored = [r for r in rollouts if r.reward is not None]
-    rewards = np.array([r.reward for r in scored], dtype=float)
-    metrics = {
-        "objective/scores": float(rewards.mean()),
-        "objective/reward_std": float(rewards.std()),
-        "objective/success": _mean([float(bool(r.success)) for r in scored]),
-        "objective/unscored": len(rollouts) - len(scored),
-        "rollout/zero_variance_groups": _zero_variance_share(collected.groups),
-        "rollout/stop_rate": _mean([float(r.finish == "stop") for r in rollouts]),
-    }
-    for name in sorted({name for r in scored for name in r.parts}):
-        metrics[f"objective/parts/{name}"] = _mean(
-            [r.parts[name] for r in scored if name in r.parts]
-        )
-    return metrics | _length_metrics(rollouts)
-
-
-def selection_metrics(gathered: Gathered) -> dict[str, float]:
-    """Return what was left out, and how often answers were sampled."""
-    selected = gathered.selected
-    return {
-        "rollout/dropped_unscored": selected.unscored,
-        "rollout/dropped_stale": selected.stale,
-        "rollout/dropped_uniform": selected.uniform,
-        "rollout/dropped_surplus": selected.surplus,
-        "rollout/trained_groups": len(selected.groups),
-        "rollout/rounds": gathered.rounds,
-    }
 
 
 def flat_rewards(shares: Sequence[float], metrics: Mapping[str, Any]) -> str | None:
@@ -120,29 +78,6 @@ def mean_advantages(
         [next(rows) if group.prompt.id in kept else None for _ in group.rollouts]
         for group in collected.groups
     ]
-
-
-def _length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    lengths = [len(r.tokens) for r in rollouts]
-    metrics = {
-        "rollout/lengths": _mean(lengths),
-        "rollout/lengths_min": min(lengths),
-        "rollout/lengths_max": max(lengths),
-    }
-    for name, success in (("solved", True), ("unsolved", False)):
-        some = [len(r.tokens) for r in rollouts if r.success is success]
-        if some:
-            metrics[f"rollout/lengths_{name}"] = _mean(some)
-    return metrics
-
-
-def _zero_variance_share(groups: Sequence[Group]) -> float:
-    rows = [(n, math.nan if r.reward is None else r.reward) for n, g in enumerate(groups)
-            for r in g.rollouts]  # fmt: skip
-    index, rewards = zip(*rows, strict=True)
-    group = torch.tensor(index)
-    flat = zero_variance(torch.tensor(rewards, dtype=torch.float64), group)
-    return len(group[flat].unique()) / len(groups)
 
 
 def _mean(values: Sequence[float]) -> float:

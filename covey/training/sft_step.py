@@ -49,12 +49,11 @@ def stack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Ba
     """Make a batch of them, each an answer that all of is trained."""
     nobody = Prompt(id="", task="", messages=(), target="")
     rollouts = [
-        Rollout(
+        Rollout.single_turn(
             prompt_id="",
             sample=0,
             prompt_tokens=example.prompt_tokens,
             tokens=example.tokens,
-            trained=(True,) * len(example.tokens),
             sampler_logp=(0.0,) * len(example.tokens),
             text="",
             finish="stop",

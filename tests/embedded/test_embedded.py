@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -15,7 +16,8 @@ from covey.evaluate.evaluate import evaluate
 from covey.models.language_model import LanguageModel, wrap
 from covey.models.logp import batch_logp
 from covey.rewards import ThinkAnswer
-from covey.rollout.collect import Moment, ask, collect
+from covey.rollout.collect import Collector
+from covey.rollout.episode import encode_prompts
 from covey.scoring import InlineScorer
 from covey.tasks import Arithmetic
 from covey.tasks.arithmetic import parse_question
@@ -40,18 +42,15 @@ def test_the_tokenizer_reads_any_text_and_gives_it_back(text: str) -> None:
 
 
 def test_the_start_leaves_reinforcement_both_calculation_and_form(embedded: LanguageModel) -> None:
-    sampler, scorer = NativeEngine(embedded), InlineScorer(ThinkAnswer())
-    questions = ask(embedded, TASK.held_out())
-    start = evaluate(
-        questions, sampler=sampler, scorer=scorer, sampling=Sampling(max_tokens=48, slots=256)
+    prompts, sampling = TASK.held_out(), Sampling(max_tokens=48, max_concurrent=256)
+    collector = Collector(
+        engine=NativeEngine(embedded), model=embedded, scorer=InlineScorer(ThinkAnswer())
     )
+    start = evaluate(prompts, collector, sampling=sampling)
     assert 0.10 <= start.estimates["greedy"].value <= 0.30
-    sampled = collect(
-        questions, sampler=sampler, scorer=scorer, moment=Moment(step=0),
-        sampling=Sampling(samples=4, max_tokens=48, slots=256),
-    )  # fmt: skip
-    answers = [r for group in sampled.groups for r in group.rollouts]
-    form = sum(r.parts["format"] for r in answers) / len(answers)
+    encoded = encode_prompts(embedded, prompts)
+    sampled = collector.collect(encoded, sampling=replace(sampling, group_size=4), step=0)
+    form = sum(r.parts["format"] for r in sampled.rollouts) / len(sampled.rollouts)
     assert 0.70 <= form <= 0.90
     mixed = [len({r.success for r in group.rollouts}) == 2 for group in sampled.groups]
     assert sum(mixed) / len(mixed) > 0.3

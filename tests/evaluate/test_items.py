@@ -9,12 +9,12 @@ import pytest
 from covey.errors import ConfigError
 from covey.evaluate import by_category, check_category, compare, estimates
 from covey.evaluate.intervals import mean_over_prompts, proportion
-from covey.evaluate.items import Answer, Item
+from covey.evaluate.items import Item, ItemCompletion
 from covey.types import Prompt
 
 
-def answer(right: bool | None) -> Answer:
-    return Answer(text=f"so {right}", right=right, reward=None, tokens=3, finish="stop")
+def answer(right: bool | None) -> ItemCompletion:
+    return ItemCompletion(text=f"so {right}", correct=right, reward=None, tokens=3, finish="stop")
 
 
 def item(name: str, right: bool | None, samples: Sequence[bool | None] = (), **info: Any) -> Item:

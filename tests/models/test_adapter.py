@@ -13,7 +13,6 @@ import peft
 import pytest
 import torch
 import transformers
-from tests.sampler.test_native import ragged_questions
 
 from covey.embedded import CHECKPOINT
 from covey.engines.draw import Distribution
@@ -28,7 +27,8 @@ from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
 from covey.training.policy_files import load_policy, save_policy
 from covey.types import Batch
-from tests.conftest import build, make_batch
+from tests.conftest import build, make_batch, rollouts_of
+from tests.engines.native.test_engine import ragged_prompts
 
 
 def adapted(
@@ -327,7 +327,7 @@ def test_a_merged_checkpoint_is_an_ordinary_model_with_the_same_greedy_text(
     texts = [
         [
             r.text
-            for (r,) in NativeEngine(m).generate(ragged_questions(8), step=0, sampling=sampling)
+            for (r,) in rollouts_of(NativeEngine(m), ragged_prompts(8), step=0, sampling=sampling)
         ]
         for m in (exact, whole)
     ]

@@ -18,7 +18,9 @@ from covey.errors import ConfigError, DataError, ModelError
 from covey.models.chat_template import Renderer, Template, renderer
 from covey.models.language_model import load_language_model
 from covey.rewards.build import make_reward
-from covey.rollout.collect import Moment, ask, collect, prompt_notes
+from covey.rollout.collect import Collector
+from covey.rollout.episode import encode_prompts
+from covey.rollout.prompts import prompt_notes
 from covey.scoring import make_scorer
 from covey.training.build import resolve, template_of
 from covey.types import Prompt
@@ -186,13 +188,9 @@ def test_a_prefill_is_asked_not_trained_and_judged_as_chosen(judged: bool) -> No
             seen.extend(job.texts)
             return submit(job)
 
-    (group,) = collect(
-        ask(model, [PROMPT]),
-        sampler=NativeEngine(model),
-        scorer=Watching(),
-        sampling=Sampling(samples=4, max_tokens=40),
-        moment=Moment(step=1),
-    ).groups
+    collector = Collector(engine=NativeEngine(model), model=model, scorer=Watching())
+    sampling = Sampling(group_size=4, max_tokens=40)
+    (group,) = collector.collect(encode_prompts(model, [PROMPT]), sampling=sampling, step=1).groups
     scorer.close()
     for rollout in group.rollouts:
         assert rollout.prompt_tokens == (*plain.encode(PROMPT.messages), opening)

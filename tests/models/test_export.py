@@ -13,16 +13,17 @@ from covey.cli.main import run
 from covey.config import parse_config
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
-from covey.engines.protocol import Question, Sampling
+from covey.engines.protocol import Sampling
 from covey.errors import ModelError
 from covey.models.chat_template import Template
 from covey.models.export import export_model
 from covey.models.language_model import load_language_model, wrap
+from covey.rollout.episode import EncodedPrompt
 from covey.run.model_card import Exported, model_card
 from covey.tasks.arithmetic import Arithmetic
 from covey.training.build import load_model
 from covey.types import Prompt
-from tests.conftest import build
+from tests.conftest import build, rollouts_of
 
 QUICK = (
     "train.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluate.every=1", "save.every=1",
@@ -41,16 +42,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("runs") / "quick")
 
 
-def greedy_in_covey(folder: Path, questions: list[Question]) -> list[tuple[int, ...]]:
+def greedy_in_covey(folder: Path, questions: list[EncodedPrompt]) -> list[tuple[int, ...]]:
     # With its adapter, if the folder is one.
     model = load_model(parse_config({"model": {"path": str(folder), "device": "cpu"}}))
     sampler = NativeEngine(model)
     sampling = Sampling(max_tokens=40, distribution=Distribution(temperature=0.0))
-    answers = sampler.generate(questions, step=0, sampling=sampling)
+    answers = rollouts_of(sampler, questions, step=0, sampling=sampling)
     return [rollouts[0].tokens for rollouts in answers]
 
 
-def greedy_in_transformers(folder: Path, questions: list[Question]) -> list[tuple[int, ...]]:
+def greedy_in_transformers(folder: Path, questions: list[EncodedPrompt]) -> list[tuple[int, ...]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     for question in questions:
@@ -62,10 +63,10 @@ def greedy_in_transformers(folder: Path, questions: list[Question]) -> list[tupl
     return found
 
 
-def asked(folder: Path, count: int = 6) -> list[Question]:
+def asked(folder: Path, count: int = 6) -> list[EncodedPrompt]:
     model = load_language_model(str(folder), device="cpu", template=Template(prefill="<think>"))
     prompts = Arithmetic().held_out()[:count]
-    return [Question(prompt=p, tokens=model.encode(p.messages)) for p in prompts]
+    return [EncodedPrompt(prompt=p, tokens=model.encode(p.messages)) for p in prompts]
 
 
 def test_an_export_is_the_checkpoint_for_everybody(finished: Path, tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_every_stop_is_written_and_padding_is_made_up(tmp_path: Path) -> None:
     assert seen[0][1] is False
     prompt = Prompt(id="p", task="t", target="", messages=({"role": "user", "content": "?"},))
     starts = [(5, 9, 7 + n) for n in range(6)]
-    questions = [Question(prompt=prompt, tokens=start) for start in starts]
+    questions = [EncodedPrompt(prompt=prompt, tokens=start) for start in starts]
     answers = greedy_in_covey(tmp_path / "out", questions)
     assert greedy_in_transformers(tmp_path / "out", questions) == answers
 

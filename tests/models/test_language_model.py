@@ -11,19 +11,20 @@ import transformers
 from covey.embedded import CHECKPOINT
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
-from covey.engines.protocol import Question, Sampling
+from covey.engines.protocol import Sampling
 from covey.models.language_model import LanguageModel, wrap
 from covey.models.logp import batch_logp
+from covey.rollout.episode import EncodedPrompt
 from covey.training.collate import collate
 from covey.types import Group, Prompt, Rollout
-from tests.conftest import ARCHITECTURES, build
+from tests.conftest import ARCHITECTURES, build, rollouts_of
 
 END = 1
 PROMPT = Prompt(id="p", task="t", target="", messages=({"role": "user", "content": "?"},))
 
 
 def answered(tokens: list[int], prompt: list[int]) -> Rollout:
-    return Rollout(
+    return Rollout.single_turn(
         prompt_id="p", sample=0, prompt_tokens=tuple(prompt), tokens=tuple(tokens),
         trained=(True,) * len(tokens), sampler_logp=(-1.0,) * len(tokens), text="", finish="stop",
         policy_version=0, reward=1.0, success=True,
@@ -78,9 +79,9 @@ def test_every_end_of_a_model_with_several_is_known_and_stops() -> None:
     wrapped = wrap(model.eval(), tokenizer)
     # The tokenizer's, the configuration's, those for generation, and the chat template's.
     assert wrapped.stop_ids == (0, 1, 40, 50, 60)
-    question = Question(prompt=PROMPT, tokens=(7, 8, 9))
-    sampling = Sampling(max_tokens=200, samples=32)
-    (rollouts,) = NativeEngine(wrapped).generate([question], step=0, sampling=sampling)
+    question = EncodedPrompt(prompt=PROMPT, tokens=(7, 8, 9))
+    sampling = Sampling(max_tokens=200, group_size=32)
+    (rollouts,) = rollouts_of(NativeEngine(wrapped), [question], step=0, sampling=sampling)
     stopped = [r for r in rollouts if r.finish == "stop"]
     assert {r.tokens[-1] for r in stopped} == set(wrapped.stop_ids)
     for rollout in stopped:
@@ -97,11 +98,11 @@ def test_padding_side_of_the_tokenizer_never_matters(embedded: LanguageModel) ->
             embedded, tokenizer=tokenizer, renderer=replace(embedded.renderer, tokenizer=tokenizer)
         )
         questions = [
-            Question(prompt=replace(PROMPT, id=str(n)), tokens=model.encode(messages)[n:])
+            EncodedPrompt(prompt=replace(PROMPT, id=str(n)), tokens=model.encode(messages)[n:])
             for n in range(3)
         ]
         sampling = Sampling(max_tokens=12, distribution=Distribution(temperature=1.0))
-        results.append(NativeEngine(model).generate(questions, step=0, sampling=sampling))
+        results.append(rollouts_of(NativeEngine(model), questions, step=0, sampling=sampling))
     assert results[0] == results[1]
 
 

@@ -424,7 +424,7 @@ def dapo_groups() -> list[Group]:
     worked = at("dapo.groups")
     soft = Soft(limit=worked["limit"], cache=worked["cache"])
     rollouts = [
-        Rollout(
+        Rollout.single_turn(
             prompt_id=str(group), sample=row, prompt_tokens=(1,), tokens=(2,) * length,
             trained=(True,) * length, sampler_logp=(0.0,) * length, text="", finish="stop",
             policy_version=0, reward=base + soft.of(length), success=bool(right),

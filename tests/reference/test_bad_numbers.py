@@ -147,7 +147,7 @@ def test_padding_may_hold_anything_and_trained_tokens_may_not() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_samplers_log_probability_must_be_finite(value: float) -> None:
     prompt = Prompt(id="p-7", messages=({"role": "user", "content": "1+1?"},), target="2", task="t")
-    rollout = Rollout(
+    rollout = Rollout.single_turn(
         prompt_id="p-7", sample=3, text="2", tokens=(5, 6), sampler_logp=(-0.1, value),
         prompt_tokens=(1, 2), trained=(True, True), finish="stop", policy_version=0, reward=1.0, success=True,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from covey.types import Rollout
 
 def answers(*answers: tuple[int, bool | None]) -> list[Rollout]:
     return [
-        Rollout(
+        Rollout.single_turn(
             prompt_id="p", sample=n, prompt_tokens=(7,), tokens=(9,) * tokens,
             trained=(True,) * tokens, sampler_logp=(-0.5,) * tokens, text="", finish="stop",
             policy_version=0, reward=None if right is None else float(right), success=right,

@@ -57,7 +57,7 @@ def rollout(sample: int, trained: tuple[bool, ...] = (True, True), **changes: ob
         "parts": {"correct": 0.0, "format": 1.0},
         **changes,
     }
-    return Rollout(**fields)  # type: ignore[arg-type]
+    return Rollout.single_turn(**fields)  # type: ignore[arg-type]
 
 
 def group(*rollouts: Rollout) -> Group:

@@ -23,7 +23,7 @@ def prompt(name: str = "t/1", *, text: str = "1+1?", answer: str = "2") -> Promp
 
 
 def rollout(name: str, sample: int, reward: float | None, text: str = "two") -> Rollout:
-    return Rollout(
+    return Rollout.single_turn(
         prompt_id=name,
         sample=sample,
         prompt_tokens=(1,),

@@ -21,7 +21,7 @@ PROMPT = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), 
 
 
 def rollout(tokens: int, reward: float | None, sample: int = 0) -> Rollout:
-    return Rollout(
+    return Rollout.single_turn(
         prompt_id="p", sample=sample, prompt_tokens=(7, 8), tokens=tuple(range(9, 9 + tokens)),
         trained=(True,) * tokens, sampler_logp=(-0.5,) * tokens, text="", finish="stop",
         policy_version=0, reward=reward, success=None if reward is None else reward > 0,

@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.plan.runs import SHORT
-from tests.train.test_collate_update import settings
 
 from covey.accel.packing import balanced
 from covey.config import load_config
@@ -24,8 +22,10 @@ from covey.training.optimizer import Stepped
 from covey.training.row_facts import RowFacts
 from covey.training.update import prepare, update
 from covey.types import Batch, HostRows, Totals
+from tests.analysis.plan.runs import SHORT
 from tests.conftest import make_batch
 from tests.reporters import Notes
+from tests.training.test_collate_update import settings
 
 WAITS = {
     "tolist", "item", "cpu", "numpy", "nonzero", "unique", "masked_select",

@@ -27,7 +27,7 @@ from covey.rewards import ThinkAnswer
 from covey.rewards.build import make_reward
 from covey.rewards.score import Reward
 from covey.rng import sft_indices
-from covey.rollout.collect import ask
+from covey.rollout.episode import encode_prompts
 from covey.run.folder import RunFolder
 from covey.scoring import InlineScorer, Job
 from covey.stopping import StopSignal
@@ -39,7 +39,7 @@ from covey.training.sft import SftParts, build_sft, run_sft, step_examples
 from covey.training.sft_data import Solutions, solutions_of, write_solution
 from covey.training.sft_step import Example, encode_example, learn, stack
 from covey.types import Prompt
-from tests.conftest import build
+from tests.conftest import build, rollouts_of
 from tests.processes import forked, wait_until
 from tests.reporters import Notes
 
@@ -159,8 +159,10 @@ def test_the_end_is_learned_also_where_it_is_the_padding() -> None:
     losses = [learn(policy, batch, rate=0.01, micro_batch_tokens=4096).loss for _ in range(40)]
     assert losses[-1] < 0.05 < losses[0]
     assert policy.version == 40
-    sampling = Sampling(samples=1, max_tokens=30, distribution=Distribution(temperature=0.0))
-    answers = NativeEngine(model).generate(ask(model, prompts), step=0, sampling=sampling)
+    sampling = Sampling(group_size=1, max_tokens=30, distribution=Distribution(temperature=0.0))
+    answers = rollouts_of(
+        NativeEngine(model), encode_prompts(model, prompts), step=0, sampling=sampling
+    )
     told = [(a.text, a.finish) for (a,) in answers]
     assert told == [("two", "stop"), ("a longer one", "stop")]
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tests.train.test_resume import wait
 
 from covey.cli.main import run as covey
 from covey.config import load_config, to_toml
@@ -21,6 +20,7 @@ from covey.training.build import assemble, resolve
 from covey.training.loop import train
 from tests.processes import forked, wait_until
 from tests.reporters import Notes
+from tests.training.test_resume import wait
 
 SETTINGS = (
     "model.device=cpu", "train.steps=4", "train.mini_batches=1", "save.every=4",

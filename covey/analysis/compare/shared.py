@@ -1,10 +1,10 @@
-"""Answers that several runs start from, sampled once.
+"""First rollouts that several runs share, generated once.
 
-Before the first optimizer step all runs of a seed have the same weights, ask the same prompts and
-draw the same random numbers, so their answers are the same: the first run that needs them writes
-them down, and the others read. That holds on a GPU too, where numbers added up in another order
-may come out otherwise. What is stored is named by all that decides it; a run that samples in
-another way needs a file of another name and so never gets what is not its own.
+Before the first optimizer step all runs of a seed have the same weights, the same prompts and the
+same random numbers, so their completions are the same: the first run that needs them stores them,
+and the others read them. That holds on a GPU too, where sums in another order may round otherwise.
+The name of a file is a digest of everything that decides its completions, so a run with other
+settings never reads it.
 """
 
 from __future__ import annotations
@@ -12,84 +12,111 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from covey.engines.protocol import Engine, Question, Sampling
+from covey.engines.protocol import (
+    Completion,
+    Engine,
+    EngineInfo,
+    Limits,
+    Request,
+    RequestSource,
+    WeightSource,
+)
 from covey.evaluate.evaluate import EVALUATION_STEP
 from covey.run.files import write_text
 from covey.run.read_files import read_lines
-from covey.training.policy import Policy
-from covey.types import Rollout
+from covey.types import VersionSpan
 
 
 @dataclass(slots=True, kw_only=True)
 class SharedEngine:
-    """A sampler whose answers before the first optimizer step are kept for others."""
+    """An engine that stores its completions before the first optimizer step for other runs."""
 
-    sampler: Engine
-    policy: Policy
+    engine: Engine
     folder: Path
     start: str
     """What decides the starting policy: digest of its weights, its type, its adapter."""
     note: Path
-    """Where the names of the answers of the first step are written down."""
+    """The file that lists the stored completions of the first step."""
     used: list[str] = field(default_factory=list)
-    """These names."""
+    """Their names."""
+    version: int = 0
 
     @property
-    def way(self) -> str:
-        """How answers that are not stored are written."""
-        return self.sampler.way
+    def info(self) -> EngineInfo:
+        """That of the engine."""
+        return self.engine.info
 
-    def generate(
-        self,
-        questions: Sequence[Question],
-        *,
-        step: int,
-        sampling: Sampling,
-        version: int = 0,
-        finished: Callable[[int, Rollout], None] | None = None,
-    ) -> list[list[Rollout]]:
-        """Return stored answers if there are any; otherwise sample, and store."""
+    def load_weights(self, weights: WeightSource, version: int) -> None:
+        """Hand the weights to the engine."""
+        self.version = version
+        self.engine.load_weights(weights, version)
 
-        def sample() -> list[list[Rollout]]:
-            return self.sampler.generate(
-                questions, step=step, sampling=sampling, version=version, finished=finished
-            )
+    def close(self) -> None:
+        """Close the engine."""
+        self.engine.close()
 
-        # Evaluations always say version 0: what counts is how far the policy is.
-        if self.policy.version > 0:
-            return sample()
-        file = self.folder / f"{self._name(questions, step, sampling)}.jsonl"
+    def run(self, requests: RequestSource) -> None:
+        """Use stored completions if there are any; otherwise generate, and store them."""
+        if self.version > 0 or not requests.limits.requests:
+            self.engine.run(requests)
+            return
+        source = _Recorder(requests)
+        step = source.requests[0].address.step
+        file = self.folder / f"{self._name(source.requests, requests.limits, step)}.jsonl"
         if step != EVALUATION_STEP and file.stem not in self.used:
             self.used.append(file.stem)
             write_text(self.note, json.dumps(self.used) + "\n")
         with _alone(file):
             if not file.exists():
-                answers = sample()
-                _write(file, answers)
-                return answers
-        answers = _read(file, len(questions))
-        if finished is not None:
-            for number, rollouts in enumerate(answers):
-                for rollout in rollouts:
-                    finished(number, rollout)
-        return answers
+                self.engine.run(source)
+                _write(file, source.completions)
+                return
+        requests.done(_read(file, source.requests))
 
-    def _name(self, questions: Sequence[Question], step: int, sampling: Sampling) -> str:
-        settings = asdict(sampling)
-        del settings["slots"]  # how many are written at once changes nothing
-        evaluation, greedy = step == EVALUATION_STEP, sampling.distribution.temperature == 0.0
+    def _name(self, requests: Sequence[Request], limits: Limits, step: int) -> str:
+        settings = asdict(limits.sampling)
+        del settings["max_concurrent"]  # it changes no completion
+        greedy, seed = limits.sampling.distribution.temperature == 0.0, limits.sampling.seed
         if greedy:
             settings["seed"] = None  # nothing is drawn
-        asked = [(question.prompt.id, question.tokens) for question in questions]
-        name = "evaluation" if evaluation else f"step-{step}"
-        tail = "" if greedy else f"-seed-{sampling.seed}"
-        return f"{name}{tail}-{_digest([self.start, asked, step, settings])[:16]}"
+        prompts = {request.prompt: (request.address.prompt, request.tokens) for request in requests}
+        name = "evaluation" if step == EVALUATION_STEP else f"step-{step}"
+        tail = "" if greedy else f"-seed-{seed}"
+        decisive = [self.start, list(prompts.values()), step, settings]
+        return f"{name}{tail}-{_digest(decisive)[:16]}"
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """A source whose requests are known before the engine runs, and which keeps completions."""
+
+    source: RequestSource
+    requests: Sequence[Request] = field(init=False)
+    taken: bool = False
+    completions: list[Completion] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.requests = self.source.take()
+
+    @property
+    def limits(self) -> Limits:
+        return self.source.limits
+
+    def take(self) -> Sequence[Request]:
+        if self.taken:
+            return self.source.take()
+        self.taken = True
+        return self.requests
+
+    def done(self, completions: Sequence[Completion]) -> None:
+        self.completions += completions
+        self.source.done(completions)
 
 
 def _digest(data: Any) -> str:
@@ -105,16 +132,29 @@ def _alone(file: Path) -> Iterator[None]:
         yield
 
 
-def _write(file: Path, answers: Sequence[Sequence[Rollout]]) -> None:
-    rows = ({"question": n, **asdict(r)} for n, rollouts in enumerate(answers) for r in rollouts)
+def _write(file: Path, completions: Sequence[Completion]) -> None:
+    rows = [
+        {
+            "request": completion.request.number,
+            "tokens": completion.tokens,
+            "logp": completion.logp,
+            "finish": completion.finish,
+            "versions": completion.versions,
+        }
+        for completion in sorted(completions, key=lambda completion: completion.request.number)
+    ]
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _read(file: Path, questions: int) -> list[list[Rollout]]:
-    answers: list[list[Rollout]] = [[] for _ in range(questions)]
-    for row in read_lines(file):
-        number = row.pop("question")
-        for name in ("prompt_tokens", "tokens", "trained", "sampler_logp"):
-            row[name] = tuple(row[name])
-        answers[number].append(Rollout(**row))
-    return answers
+def _read(file: Path, requests: Sequence[Request]) -> list[Completion]:
+    numbered = {request.number: request for request in requests}
+    return [
+        Completion(
+            request=numbered[row["request"]],
+            tokens=tuple(row["tokens"]),
+            logp=tuple(row["logp"]),
+            finish=row["finish"],
+            versions=tuple(VersionSpan(*span) for span in row["versions"]),
+        )
+        for row in read_lines(file)
+    ]

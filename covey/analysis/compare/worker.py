@@ -108,17 +108,16 @@ def work(job: Job) -> int:
         if (config.reward, config.scoring) != (common.reward, common.scoring):
             parts = replace(parts, judge=stack.enter_context(closing(scorer_of(common))))
         folder = _folder(job, config, parts)
-        sampler = SharedEngine(
-            sampler=parts.sampler,
-            policy=parts.policy,
+        engine = SharedEngine(
+            engine=parts.sampler,
             folder=Path(job.shared),
             start=job.start,
             note=folder.path / FIRST_ANSWERS,
         )
         reporter = LogReporter()
-        reporter.note(f"sampling: {sampler.way}")
+        reporter.note(f"sampling: {engine.info.backend}")
         with folder.locked(), stop_signal() as stop:
-            train(replace(parts, sampler=sampler), folder, reporter, stop)
+            train(replace(parts, sampler=engine), folder, reporter, stop)
     if stop.received is not None:
         return STOPPED
     write_outcome(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import Config, load_config
+from covey.engines.native.engine import has_exact_logp
 from covey.errors import RunError
 from covey.objective import Objective
 from covey.reference import Reference
@@ -121,17 +122,24 @@ def _prompt(row: dict[str, Any]) -> Prompt:
     )
 
 
+_RECORDED = (
+    "prompt_id", "sample", "prompt_tokens", "tokens", "trained", "sampler_logp", "text", "finish",
+    "policy_version", "reward", "success", "parts", "reward_id",
+)  # fmt: skip
+"""The fields of a rollout that its line holds."""
+
+
 def _rollout(row: dict[str, Any]) -> Rollout:
-    lacking = [name for name in Rollout.__slots__ if name not in row]
+    lacking = [name for name in _RECORDED if name not in row]
     if lacking or len(row["tokens"]) != len(row["sampler_logp"]):
         what = f"lacks {lacking[0]}" if lacking else "has more or fewer tokens than probabilities"
         raise RunError(f"an answer of the step, to {row['prompt_id']}, {what}")
-    values = {name: row[name] for name in Rollout.__slots__}
+    values = {name: row[name] for name in _RECORDED}
     for name in ("prompt_tokens", "tokens", "sampler_logp"):
         values[name] = tuple(row[name])
     trained = row["trained"]
     values["trained"] = (True,) * len(row["tokens"]) if trained is True else tuple(trained)
-    return Rollout(**values)
+    return Rollout.single_turn(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +194,7 @@ def _at_start(config: Config, step: int) -> Trainee:
     reference = None
     if objective.needs_reference:
         reference = make_reference(config, policy=model, load=partial(load_model, config))
-    settings = update_settings_of(config, model, sampling_of(config))
+    settings = update_settings_of(config, sampling_of(config), exact_logp=has_exact_logp(model))
     return Trainee(
         config=config,
         policy=policy_of(config, model),

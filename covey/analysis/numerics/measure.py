@@ -34,8 +34,8 @@ from covey.config import Config
 from covey.objective.compose import function_of
 from covey.objective.ratio import one, token
 from covey.objective.surrogate import geometric_clipped, trust_mask
-from covey.rollout.collect import ask
-from covey.rollout.gather import gather
+from covey.rollout.episode import encode_prompts, generate
+from covey.rollout.source import SynchronousSource
 from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.collate import collate
@@ -80,8 +80,9 @@ def measure(
     """Sample the next step's answers and measure every cause; the weights have changed after."""
     budget = Budget(settings=parts.config.train)
     used = used_by(parts, state)
-    gathered = gather(parts, reporter, state.step + 1, share=budget.spent(used))
-    groups = gathered.selected.groups or gathered.collected.groups
+    source = SynchronousSource(parts, reporter)
+    rollouts = source.groups(state.step + 1, share=budget.spent(used))
+    groups = rollouts.selected.groups or rollouts.collected.groups
     clip = clip_range(parts)
     few = _first(groups, alone)
     solo = _written_alone(parts, few, state.step + 1)
@@ -141,13 +142,13 @@ def _first(groups: Sequence[Group], answers: int) -> list[Group]:
 def _written_alone(parts: Parts, few: Sequence[Group], step: int) -> list[Group]:
     """Sample the same answers again, one at a time; all that is random is addressed."""
     model = parts.policy.model
-    sampling = replace(parts.sampling, slots=1, samples=len(few[0].rollouts))
-    questions = ask(model, [group.prompt for group in few])
-    answers = parts.sampler.generate(questions, step=step, sampling=sampling)
-    return [
-        Group(prompt=group.prompt, rollouts=tuple(rollouts))
-        for group, rollouts in zip(few, answers, strict=True)
-    ]
+    return generate(
+        encode_prompts(model, [group.prompt for group in few]),
+        engine=parts.sampler,
+        model=model,
+        sampling=replace(parts.sampling, max_concurrent=1, group_size=len(few[0].rollouts)),
+        step=step,
+    )
 
 
 def _parted(few: Sequence[Group], solo: Sequence[Group]) -> int:

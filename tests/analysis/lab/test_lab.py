@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lab.bad_rewards import Faulty
 
 from covey.analysis.lab.files import read_cases, read_labelled
 from covey.analysis.lab.hacks import FORMS
@@ -32,6 +31,7 @@ from covey.rewards import ThinkAnswer, templates
 from covey.rewards.mix import Mix
 from covey.scoring import Pool
 from covey.tasks import Arithmetic
+from tests.analysis.lab.bad_rewards import Faulty
 
 PROMPTS = Arithmetic().held_out()[:6]
 

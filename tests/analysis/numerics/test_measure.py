@@ -14,7 +14,7 @@ from covey.analysis.numerics.ways import alone_logp, common_prefix, log_kept, up
 from covey.config import load_config
 from covey.embedded import CHECKPOINT
 from covey.models.logp import LogProbs
-from covey.rollout.gather import gather
+from covey.rollout.source import SynchronousSource
 from covey.training.build import Parts, assemble, resolve, total_updates
 from covey.training.collate import collate
 from covey.training.state import State
@@ -103,7 +103,7 @@ def log_kept_by_hand(setting: str, name: str, value: float) -> list[float]:
 
 
 def groups_of(parts: Parts) -> tuple[Group, ...]:
-    return gather(parts, Notes(), 1).selected.groups
+    return SynchronousSource(parts, Notes()).groups(1).selected.groups
 
 
 def test_in_bfloat16_precision_is_what_there_is() -> None:
@@ -250,7 +250,7 @@ def test_a_common_prefix_ends_where_tokens_part() -> None:
 
 def group(*answers: tuple[int, ...]) -> Group:
     rollouts = tuple(
-        Rollout(
+        Rollout.single_turn(
             prompt_id="p", sample=n, prompt_tokens=(1,), tokens=tokens,
             trained=(True,) * len(tokens), sampler_logp=(0.0,) * len(tokens), text="",
             finish="stop", policy_version=0,

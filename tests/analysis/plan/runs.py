@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tests.train.test_rewards_that_fail import Notes
 
 from covey.config import load_config
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training.build import assemble, resolve
 from covey.training.loop import train
+from tests.training.test_rewards_that_fail import Notes
 
 SHORT = (
     "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluate.every=0", "save.every=0",

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.plan.runs import ran, starting_weights
 
 from covey.analysis.plan.idle import NOTICEABLE_BETA
 from covey.analysis.plan.risk import FEWEST_PROMPTS, POINTS
@@ -17,6 +16,7 @@ from covey.rewards.length import Soft
 from covey.training.optimizer import learning_rate
 from covey.training.update import UpdateSettings
 from covey.types import Batch
+from tests.analysis.plan.runs import ran, starting_weights
 from tests.conftest import make_batch
 from tests.objective.laws import make_step, of_answer
 

@@ -26,15 +26,15 @@ from covey.config import Config, load_config
 from covey.embedded import CHECKPOINT
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.stepper import EagerStepper
-from covey.engines.protocol import Question
 from covey.errors import ConfigError, ModelError
 from covey.models.adapter import add_adapter, save_adapter
 from covey.models.language_model import LanguageModel, load_language_model, wrap
 from covey.models.layout import micro_batches, pack
 from covey.models.logp import batch_logp
+from covey.rollout.episode import EncodedPrompt
 from covey.training.build import resolve, sampling_of
 from covey.types import Batch, Prompt
-from tests.conftest import build
+from tests.conftest import build, rollouts_of
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = Device(kind="cpu", memory=2**34, name="a laptop")
@@ -204,9 +204,9 @@ def test_slots_are_those_of_the_sampler(embedded: LanguageModel) -> None:
     found = forecast(config, CPU)
     longest = prompt_lengths(config).longest
     prompts = [Prompt(id=str(n), task="", target="", messages=()) for n in range(3)]
-    questions = [Question(prompt=p, tokens=(7,) * longest, opening="") for p in prompts]
+    questions = [EncodedPrompt(prompt=p, tokens=(7,) * longest, prefill="") for p in prompts]
     sampler = NativeEngine(embedded)
-    sampler.generate(questions, step=0, sampling=sampling_of(config))
+    rollouts_of(sampler, questions, step=0, sampling=sampling_of(config))
     assert isinstance(sampler.stepper, EagerStepper)
     assert sampler.stepper.spare is not None
     beside = 12 * config.rollout.max_tokens * 16  # uniforms, tokens and log-probabilities

@@ -11,8 +11,6 @@ import transformers
 
 pytest.importorskip("triton")
 
-from tests.plan.test_memory import bytes_of, equal_rows, kept_bytes, llama
-
 from covey.accel import fused_forward as fused
 from covey.accel import fused_head as device_head
 from covey.accel.fused_parameters import join_weights
@@ -33,6 +31,7 @@ from covey.engines.native.kv_cache import KeyShape
 from covey.models.language_model import LanguageModel
 from covey.models.layout import pack_for
 from covey.training.build import resolve, sampling_of
+from tests.analysis.plan.test_memory import bytes_of, equal_rows, kept_bytes, llama
 from tests.conftest import build
 
 GPU = Device(kind="cuda", memory=139 * 2**30, name="an H200")
@@ -143,7 +142,7 @@ def test_the_pool_is_that_of_the_sampler(embedded: LanguageModel) -> None:
     stepper = graph.GraphStepper(embedded, FusedDecoder(embedded), shape, way="tried")
     sampling = sampling_of(config)
     for questions, samples in ((9, 4), (lengths.held_out, 1), (9, 4)):
-        width = stepper.width_for(min(sampling.slots, questions * samples))
+        width = stepper.width_for(min(sampling.max_concurrent, questions * samples))
         slots = stepper.begin(
             width=width, questions=questions, longest=lengths.longest, sampling=sampling
         )

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.policy.test_adapter import adapted, embedded_model, learn, policy_of, trained
-from tests.sampler.test_decoder import UNDERSTOOD, made
-from tests.sampler.test_native import ragged_questions
 
 from covey.engines.native.choose_backend import decoder_for, trial
 from covey.engines.native.engine import NativeEngine
@@ -20,7 +18,9 @@ from covey.models.language_model import LanguageModel
 from covey.training.collate import collate
 from covey.training.policy import Policy
 from covey.types import Group
-from tests.conftest import build
+from tests.conftest import build, rollouts_of
+from tests.engines.native.test_engine import ragged_prompts
+from tests.engines.native.test_llama_decoder import UNDERSTOOD, made
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "qwen2", "qwen3"])
@@ -42,9 +42,9 @@ def test_adapters_are_written_out_exactly(
 
 def sampled_and_trained(policy: Policy, sampler: NativeEngine) -> tuple[torch.Tensor, ...]:
     """Return what sampler and trainer say of the same answers."""
-    questions = ragged_questions(8)
-    sampling = Sampling(samples=3, max_tokens=20, slots=10)
-    answers = sampler.generate(questions, step=policy.version, sampling=sampling)
+    questions = ragged_prompts(8)
+    sampling = Sampling(group_size=3, max_tokens=20, max_concurrent=10)
+    answers = rollouts_of(sampler, questions, step=policy.version, sampling=sampling)
     groups = [
         Group(prompt=q.prompt, rollouts=tuple(rollouts))
         for q, rollouts in zip(questions, answers, strict=True)

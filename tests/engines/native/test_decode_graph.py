@@ -16,11 +16,12 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.native.kv_cache import KeyShape, Memory, Slots
 from covey.engines.native.prefill import read_prompts
 from covey.engines.native.stepper import EagerStepper
-from covey.engines.protocol import Question, Sampling
+from covey.engines.protocol import Sampling
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel, load_language_model
+from covey.rollout.episode import EncodedPrompt
 from covey.types import Prompt
-from tests.conftest import build
+from tests.conftest import build, rollouts_of
 
 pytest.importorskip("triton")
 
@@ -36,10 +37,10 @@ def made(kind: str) -> LanguageModel:
     return model
 
 
-def questions(model: LanguageModel) -> list[Question]:
+def questions(model: LanguageModel) -> list[EncodedPrompt]:
     size = model.model.config.vocab_size
     return [
-        Question(
+        EncodedPrompt(
             prompt=Prompt(id=str(number), task="t", messages=(), target=""),
             tokens=tuple((3 + 5 * number + i * i) % size for i in range(2 + 3 * number)),
         )
@@ -78,14 +79,16 @@ def test_the_graph_writes_what_the_plain_sampler_writes(
     from covey.engines.native.decode_graph import GraphStepper
 
     model = made(kind)
-    sampling = Sampling(samples=2, max_tokens=4, slots=4, distribution=distribution, seed=1)
+    sampling = Sampling(
+        group_size=2, max_tokens=4, max_concurrent=4, distribution=distribution, seed=1
+    )
     asked = questions(model)
     plain = NativeEngine(model)
     plain.stepper = EagerStepper(model, decoder_for(model), shape_of(model))
-    expected = plain.generate(asked, step=2, sampling=sampling)
+    expected = rollouts_of(plain, asked, step=2, sampling=sampling)
     sampler = by_graph(model)
     for slots in (4, 3):  # the second call finds the memory of the first
-        got = sampler.generate(asked, step=2, sampling=replace(sampling, slots=slots))
+        got = rollouts_of(sampler, asked, step=2, sampling=replace(sampling, max_concurrent=slots))
         for mine, theirs in zip(chain(*got), chain(*expected), strict=True):
             assert mine.tokens == theirs.tokens
             assert mine.finish == theirs.finish
@@ -112,14 +115,14 @@ def test_prompts_that_come_next_are_read_at_the_same_time(
 
     monkeypatch.setattr(writer, "read_prompts", counted)
     monkeypatch.setattr(writer, "PREFILL_TOKENS", tokens)
-    sampling = Sampling(samples=4, max_tokens=2, slots=4, seed=1)
-    found = by_graph(model).generate(questions(model), step=2, sampling=sampling)
+    sampling = Sampling(group_size=4, max_tokens=2, max_concurrent=4, seed=1)
+    found = rollouts_of(by_graph(model), questions(model), step=2, sampling=sampling)
     assert read == passes
     assert [len(answers) for answers in found] == [4, 4, 4]
     read.clear()
     plain = NativeEngine(model)
     plain.stepper = EagerStepper(model, decoder_for(model), shape_of(model))
-    plain.generate(questions(model), step=2, sampling=sampling)
+    rollouts_of(plain, questions(model), step=2, sampling=sampling)
     assert read == [1, 1, 1]
 
 
@@ -136,9 +139,9 @@ def test_small_heads_of_16_bits_are_not_written_out() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_embedded_model_samples_on_a_gpu(dtype: str) -> None:
     model = load_language_model("embedded", dtype=dtype, device="cuda")
-    sampling = Sampling(samples=4, max_tokens=20, slots=4, seed=1)
+    sampling = Sampling(group_size=4, max_tokens=20, max_concurrent=4, seed=1)
     sampler = NativeEngine(model)
-    found = sampler.generate(questions(model), step=2, sampling=sampling)
+    found = rollouts_of(sampler, questions(model), step=2, sampling=sampling)
     assert [len(answers) for answers in found] == [4, 4, 4]
     assert isinstance(sampler.stepper, GraphStepper)
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from tests.sampler.test_graph import by_graph, shape_of
-from tests.sampler.test_native import as_groups
 
 from covey.engines.draw import Distribution
 from covey.engines.native.choose_backend import decoder_for, tried
@@ -23,14 +21,17 @@ from covey.engines.native.transformers_decoder import (
     RereadingDecoder,
     TransformersDecoder,
 )
-from covey.engines.protocol import Question, Sampling
+from covey.engines.protocol import Sampling
 from covey.errors import DataError
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.logp import batch_logp
+from covey.rollout.episode import EncodedPrompt
 from covey.training.collate import collate
 from covey.types import Prompt
-from tests.conftest import ARCHITECTURES, build
+from tests.conftest import ARCHITECTURES, build, rollouts_of
+from tests.engines.native.test_decode_graph import by_graph, shape_of
+from tests.engines.native.test_engine import as_groups
 
 SIZES = {
     "vocab_size": 262, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -120,9 +121,9 @@ OTHERS = {
 }  # fmt: skip
 
 
-def questions() -> list[Question]:
+def questions() -> list[EncodedPrompt]:
     return [
-        Question(
+        EncodedPrompt(
             prompt=Prompt(id=str(number), task="t", messages=(), target=""),
             tokens=tuple((6 + 5 * number + i * i) % 262 for i in range(length)),
         )
@@ -140,9 +141,11 @@ def small_memory(slots: int, shape: KeyShape) -> PooledCache:
 
 
 def check_greedy(model: LanguageModel, sampler: NativeEngine, tokens: int) -> None:
-    sampling = Sampling(max_tokens=tokens, slots=4, distribution=Distribution(temperature=0.0))
+    sampling = Sampling(
+        max_tokens=tokens, max_concurrent=4, distribution=Distribution(temperature=0.0)
+    )
     for question, (rollout,) in zip(
-        questions(), sampler.generate(questions(), step=0, sampling=sampling), strict=True
+        questions(), rollouts_of(sampler, questions(), step=0, sampling=sampling), strict=True
     ):
         ids = torch.tensor([question.tokens], device=model.device)
         theirs = model.model.generate(
@@ -152,8 +155,8 @@ def check_greedy(model: LanguageModel, sampler: NativeEngine, tokens: int) -> No
 
 
 def check_logps(model: LanguageModel, sampler: NativeEngine, tokens: int) -> None:
-    sampling = Sampling(max_tokens=tokens, slots=4, seed=1)
-    rollouts = sampler.generate(questions(), step=0, sampling=sampling)
+    sampling = Sampling(max_tokens=tokens, max_concurrent=4, seed=1)
+    rollouts = rollouts_of(sampler, questions(), step=0, sampling=sampling)
     batch = collate(as_groups(questions(), rollouts)).to(model.device)
     with torch.no_grad():
         logp = batch_logp(model, batch, side="right").logp
@@ -201,15 +204,18 @@ def test_angles_that_depend_on_the_longest_row_bound_the_context() -> None:
     """An answer is the same beside any other, in sampling and in training."""
     model = made("longrope")
     assert (model.context, model.packs) == (32, True)
-    sampler, sampling = NativeEngine(model), Sampling(samples=2, max_tokens=23, slots=4, seed=1)
+    sampler, sampling = (
+        NativeEngine(model),
+        Sampling(group_size=2, max_tokens=23, max_concurrent=4, seed=1),
+    )
     short, long = questions()
-    (alone,) = sampler.generate([short], step=0, sampling=sampling)
-    both = sampler.generate([short, long], step=0, sampling=sampling)
+    (alone,) = rollouts_of(sampler, [short], step=0, sampling=sampling)
+    both = rollouts_of(sampler, [short, long], step=0, sampling=sampling)
     assert [r.tokens for r in both[0]] == [r.tokens for r in alone]
     assert max(len(r.tokens) for r in both[1]) == 23  # up to the end of the context
     check_logps(model, sampler, 23)
     with pytest.raises(DataError, match=r"prompt 1 has 9 tokens.*33: the model's context is 32"):
-        sampler.generate([short, long], step=0, sampling=replace(sampling, max_tokens=24))
+        rollouts_of(sampler, [short, long], step=0, sampling=replace(sampling, max_tokens=24))
 
 
 def test_what_is_not_standard_attention_is_not_recorded() -> None:

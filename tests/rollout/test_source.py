@@ -1,4 +1,4 @@
-"""Which groups a step learns from: filters, refills, length punishment, adaptive beta."""
+"""The groups of a step: filters, refills, length penalty; and what training does with them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tests.train.test_collate_update import make_policy, settings
-from tests.train.test_rewards_that_fail import Notes
 
 from covey.cli.console import PlainReporter
 from covey.config import load_config
@@ -21,7 +19,7 @@ from covey.objective.advantage import group_centered
 from covey.objective.penalty import adapted_beta
 from covey.rewards import Score, ThinkAnswer, as_reward
 from covey.rollout.filter import Selected, is_mixed, select, without_truncated
-from covey.rollout.gather import gather, punished
+from covey.rollout.source import StepRollouts, SynchronousSource, penalized
 from covey.run.folder import RunFolder
 from covey.scoring import InlineScorer
 from covey.stopping import StopSignal
@@ -33,6 +31,8 @@ from covey.training.state import State
 from covey.training.update import update
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.conftest import make_batch
+from tests.training.test_collate_update import make_policy, settings
+from tests.training.test_rewards_that_fail import Notes
 
 QUICK = ["train.steps=2", "rollout.prompts_per_step=6", "rollout.group_size=4", "evaluate.every=0"]
 
@@ -41,10 +41,14 @@ def parts_with(*overrides: str) -> Parts:
     return assemble(resolve(load_config("arithmetic", [*QUICK, *overrides])))
 
 
+def groups_of(parts: Parts, step: int = 1) -> StepRollouts:
+    return SynchronousSource(parts, Notes()).groups(step)
+
+
 def group(name: str, *right: bool | None, age: int = 0, tokens: int = 3) -> Group:
     prompt = Prompt(id=name, task="t", messages=(), target="")
     rollouts = tuple(
-        Rollout(
+        Rollout.single_turn(
             prompt_id=name, sample=n, prompt_tokens=(7,), tokens=(9,) * tokens,
             trained=(True,) * tokens, sampler_logp=(-0.5,) * tokens, text="", finish="stop",
             policy_version=10 - age, reward=None if r is None else float(r), success=r,
@@ -75,14 +79,14 @@ ALL = [MIXED, RIGHT, WRONG, OLD, LONELY]
         ),
     ],
 )
-def test_every_group_left_out_has_one_reason(options: dict, expected: Selected) -> None:
+def test_every_dropped_group_has_one_reason(options: dict, expected: Selected) -> None:
     assert select(ALL, version=10, **options) == expected
 
 
-def test_dynamic_sampling_asks_who_is_right_and_not_for_reward() -> None:
-    """With a length penalty an all-right group has reward variance, and is still left out."""
+def test_dynamic_sampling_looks_at_success_and_not_at_reward() -> None:
+    """With a length penalty a group that is all correct has reward variance. It is still dropped."""
     rollouts = tuple(
-        replace(RIGHT.rollouts[0], tokens=(9,) * n, reward=1.0 - 0.1 * n) for n in (5, 4, 3)
+        replace(group("right", True, tokens=n).rollouts[0], reward=1.0 - 0.1 * n) for n in (5, 4, 3)
     )
     flat = replace(RIGHT, rollouts=rollouts)
     assert not is_mixed(flat)
@@ -91,65 +95,65 @@ def test_dynamic_sampling_asks_who_is_right_and_not_for_reward() -> None:
     assert not is_mixed(unscored)
 
 
-def test_dynamic_sampling_fills_the_step_with_prompts_it_has_not_asked() -> None:
+def test_dynamic_sampling_fills_the_step_with_prompts_it_has_not_used() -> None:
     parts = parts_with("filter.dynamic_sampling=true", "filter.max_rounds=6")
-    gathered = gather(parts, Notes(), step=1)
-    assert all(is_mixed(g) for g in gathered.selected.groups)
-    assert len(gathered.selected.groups) == 6
-    assert gathered.rounds > 1
-    ids = [g.prompt.id for g in gathered.collected.groups]
+    found = groups_of(parts)
+    assert all(is_mixed(g) for g in found.selected.groups)
+    assert len(found.selected.groups) == 6
+    assert found.rounds > 1
+    ids = [g.prompt.id for g in found.collected.groups]
     assert len(ids) == len(set(ids))
-    again = gather(parts, Notes(), step=1)
-    assert again.selected == gathered.selected
-    other = gather(parts, Notes(), step=2)
+    keys = [rollout.key for rollout in found.collected.rollouts]
+    assert len(keys) == len(set(keys))
+    assert groups_of(parts).selected == found.selected
+    other = groups_of(parts, step=2)
     assert {g.prompt.id for g in other.selected.groups} != set(ids)
 
 
 class FailsAt:
-    """Right answers are worth 1; the answers with these numbers, as they come, cannot be judged."""
+    """The completions with these numbers, in the order of scoring, cannot be scored."""
 
     quick, version, bounds = True, 1, (0.0, 1.0)
 
     def __init__(self, *numbers: int) -> None:
-        self.numbers, self.asked = numbers, 0
+        self.numbers, self.count = numbers, 0
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        self.asked += 1
-        if self.asked in self.numbers:
+        self.count += 1
+        if self.count in self.numbers:
             raise KeyError("no such thing")
         return ThinkAnswer()(prompt, text)
 
 
-def test_unscored_answers_are_a_share_of_the_step_and_not_of_a_refill() -> None:
+def test_unscored_completions_are_a_share_of_the_step_and_not_of_a_refill() -> None:
     config = resolve(load_config("arithmetic", [*QUICK, "filter.dynamic_sampling=true"]))
-    whole = gather(assemble(config, FailsAt()), Notes(), step=1)
+    whole = groups_of(assemble(config, FailsAt()))
     assert whole.rounds > 1
-    answers = len(whole.collected.rollouts)
-    # The last answer of the last refill, of which it is more than a tenth in a small one.
-    gathered = gather(assemble(config, FailsAt(answers - 1, answers)), Notes(), step=1)
-    assert len(gathered.collected.failures) == 2 < 0.1 * len(gathered.collected.rollouts)
-    with pytest.raises(RewardError, match="3 of 24 answers could not be scored"):
-        gather(assemble(config, FailsAt(1, 2, 3)), Notes(), step=1)
+    count = len(whole.collected.rollouts)
+    # The last two rollouts may be more than a tenth of a small refill.
+    found = groups_of(assemble(config, FailsAt(count - 1, count)))
+    assert len(found.collected.failures) == 2 < 0.1 * len(found.collected.rollouts)
+    with pytest.raises(RewardError, match="3 of 24 completions could not be scored"):
+        groups_of(assemble(config, FailsAt(1, 2, 3)))
 
 
 def test_refills_stop_at_the_cap_and_leave_the_first_round_as_it_was() -> None:
-    plain = gather(parts_with(), Notes(), step=1)
-    capped = gather(
-        parts_with("filter.dynamic_sampling=true", "filter.max_rounds=1"), Notes(), step=1
-    )
+    plain = groups_of(parts_with())
+    capped = groups_of(parts_with("filter.dynamic_sampling=true", "filter.max_rounds=1"))
     assert capped.rounds == 1
     assert capped.collected.groups == plain.collected.groups
     assert len(capped.selected.groups) < 6
     assert capped.selected.uniform + len(capped.selected.groups) == 6
 
 
-def everything_right(prompt: Prompt, text: str) -> Score:
+def everything_correct(prompt: Prompt, text: str) -> Score:
     return Score(reward=1.0, success=True)
 
 
 def test_a_step_without_anything_to_learn_is_logged_and_changes_nothing(tmp_path: Path) -> None:
     parts = replace(
-        parts_with("filter.dynamic_sampling=true"), scorer=InlineScorer(as_reward(everything_right))
+        parts_with("filter.dynamic_sampling=true"),
+        scorer=InlineScorer(as_reward(everything_correct)),
     )
     before = [p.detach().clone() for p in parts.policy.model.model.parameters()]
     run, notes = RunFolder.create(tmp_path / "run", "", {}), Notes()
@@ -170,7 +174,8 @@ def test_steps_without_an_update_are_reported_like_others(
 ) -> None:
     run = RunFolder.create(tmp_path / "run", "", {})
     parts = replace(
-        parts_with("filter.dynamic_sampling=true"), scorer=InlineScorer(as_reward(everything_right))
+        parts_with("filter.dynamic_sampling=true"),
+        scorer=InlineScorer(as_reward(everything_correct)),
     )
     train(parts, run, PlainReporter(run, Console(soft_wrap=True)), StopSignal())
     output = capsys.readouterr().out
@@ -178,7 +183,7 @@ def test_steps_without_an_update_are_reported_like_others(
     assert "step 2/2  reward 1.000  right 100.0%" in output
 
 
-def test_a_step_of_masked_answers_keeps_its_beta(tmp_path: Path) -> None:
+def test_a_step_of_masked_rollouts_keeps_its_beta(tmp_path: Path) -> None:
     options = ["objective.beta=0.1", "objective.kl_target=0.01", "rollout.max_tokens=1"]
     run = RunFolder.create(tmp_path / "run", "", {})
     train(parts_with(*options, "filter.mask_truncated=true"), run, Notes(), StopSignal())
@@ -200,12 +205,12 @@ def test_a_length_penalty_is_a_part_of_its_own_and_lowers_the_reward(tmp_path: P
     assert run.steps()[0]["objective/parts/length_penalty"] < 0
 
 
-def test_unscored_answers_are_not_punished() -> None:
-    done = punished(LONELY, lambda rollouts: [-1.0] * len(rollouts))
+def test_unscored_rollouts_get_no_length_penalty() -> None:
+    done = penalized(LONELY, lambda rollouts: [-1.0] * len(rollouts))
     assert [r.reward for r in done.rollouts] == [0.0, None]
 
 
-def test_masking_truncated_answers_keeps_them_in_statistics_and_counts() -> None:
+def test_masking_truncated_rollouts_keeps_them_in_statistics_and_counts() -> None:
     objective = build_objective("dapo")
     batch = make_batch(rows=6, seed=2)
     batch = replace(batch, truncated=torch.tensor([False, True, False, False, False, False]))
@@ -247,7 +252,7 @@ def test_skipping_rows_without_gradient_changes_only_rounding(name: str) -> None
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_an_advantage_of_ones_own_may_read_all_that_there_is(beta: float) -> None:
+def test_a_custom_advantage_may_read_old_and_reference_logp(beta: float) -> None:
     seen = []
 
     def advantage(batch: Batch) -> torch.Tensor:
@@ -256,11 +261,13 @@ def test_an_advantage_of_ones_own_may_read_all_that_there_is(beta: float) -> Non
 
     parts = parts_with(f"objective.beta={beta}", "train.mini_batches=2")
     parts = replace(parts, objective=replace(parts.objective, advantage=advantage))
-    learn(parts, [told("odd", True, False, False, True)], State(beta=beta), parts.update_settings)
+    learn(
+        parts, [differing("odd", True, False, False, True)], State(beta=beta), parts.update_settings
+    )
     assert seen == [(True, beta > 0)]
 
 
-def test_beta_does_not_notice_that_answers_without_advantage_are_left_out() -> None:
+def test_beta_is_the_same_without_the_rows_of_zero_advantage() -> None:
     betas = []
     for skip in ("false", "true"):
         parts = parts_with(
@@ -269,7 +276,7 @@ def test_beta_does_not_notice_that_answers_without_advantage_are_left_out() -> N
             "objective.kl_in=reward", "objective.kl_target=0.05", "objective.kl_horizon=10",
             "optimizer.learning_rate=1e-2", f"filter.skip_zero_gradient={skip}",
         )  # fmt: skip
-        state, groups = State(beta=0.1), [told("odd", True, False, False, True)]
+        state, groups = State(beta=0.1), [differing("odd", True, False, False, True)]
         for _ in range(3):
             learn(parts, groups, state, parts.update_settings)
         betas.append(state.beta)
@@ -281,7 +288,7 @@ def test_one_pass_that_is_not_finite_leaves_an_adaptive_beta_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parts = parts_with("objective.beta=0.1", "objective.kl_target=1e-6", "train.mini_batches=1")
-    groups, state = [told("odd", True, False, False, True)], State(beta=0.1)
+    groups, state = [differing("odd", True, False, False, True)], State(beta=0.1)
     right = Policy.logp
     broken = lambda self, batch: right(self, batch)._replace(  # noqa: E731
         logp=right(self, batch).logp * math.nan
@@ -296,11 +303,14 @@ def test_one_pass_that_is_not_finite_leaves_an_adaptive_beta_alone(
     assert metrics["optim/skipped"] == 0
 
 
-def told(name: str, *right: bool) -> Group:
-    """A group whose answers differ."""
+def differing(name: str, *right: bool) -> Group:
+    """A group whose completions differ."""
     alike = group(name, *right)
-    differ = tuple(replace(r, tokens=(9 + n, 20, 40 + n)) for n, r in enumerate(alike.rollouts))
-    return replace(alike, rollouts=differ)
+    differ = [
+        replace(r, segments=(replace(r.segments[0], tokens=(9 + n, 20, 40 + n)),))
+        for n, r in enumerate(alike.rollouts)
+    ]
+    return replace(alike, rollouts=tuple(differ))
 
 
 @pytest.mark.parametrize(("name", "rows"), [("grpo", 4), ("gspo", 4), ("gtpo", 8), ("tis", 8)])
@@ -308,7 +318,7 @@ def test_old_logp_is_taken_of_rows_with_gradient_alone(name: str, rows: int) -> 
     # gtpo's advantages need the entropies of all, a correction counts all.
     correction = ["objective.correction=token_truncate"] if name == "tis" else []
     algorithm = "grpo" if name == "tis" else name
-    groups = [told("even", True, True, True, True), told("odd", True, False, False, True)]
+    groups = [differing("even", True, True, True, True), differing("odd", True, False, False, True)]
     weights = []
     for skip in (False, True):
         parts = parts_with(
@@ -338,7 +348,7 @@ def test_a_batch_without_any_gradient_still_takes_its_optimizer_steps() -> None:
     assert metrics["optim/grad_norm"] == 0.0
 
 
-def test_a_batch_of_nothing_but_truncated_answers_has_a_gradient_of_zero() -> None:
+def test_a_batch_of_truncated_rollouts_alone_has_a_gradient_of_zero() -> None:
     objective = build_objective("dapo")
     policy = make_policy()
     batch = replace(make_batch(rows=4), truncated=torch.ones(4, dtype=torch.bool))
