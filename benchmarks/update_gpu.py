@@ -31,8 +31,8 @@ import torch
 from speed_device import forget, peaks, seconds_of
 from speed_shapes import PEAK, Shape, flops, random_model, shapes, word_tokenizer
 
-from covey.models.language_model import wrap
-from covey.models.layout import micro_batches
+from covey.models.load_model import wrap
+from covey.models.micro_batches import micro_batches
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import MasterAdamW

@@ -17,7 +17,8 @@ if not torch.cuda.is_available():
 import transformers
 
 from covey.embedded import CHECKPOINT
-from covey.models.language_model import LanguageModel, load_language_model, wrap
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model, wrap
 from covey.types import Batch
 
 # Modules that tests write, or that stand among them, and name in configurations.

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from covey.accel.varlen_attention import Spans, flash_attention
+from covey.accel.varlen_attention import VarlenRows, flash_attention
 
 NAME = "covey"
 
@@ -29,7 +29,7 @@ SHORT = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
+class PaddedRows:
     """Where the tokens of each row are among the packed ones."""
 
     rows: torch.Tensor
@@ -58,15 +58,15 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    packing: Packing | Spans | Attends | None = None,
+    packing: PaddedRows | VarlenRows | Attends | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as scaled dot products do. Returns [batch, positions, H, D]."""
     if packing is None:
         return _attend(module, query, key, value, attention_mask, **options), None
-    if not isinstance(packing, Packing | Spans):
+    if not isinstance(packing, PaddedRows | VarlenRows):
         return packing.attend(module, query, key, value, options), None
-    if isinstance(packing, Spans):
+    if isinstance(packing, VarlenRows):
         if options.get("softcap") is not None:
             raise NotImplementedError("flash kernels have no soft cap")
         scaling, window = options.get("scaling"), options.get("sliding_window")

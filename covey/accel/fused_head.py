@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.accel.fused_parameters import GradSink, sink_of
-from covey.accel.kernels.logp import logp_backward, logp_forward
-from covey.accel.kernels.product import add_product, product
+from covey.accel.kernels.matmul import add_matmul, matmul
+from covey.accel.kernels.token_logp import logp_backward, logp_forward
 
 ROWS = 128
 """Matrix units work on so many rows at once; a chunk of more is a multiple of it."""
@@ -27,7 +27,7 @@ class _Settings(NamedTuple):
     chunk: int
 
 
-def device_logp(
+def fused_token_logp(
     hidden: torch.Tensor,
     linear: torch.nn.Linear,
     tokens: torch.Tensor,
@@ -55,7 +55,7 @@ def _chunks(
     for at in range(0, len(hidden), chunk):
         part = slice(at, min(at + chunk, len(hidden)))
         logits = buffer[: part.stop - part.start]
-        product(hidden[part], weight.t(), out=logits)
+        matmul(hidden[part], weight.t(), out=logits)
         yield part, logits
 
 
@@ -118,13 +118,13 @@ class _WeightGrad:
 
     def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
         if self.total is not None:
-            add_product(left, right, self.total)
+            add_matmul(left, right, self.total)
             return
         if self.sink is not None:
             self.total = self.sink.start()
         else:
             self.total = torch.empty_like(self.weight, dtype=torch.float32)
-        product(left, right, self.total)
+        matmul(left, right, self.total)
 
     def result(self) -> torch.Tensor | None:
         """Return what autograd is given."""

@@ -13,16 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-JOINT = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
+FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
 """What is applied to the same input, in models with the shape of Llama."""
 
 
 @torch.no_grad()
-def join_weights(backbone: nn.Module) -> None:
+def fuse_parameters(backbone: nn.Module) -> None:
     """Put the weights of each layer that read the same input side by side."""
     layers: Any = getattr(backbone, "layers", ())
     for layer in layers:
-        for part, names in JOINT:
+        for part, names in FUSED:
             modules: list[Any] = [getattr(getattr(layer, part, None), name, None) for name in names]
             if all(type(m) is nn.Linear for m in modules):
                 _join([m.weight for m in modules])
@@ -39,7 +39,7 @@ def _join(parameters: Sequence[nn.Parameter | None]) -> None:
         parameter.data = part
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def fused_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the tensor of which these are consecutive rows. None: they are not."""
     first = tensors[0].detach()
     if len(tensors) == 1:
@@ -142,12 +142,12 @@ def sink_of(parameters: Sequence[torch.Tensor]) -> GradSink | None:
     return sink if all(getattr(p, "grad_sink", None) is sink for p in parameters) else None
 
 
-def give_sinks(pairs: Iterable[tuple[nn.Parameter, HoldsGrad]]) -> None:
+def attach_grad_sinks(pairs: Iterable[tuple[nn.Parameter, HoldsGrad]]) -> None:
     """Give parameters, each with its master, sinks: those that are joined share one."""
     run: list[tuple[nn.Parameter, HoldsGrad]] = []
     by_address = sorted(pairs, key=lambda pair: pair[0].data_ptr())
     for pair in by_address:
-        if run and joined([p for p, _ in (*run, pair)]) is None:
+        if run and fused_view([p for p, _ in (*run, pair)]) is None:
             _give_sink(run)
             run = []
         run.append(pair)
@@ -160,10 +160,10 @@ def _give_sink(run: Sequence[tuple[nn.Parameter, HoldsGrad]]) -> None:
     for number, (parameter, _) in enumerate(run):
         parameter.grad_sink = sink  # type: ignore[attr-defined]
         parameter.grad_part = number  # type: ignore[attr-defined]
-        collect_by(parameter, _collector(sink, number))
+        set_grad_hook(parameter, _collector(sink, number))
 
 
-def collect_by(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
+def set_grad_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
     """Give gradients to this hook, and to none of an optimizer that was there before."""
     if (former := getattr(parameter, "grad_hook", None)) is not None:
         former.remove()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from covey.accel.kernels.product import product as wide_product
+from covey.accel.kernels.matmul import matmul as wide_matmul
 
 LIVE_COPIES = 3
 """Tensors of a chunk's size that are alive at once: logits, their product, and a rounded copy."""
@@ -46,7 +46,7 @@ def _product(hidden: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
         product: torch.Tensor = linear(hidden)
         return product.to(wide)
     logits = weight.new_empty(*hidden.shape[:-1], len(weight), dtype=wide)
-    wide_product(hidden.flatten(0, -2), weight.t(), logits.view(-1, len(weight)))
+    wide_matmul(hidden.flatten(0, -2), weight.t(), logits.view(-1, len(weight)))
     return logits if linear.bias is None else logits + linear.bias
 
 
@@ -64,9 +64,9 @@ def token_logp(
     """
     weight = head.linear.weight
     if weight.is_cuda and weight.dtype != torch.float64 and _kernels():
-        from covey.accel.fused_head import device_logp  # needs Triton
+        from covey.accel.fused_head import fused_token_logp  # needs Triton
 
-        return device_logp(
+        return fused_token_logp(
             hidden,
             head.linear,
             tokens,

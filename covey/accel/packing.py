@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from covey.accel.attention import Packing
-from covey.accel.varlen_attention import Spans
+from covey.accel.attention import PaddedRows
+from covey.accel.varlen_attention import VarlenRows
 from covey.types import Batch, HostRows
 
 
@@ -42,14 +42,14 @@ def prompt_numbers(host: HostRows) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRows:
+class PackedBatch:
     """A batch as packed tokens: each prompt once, followed by the completion of its first row."""
 
     input_ids: torch.Tensor
     """[N] int64."""
     position_ids: torch.Tensor
     """[N] int64."""
-    packing: Packing | Spans
+    packing: PaddedRows | VarlenRows
     predictor: torch.Tensor
     """[M] int64: the packed token that predicts each trained token."""
     chosen: torch.Tensor
@@ -58,7 +58,51 @@ class PackedRows:
     """[M] int64: their places in [B, T], flattened."""
 
 
-class Tables(NamedTuple):
+def pack(host: HostRows, device: torch.device, *, varlen: bool) -> PackedBatch:
+    """Pack a batch for attention with padded rows or, if `varlen`, without padding."""
+    return pack_varlen(host, device) if varlen else _pack_padded(host, device)
+
+
+def _pack_padded(host: HostRows, device: torch.device) -> PackedBatch:
+    """Pack a batch: all prompts, each once and sorted, then all completions."""
+    prompts, which = torch.cat([host.prompt_lengths[:, None], host.prompt_tokens], dim=1).unique(
+        dim=0, return_inverse=True
+    )
+    prompt_lengths, prompt_tokens = prompts[:, 0], prompts[:, 1:]
+    # The last token of a completion predicts nothing, so the model does not read it.
+    lengths = (host.lengths - 1).clamp(min=0)
+    prompt_starts = prompt_lengths.cumsum(0) - prompt_lengths
+    starts = lengths.cumsum(0) - lengths + prompt_lengths.sum()
+
+    columns = torch.arange(int((host.prompt_lengths + lengths).max()))
+    in_prompt = columns < host.prompt_lengths[:, None]
+    in_row = columns < (host.prompt_lengths + lengths)[:, None]
+    rows = torch.where(
+        in_prompt,
+        prompt_starts[which][:, None] + columns,
+        (starts - host.prompt_lengths)[:, None] + columns,
+    ).where(in_row, 0)
+
+    prompt_cells = columns[: prompt_tokens.shape[1]] < prompt_lengths[:, None]
+    cells = torch.arange(host.tokens.shape[1]) < lengths[:, None]
+    count = int(prompt_lengths.sum() + lengths.sum())
+    # A shared prompt takes its hidden states from its first row, so that the choice is fixed.
+    home = rows.new_full((count,), rows.numel()).scatter_reduce(
+        0, rows[in_row], torch.arange(rows.numel()).view_as(rows)[in_row], "amin"
+    )
+    place = host.prompt_lengths[:, None] - 1 + torch.arange(host.tokens.shape[1])
+    predictor = rows.gather(1, place.clamp(max=rows.shape[1] - 1))
+    return PackedBatch(
+        input_ids=torch.cat([prompt_tokens[prompt_cells], host.tokens[cells]]).to(device),
+        position_ids=(home % rows.shape[1]).to(device),
+        packing=PaddedRows(rows=rows.to(device), home=home.to(device)),
+        predictor=predictor[host.mask].to(device),
+        chosen=host.tokens[host.mask].to(device),
+        cells=host.mask.flatten().nonzero().squeeze(1).to(device),
+    )
+
+
+class PackedTables(NamedTuple):
     """The same as tables, with a place for each key whether rows share some or not."""
 
     input_ids: torch.Tensor
@@ -77,14 +121,14 @@ class Tables(NamedTuple):
     position: torch.Tensor
 
 
-class Longest(NamedTuple):
+class MaxLengths(NamedTuple):
     """Of all rows, the most questions and the most keys."""
 
     query: int
     key: int
 
 
-def lay_spans(host: HostRows) -> tuple[Tables, Longest]:
+def varlen_tables(host: HostRows) -> tuple[PackedTables, MaxLengths]:
     """Lay a batch out without padding, on the CPU."""
     rows = _Rows.of(host)
     row, position = rows.asking()
@@ -101,26 +145,26 @@ def lay_spans(host: HostRows) -> tuple[Tables, Longest]:
     )
     chosen = host.tokens.flatten()[cells]
     spans = rows.spans(row, position)
-    tables = Tables._make([ids.long(), position, predictor, chosen.long(), cells, *spans])
-    return tables, Longest(int(rows.asks.max()), int(rows.keys().max()))
+    tables = PackedTables._make([ids.long(), position, predictor, chosen.long(), cells, *spans])
+    return tables, MaxLengths(int(rows.asks.max()), int(rows.keys().max()))
 
 
-def pack_spans(host: HostRows, device: torch.device) -> PackedRows:
+def pack_varlen(host: HostRows, device: torch.device) -> PackedBatch:
     """Lay a batch out without padding, and send it to a device."""
-    tables, longest = lay_spans(host)
+    tables, longest = varlen_tables(host)
     shared = len(tables.tokens) > len(tables.input_ids)
-    return packed_rows(Tables._make(sent(list(tables), device)), longest, shared=shared)
+    return packed_rows(PackedTables._make(to_device(list(tables), device)), longest, shared=shared)
 
 
-def packed_rows(tables: Tables, longest: Longest, *, shared: bool) -> PackedRows:
+def packed_rows(tables: PackedTables, longest: MaxLengths, *, shared: bool) -> PackedBatch:
     """Return a layout as the model takes it; with `shared`, keys go where their rows are."""
-    return PackedRows(
+    return PackedBatch(
         input_ids=tables.input_ids,
         position_ids=tables.position_ids,
         predictor=tables.predictor,
         chosen=tables.chosen,
         cells=tables.cells,
-        packing=Spans(
+        packing=VarlenRows(
             query_starts=tables.query_starts,
             key_starts=tables.key_starts,
             longest_query=longest.query,
@@ -134,22 +178,22 @@ def packed_rows(tables: Tables, longest: Longest, *, shared: bool) -> PackedRows
     )
 
 
-def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> PackedRows:
+def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> PackedBatch:
     """Lay prompts out one after another, each on its own; the last token of each is predicting."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     ends = lengths.cumsum(0)
     ids = torch.from_numpy(np.array(list(chain.from_iterable(prompts)), dtype=np.int64))
     position = torch.arange(len(ids)) - (ends - lengths)[row_of_each(lengths)]
     starts = torch.nn.functional.pad(ends, (1, 0)).int()
-    over = sent([ids, position, ends - 1, starts], device)
+    over = to_device([ids, position, ends - 1, starts], device)
     longest = int(lengths.max())
-    return PackedRows(
+    return PackedBatch(
         input_ids=over[0],
         position_ids=over[1],
         predictor=over[2],
         chosen=over[2][:0],
         cells=over[2][:0],
-        packing=Spans(
+        packing=VarlenRows(
             query_starts=over[3],
             key_starts=over[3],
             longest_query=longest,
@@ -227,7 +271,7 @@ class _Rows:
         return [part.int() for part in table]
 
 
-def sent(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def to_device(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Send tensors of 4 or 8 bytes an element to a device in one piece, without waiting for it."""
     if device.type != "cuda":
         return [part.to(device) for part in parts]
@@ -240,52 +284,3 @@ def sent(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         room[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
         for part, room in zip(parts, over, strict=True)
     ]
-
-
-def balanced(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
-    """Return the rows of micro-batches of at most `micro_batch_tokens` packed tokens, alike in size.
-
-    Rows that share a prompt stay together where the budget allows it: it is then read once. A
-    single row may exceed the budget: it cannot be split.
-    """
-    host = host_rows(batch)
-    number, prompt = prompt_numbers(host), host.prompt_lengths.tolist()
-    lengths = (host.lengths - 1).clamp(min=0).tolist()
-    sharing: dict[int, list[int]] = {}
-    for row, which in enumerate(number.tolist()):
-        sharing.setdefault(which, []).append(row)
-    if sum(lengths) + sum(prompt[rows[0]] for rows in sharing.values()) <= micro_batch_tokens:
-        return [torch.arange(len(lengths))]
-    pieces: list[tuple[int, list[int]]] = []
-    for rows in sharing.values():
-        pieces += _pieces(rows, prompt[rows[0]], lengths, micro_batch_tokens)
-    pieces.sort(key=lambda piece: -piece[0])
-    count = max(1, -(-sum(size for size, _ in pieces) // micro_batch_tokens))
-    while True:
-        parts = _spread(pieces, count)
-        # With as many parts as pieces nothing can be done about one that is too large.
-        if count >= len(pieces) or max(size for size, _ in parts) <= micro_batch_tokens:
-            return [torch.tensor(sorted(rows)) for _, rows in parts if rows]
-        count += 1
-
-
-def _pieces(
-    rows: list[int], prompt: int, lengths: list[int], micro_batch_tokens: int
-) -> list[tuple[int, list[int]]]:
-    """Cut the rows of a prompt into pieces within the budget, each with its packed tokens."""
-    pieces: list[tuple[int, list[int]]] = []
-    for row in rows:
-        if not pieces or pieces[-1][0] + lengths[row] > micro_batch_tokens:
-            pieces.append((prompt, []))
-        size, members = pieces[-1]
-        pieces[-1] = (size + lengths[row], [*members, row])
-    return pieces
-
-
-def _spread(pieces: list[tuple[int, list[int]]], count: int) -> list[tuple[int, list[int]]]:
-    """Give each piece, the largest first, to the part that has least."""
-    parts: list[tuple[int, list[int]]] = [(0, []) for _ in range(count)]
-    for size, rows in pieces:
-        least = min(range(count), key=lambda i: parts[i][0])
-        parts[least] = (parts[least][0] + size, [*parts[least][1], *rows])
-    return parts

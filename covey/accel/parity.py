@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from covey.types import Batch
+
 PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles depend on the position alone."""
 LAYERS = 2
@@ -74,7 +76,26 @@ def _settings(layer: nn.Module) -> frozenset[tuple[str, type, str, float | str]]
     )
 
 
-def near(one: torch.Tensor, other: torch.Tensor) -> bool:
+def matches(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two results of the same arithmetic in float32 are the same but for rounding."""
     apart = (one - other).float().norm()
     return float(apart) <= 1e-4 * float(other.float().norm())
+
+
+def parity_batch(prompt: torch.Tensor, lengths: torch.Tensor) -> Batch:
+    """Return a batch that repeats a prompt's tokens as completions of the given lengths."""
+    rows, longest = len(lengths), int(lengths.max())
+    mask = torch.arange(longest, device=prompt.device) < lengths[:, None]
+    zeros = torch.zeros(rows, device=prompt.device)
+    return Batch(
+        prompt_tokens=prompt.expand(rows, -1),
+        prompt_lengths=torch.full_like(lengths, len(prompt)),
+        tokens=prompt[torch.arange(longest, device=prompt.device) % len(prompt)].where(mask, 0),
+        lengths=lengths,
+        mask=mask,
+        sampler_logp=zeros[:, None].expand(-1, longest),
+        rewards=zeros.double(),
+        success=zeros.bool(),
+        group=torch.zeros_like(lengths),
+        truncated=zeros.bool(),
+    )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from covey.accel.packing import Longest, PackedRows, Tables, packed_rows
+from covey.accel.packing import MaxLengths, PackedBatch, PackedTables, packed_rows
 
 DUMMY = 128
 """Padding tokens in a row of them; no bucket's longest row is shorter."""
@@ -35,7 +35,7 @@ class Size(NamedTuple):
     longest_key: int
 
     @staticmethod
-    def of(tables: Tables, longest: Longest) -> Size:
+    def of(tables: PackedTables, longest: MaxLengths) -> Size:
         """Return the bucket of a layout: what costs time is rounded little, all else much."""
         tokens = bucket(len(tables.input_ids))
         padding = tokens - len(tables.input_ids)
@@ -92,10 +92,10 @@ class StaticRows:
             total += -(-count * dtype.itemsize // ALIGNED) * ALIGNED
         self._whole = torch.zeros(total, dtype=torch.uint8, device=device)
         self.tables = self._tables(self._whole)
-        longest = Longest(size.longest_query, size.longest_key)
-        self.packed: PackedRows = packed_rows(self.tables, longest, shared=True)
+        longest = MaxLengths(size.longest_query, size.longest_key)
+        self.packed: PackedBatch = packed_rows(self.tables, longest, shared=True)
 
-    def fill(self, tables: Tables) -> None:
+    def fill(self, tables: PackedTables) -> None:
         """Write a layout that fits, in one piece and without waiting for the device."""
         pinned = self._whole.device.type == "cuda"
         host = torch.zeros(len(self._whole), dtype=torch.uint8, pin_memory=pinned)
@@ -103,8 +103,8 @@ class StaticRows:
             view[: len(part)] = part
         self._whole.copy_(host, non_blocking=True)
 
-    def _tables(self, whole: torch.Tensor) -> Tables:
-        return Tables._make(whole[at : at + n].view(dtype) for at, n, dtype in self._shapes)
+    def _tables(self, whole: torch.Tensor) -> PackedTables:
+        return PackedTables._make(whole[at : at + n].view(dtype) for at, n, dtype in self._shapes)
 
 
 def _lengths(size: Size) -> list[tuple[int, torch.dtype]]:
@@ -114,7 +114,7 @@ def _lengths(size: Size) -> list[tuple[int, torch.dtype]]:
     return [(n, torch.int64) for n in wide] + [(n, torch.int32) for n in narrow]
 
 
-def padded(tables: Tables, size: Size) -> Tables:
+def padded(tables: PackedTables, size: Size) -> PackedTables:
     """Return the tables with rows of padding tokens; what is missing behind them is zero."""
     tokens, places, rows = len(tables.input_ids), len(tables.tokens), len(tables.starts)
     number = torch.arange(size.tokens - tokens)

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from covey.accel.fused_parameters import GradSink
 from covey.accel.head import token_logp
-from covey.accel.packing import Tables, lay_spans
+from covey.accel.packing import PackedTables, varlen_tables
 from covey.accel.static_buffers import Size, StaticRows
 from covey.types import HostRows
 
@@ -45,7 +45,7 @@ FAILURES = 3
 Values = tuple[torch.Tensor, torch.Tensor]
 
 
-class Taken(NamedTuple):
+class GraphResult(NamedTuple):
     """What a pass says of the trained tokens of a micro-batch, [m] each."""
 
     logp: torch.Tensor
@@ -103,7 +103,7 @@ class KeptGradients:
 class _Pass:
     """Forward and backward over the buffers of one bucket."""
 
-    def __init__(self, passes: Passes, size: Size, *, backward: bool) -> None:
+    def __init__(self, passes: TrainGraphs, size: Size, *, backward: bool) -> None:
         self.passes = passes
         self.rows = StaticRows(size, passes.model.device)
         self.pulls = torch.zeros(2, size.chosen, device=passes.model.device)
@@ -115,7 +115,7 @@ class _Pass:
         self.forward_graph: torch.cuda.CUDAGraph | None = None
         self.backward_graph: torch.cuda.CUDAGraph | None = None
 
-    def forward(self, tables: Tables) -> Values:
+    def forward(self, tables: PackedTables) -> Values:
         """Read a micro-batch; return log-probability and entropy [m] of its trained tokens."""
         self.rows.fill(tables)
         if self.forward_graph is None:
@@ -192,7 +192,7 @@ class _Recorded(torch.autograd.Function):
     """Lets autograd go backward through a pass; the parameters' gradients do not return here."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, one: _Pass, tables: Tables) -> Values:
+    def forward(ctx: Any, anchor: torch.Tensor, one: _Pass, tables: PackedTables) -> Values:
         ctx.one, ctx.turn = one, one.passes.turn
         ctx.set_materialize_grads(False)
         return one.forward(tables)
@@ -217,7 +217,7 @@ class _Bucket:
         self.ready: _Pass | None = None
 
 
-class Passes:
+class TrainGraphs:
     """All passes of a model whose parameters are trained where they are."""
 
     def __init__(self, model: LanguageModel, *, temperature: float, megabytes: float) -> None:
@@ -234,12 +234,12 @@ class Passes:
         self._keeper: torch.cuda.CUDAGraph | None = None
         """Of the pool, into which nothing can be recorded once all its graphs have gone."""
 
-    def take(self, host: HostRows) -> Taken | None:
+    def take(self, host: HostRows) -> GraphResult | None:
         """Run a micro-batch, with gradient if that is enabled. None: it has to go the plain way."""
         backward = torch.is_grad_enabled()
         if self.failed:
             return None
-        tables, longest = lay_spans(host)
+        tables, longest = varlen_tables(host)
         one = self._pass_for(Size.of(tables, longest), backward)
         if one is None:
             return None
@@ -251,7 +251,7 @@ class Passes:
         except torch.OutOfMemoryError as error:
             self.give_up(error)
             return None
-        return Taken(*values, one.rows.tables.cells[: len(tables.cells)].clone())
+        return GraphResult(*values, one.rows.tables.cells[: len(tables.cells)].clone())
 
     def give_up(self, error: Exception) -> None:
         """Record nothing any more, and let go of what was."""
@@ -325,9 +325,11 @@ def _trivial_graph(anchor: torch.Tensor, pool: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def passes_for(model: LanguageModel, *, temperature: float, megabytes: float) -> Passes | None:
+def train_graphs_for(
+    model: LanguageModel, *, temperature: float, megabytes: float
+) -> TrainGraphs | None:
     """Return passes by graphs if a model takes the kernels that they need, else None."""
     trained = any(p.requires_grad for p in model.model.parameters())
     if not (model.device.type == "cuda" and model.fused and model.flash and trained):
         return None
-    return Passes(model, temperature=temperature, megabytes=megabytes)
+    return TrainGraphs(model, temperature=temperature, megabytes=megabytes)

@@ -21,7 +21,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spans:
+class VarlenRows:
     """Which packed tokens ask together, and which keys they see."""
 
     query_starts: torch.Tensor
@@ -53,7 +53,7 @@ class _Flash(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        spans: Spans,
+        spans: VarlenRows,
         scale: float | None,
         window: int | None,
     ) -> torch.Tensor:
@@ -83,7 +83,7 @@ def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    spans: Spans,
+    spans: VarlenRows,
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:

@@ -28,7 +28,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from covey.embedded import CHECKPOINT
-from covey.models.language_model import LanguageModel, wrap
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import wrap
 from covey.tasks.arithmetic import Sum, chain, question, written
 from covey.training.optimizer import MasterAdamW, learning_rate
 from covey.training.policy import Policy

@@ -1,4 +1,4 @@
-"""What a model is put on, by name."""
+"""Device names: auto, cpu, cuda, cuda:1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEVICE = r"auto|cpu|cuda(:[0-9]{1,4})?"
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of a name, which must be there; auto: a GPU if there is one."""
+    """Return the device of a name and check that it exists; auto: a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -23,5 +23,5 @@ def device_of(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelError(f"model: device {name!r}: torch sees {torch.cuda.device_count()} of them")
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # kernels of our own and recordings go to the current one
+        torch.cuda.set_device(device)  # Triton kernels and CUDA graphs use the current device
     return device

@@ -13,13 +13,12 @@ import transformers
 pytest.importorskip("triton")
 
 from covey.accel import fused_forward as fused
-from covey.accel.fused_forward import fused_backbone, understood
-from covey.accel.fused_parameters import join_weights, joined
-from covey.accel.packing import pack_prompts
-from covey.accel.varlen_attention import Spans
-from covey.models.adapter import adapter_off, add_adapter, stirred
+from covey.accel.fused_forward import fused_backbone, is_llama_like
+from covey.accel.fused_parameters import fuse_parameters, fused_view
+from covey.accel.packing import pack, pack_prompts
+from covey.accel.varlen_attention import VarlenRows
+from covey.models.adapter import adapter_off, add_adapter, perturbed_adapter
 from covey.models.language_model import LanguageModel, packed_forward
-from covey.models.layout import pack_for
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
 from covey.training.policy_files import save_policy
@@ -52,7 +51,7 @@ def shared_batch() -> Batch:
     )
 
 
-def per_row(query, key, value, spans: Spans, scale: float, window=None) -> torch.Tensor:
+def per_row(query, key, value, spans: VarlenRows, scale: float, window=None) -> torch.Tensor:
     """What the flash kernels compute, which are for GPUs only."""
     shared = query.shape[1] // key.shape[1]
     results = []
@@ -70,11 +69,11 @@ def both_ways(
     model: LanguageModel, batch: Batch, *, flash: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     host = HostRows.of(batch)
-    packed = pack_for(host, CPU, flash=flash)
+    packed = pack(host, CPU, varlen=flash)
     ours = fused_backbone(model.backbone, packed.input_ids, packed.position_ids, packed.packing)[
         packed.predictor
     ]
-    plain = pack_for(host, CPU, flash=False)
+    plain = pack(host, CPU, varlen=False)
     return ours, packed_forward(model.backbone, plain)[plain.predictor]
 
 
@@ -100,12 +99,12 @@ def test_states_and_gradients_are_as_exact_as_those_of_the_models_own_code(
 ) -> None:
     monkeypatch.setattr(fused, "flash_attention", per_row)
     model, exact = build(architecture), build(architecture, torch.float64)
-    assert understood(model.model)
+    assert is_llama_like(model.model)
     if joint:
-        join_weights(model.backbone)
+        fuse_parameters(model.backbone)
     batch = shared_batch()
     ours, own = both_ways(model, batch, flash=flash)
-    packed = pack_for(HostRows.of(batch), CPU, flash=False)
+    packed = pack(HostRows.of(batch), CPU, varlen=False)
     right = packed_forward(exact.backbone, packed)[packed.predictor]
     results = [{"": t.detach(), **gradients(model, t)} for t in (ours, own)]
     expected = {"": right.detach(), **gradients(exact, right)}
@@ -120,10 +119,10 @@ def test_states_and_gradients_are_as_exact_as_those_of_the_models_own_code(
 @pytest.mark.parametrize("on", [False, True])
 def test_an_adapter_is_part_of_it(on: bool) -> None:
     plain = build("llama")
-    join_weights(plain.backbone)
+    fuse_parameters(plain.backbone)
     model = add_adapter(plain, rank=2, targets=["q_proj", "down_proj"], also_train=["norm"])
     batch = shared_batch()
-    with stirred(model):
+    with perturbed_adapter(model):
         if on:
             ours, own = both_ways(model, batch, flash=False)
             expected, found = gradients(model, own), gradients(model, ours)
@@ -139,10 +138,10 @@ def test_an_adapter_is_part_of_it(on: bool) -> None:
 
 def test_heads_that_are_trained_in_full_beside_an_adapter_are_part_of_it() -> None:
     plain = build("llama")
-    join_weights(plain.backbone)
+    fuse_parameters(plain.backbone)
     also_train = ["q_proj", "k_proj", "v_proj"]
     model = add_adapter(plain, rank=2, targets=["o_proj"], also_train=also_train)
-    with stirred(model):
+    with perturbed_adapter(model):
         ours, own = both_ways(model, shared_batch(), flash=False)
         torch.testing.assert_close(ours, own, atol=1e-4, rtol=1e-5)
         expected, found = gradients(model, own), gradients(model, ours)
@@ -209,7 +208,7 @@ def test_shared_prompts_are_collected_once() -> None:
     model, batch = build("llama"), shared_batch()
     monkey = pytest.MonkeyPatch()
     monkey.setattr(fused, "flash_attention", per_row)
-    packed = pack_for(HostRows.of(batch), CPU, flash=True)
+    packed = pack(HostRows.of(batch), CPU, varlen=True)
     assert packed.packing.tokens is not None
     collected: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad():
@@ -226,13 +225,13 @@ def test_shared_prompts_are_collected_once() -> None:
 def test_joined_weights_are_one_tensor_and_stay_parameters() -> None:
     model = build("qwen2")
     before = {n: p.detach().clone() for n, p in model.model.named_parameters()}
-    join_weights(model.backbone)
+    fuse_parameters(model.backbone)
     attention = model.backbone.layers[1].self_attn
     parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    whole = joined(parts)
+    whole = fused_view(parts)
     assert whole is not None
     assert torch.equal(whole, torch.cat([p.detach() for p in parts]))
-    assert joined([attention.q_proj.weight, attention.v_proj.weight]) is None
+    assert fused_view([attention.q_proj.weight, attention.v_proj.weight]) is None
     with torch.no_grad():
         parts[1].fill_(7.0)
     assert bool((whole[len(parts[0]) : len(parts[0]) + len(parts[1])] == 7.0).all())
@@ -253,13 +252,13 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32_sinks(
     with torch.no_grad():
         for one, other in zip(exact.model.parameters(), model.model.parameters(), strict=True):
             one.copy_(other)
-    join_weights(model.backbone)
+    fuse_parameters(model.backbone)
     optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
-    from covey.accel.fused_parameters import give_sinks
+    from covey.accel.fused_parameters import attach_grad_sinks
 
     for parameter in model.model.parameters():
         parameter._post_accumulate_grad_hooks.clear()  # those for a CPU
-    give_sinks(optimizer._rounded())
+    attach_grad_sinks(optimizer._rounded())
     attention = model.backbone.layers[0].self_attn
     assert attention.q_proj.weight.grad_sink is attention.v_proj.weight.grad_sink
     batch = shared_batch()
@@ -283,7 +282,7 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32_sinks(
 
 def test_a_model_with_joined_weights_is_saved_as_any_other(tmp_path: Path) -> None:
     model = build("qwen2", torch.bfloat16)
-    join_weights(model.backbone)
+    fuse_parameters(model.backbone)
     model.model.save_pretrained(tmp_path / "plain")
     optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
     policy = Policy(model=model, optimizer=optimizer, temperature=1.0, logits_megabytes=1.0)

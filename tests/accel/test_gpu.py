@@ -10,12 +10,13 @@ import transformers
 from torch import nn
 
 from covey.accel.head import Head, token_logp
-from covey.accel.packing import host_rows, prompt_numbers
+from covey.accel.packing import host_rows, pack, prompt_numbers
 from covey.embedded import CHECKPOINT
-from covey.models.adapter import add_adapter, stirred
-from covey.models.language_model import LanguageModel, packed_forward, wrap
-from covey.models.layout import micro_batches, pack_for
+from covey.models.adapter import add_adapter, perturbed_adapter
+from covey.models.language_model import LanguageModel, packed_forward
+from covey.models.load_model import wrap
 from covey.models.logp import batch_logp
+from covey.models.micro_batches import micro_batches
 from covey.objective import ALGORITHMS, policy_loss, with_advantage, with_weight
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import MasterAdamW
@@ -115,7 +116,7 @@ def test_flash_rows_say_what_padded_rows_say() -> None:
     model, batch = build("mistral"), shared_batch()
     outputs = []
     for flash in (True, False):
-        packed = pack_for(host_rows(batch), model.device, flash=flash)
+        packed = pack(host_rows(batch), model.device, varlen=flash)
         with torch.no_grad():
             outputs.append(packed_forward(model.backbone, packed)[packed.predictor].float())
     assert float((outputs[0] - outputs[1]).norm() / outputs[1].norm()) < 0.02
@@ -162,7 +163,7 @@ def test_an_adapter_takes_the_fast_path() -> None:
     )
     assert model.fused
     batch = shared_batch()
-    with stirred(model), stirred(exact):
+    with perturbed_adapter(model), perturbed_adapter(exact):
         with torch.no_grad():
             for one, other in zip(exact.model.parameters(), model.model.parameters(), strict=True):
                 one.copy_(other)
@@ -197,7 +198,7 @@ def test_micro_batches_count_packed_tokens_and_keep_groups_together() -> None:
         for part in parts:
             micro = batch.rows(part)
             assert torch.equal(micro.host.tokens, micro.tokens.cpu())
-            packed = pack_for(micro.host, batch.tokens.device, flash=True)
+            packed = pack(micro.host, batch.tokens.device, varlen=True)
             assert len(part) == 1 or len(packed.input_ids) <= budget
     whole = list(micro_batches(batch, 10_000))
     assert len(whole) == 1
@@ -249,7 +250,7 @@ def test_recorded_passes_are_the_plain_ones(kind: str) -> None:
     model = add_adapter(model, rank=4) if kind == "adapter" else model
     batch = shared_batch()
     parts = [batch.rows(torch.tensor(rows)) for rows in ([0, 2, 4], [1, 3, 5, 6], [7, 1])]
-    with stirred(model):
+    with perturbed_adapter(model):
         policy = policy_of(model, graphs=False)
         expected, values = collected(policy, parts)
         policy.graphs = True
@@ -313,8 +314,10 @@ def test_a_compact_state_learns_by_recorded_passes_what_masters_learn() -> None:
         after = policy.optimizer.masters
         moves.append(torch.cat([(after[n] - b).detach().flatten() for n, b in before.items()]))
         for name, parameter in policy.optimizer.parameters.items():
-            near = parameter.float() - after[name]
-            assert bool((near.abs() <= (after[name].bfloat16().float() - after[name]).abs()).all())
+            matches = parameter.float() - after[name]
+            assert bool(
+                (matches.abs() <= (after[name].bfloat16().float() - after[name]).abs()).all()
+            )
     # Flash attention adds in any order, and by its own rounding two runs differ.
     assert float(torch.nn.functional.cosine_similarity(*moves, dim=0)) > 0.98
 

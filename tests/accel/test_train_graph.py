@@ -12,26 +12,24 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.policy.test_fused import CPU, SETTINGS, per_row, shared_batch
-
 from covey.accel import fused_forward as fused
 from covey.accel import static_buffers as static
 from covey.accel import train_graph as graph
-from covey.accel.fused_head import device_logp
-from covey.accel.fused_parameters import give_sinks, join_weights
+from covey.accel.fused_head import fused_token_logp
+from covey.accel.fused_parameters import attach_grad_sinks, fuse_parameters
 from covey.accel.head import token_logp
-from covey.accel.packing import lay_spans
+from covey.accel.packing import pack, varlen_tables
 from covey.accel.static_buffers import Size, StaticRows
-from covey.accel.train_graph import Passes
-from covey.models.adapter import add_adapter, stirred
+from covey.accel.train_graph import TrainGraphs
+from covey.models.adapter import add_adapter, perturbed_adapter
 from covey.models.language_model import LanguageModel
-from covey.models.layout import pack_for
-from covey.models.logp import LogProbs, device_hidden, in_places
+from covey.models.logp import LogProbs, packed_hidden, scatter_logp
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
 from covey.training.update import UpdateSettings, update
 from covey.types import Batch, HostRows
+from tests.accel.test_fused_forward import CPU, SETTINGS, per_row, shared_batch
 from tests.conftest import build
 
 TEMPERATURE, MEGABYTES = 0.8, 0.05
@@ -47,12 +45,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fast(model: LanguageModel) -> LanguageModel:
     model.backbone.layers = model.backbone.layers[:1]  # what is interpreted takes its time
-    join_weights(model.backbone)
+    fuse_parameters(model.backbone)
     return replace(model, fused=True, flash=True)
 
 
-def passes_of(model: LanguageModel) -> Passes:
-    return Passes(model, temperature=TEMPERATURE, megabytes=MEGABYTES)
+def passes_of(model: LanguageModel) -> TrainGraphs:
+    return TrainGraphs(model, temperature=TEMPERATURE, megabytes=MEGABYTES)
 
 
 def parts() -> list[Batch]:
@@ -65,23 +63,23 @@ def parts() -> list[Batch]:
 
 
 def plain(model: LanguageModel, batch: Batch) -> LogProbs:
-    packed = pack_for(HostRows.of(batch), CPU, flash=True)
-    hidden = device_hidden(model, packed).index_select(0, packed.predictor)
+    packed = pack(HostRows.of(batch), CPU, varlen=True)
+    hidden = packed_hidden(model, packed).index_select(0, packed.predictor)
     said = token_logp(
         model.head, hidden, packed.chosen, temperature=TEMPERATURE, megabytes=MEGABYTES
     )
-    return in_places(batch, *said, packed.cells)
+    return scatter_logp(batch, *said, packed.cells)
 
 
-def taken(passes: Passes, batch: Batch) -> LogProbs:
+def taken(passes: TrainGraphs, batch: Batch) -> LogProbs:
     found = passes.take(HostRows.of(batch))
     assert found is not None
-    return in_places(batch, *found)
+    return scatter_logp(batch, *found)
 
 
-def seen_once(passes: Passes, *batches: Batch) -> None:
+def seen_once(passes: TrainGraphs, *batches: Batch) -> None:
     for batch in batches:
-        key = Size.of(*lay_spans(HostRows.of(batch))).tokens, torch.is_grad_enabled()
+        key = Size.of(*varlen_tables(HostRows.of(batch))).tokens, torch.is_grad_enabled()
         if key not in passes.buckets:
             assert passes.take(HostRows.of(batch)) is None
 
@@ -111,9 +109,9 @@ def test_values_and_gradients_are_those_of_the_plain_way(kind: str) -> None:
     model = fast(build("llama" if kind == "adapter" else kind))
     if kind == "adapter":
         model = add_adapter(model, rank=2, targets=["q_proj", "down_proj"], also_train=["norm"])
-    with stirred(model):
+    with perturbed_adapter(model):
         passes, micro = passes_of(model), parts()
-        assert len({len(lay_spans(HostRows.of(b))[0].input_ids) for b in micro}) == 3
+        assert len({len(varlen_tables(HostRows.of(b))[0].input_ids) for b in micro}) == 3
         seen_once(passes, *micro)
         assert len(passes.buckets) == 1
         expected = [plain(model, batch) for batch in micro]
@@ -144,7 +142,7 @@ def test_a_plain_pass_and_others_add_up_and_an_entropy_nobody_asks_for_is_none()
 
 def on_device(head: Any, hidden: torch.Tensor, tokens: torch.Tensor, **options: float) -> Any:
     """The head as it is on a device, whose gradient goes to a sink."""
-    return device_logp(
+    return fused_token_logp(
         hidden,
         head.linear,
         tokens,
@@ -163,7 +161,7 @@ def test_sinks_keep_their_memory_from_step_to_step(monkeypatch: pytest.MonkeyPat
         pull(plain(model, batch))
     right = gradients(model)
     monkeypatch.setattr(graph, "token_logp", on_device)
-    give_sinks((p, masters[name]) for name, p in named.items())
+    attach_grad_sinks((p, masters[name]) for name, p in named.items())
     passes = passes_of(model)
     seen_once(passes, *micro)
     places = []
@@ -260,7 +258,7 @@ def test_what_was_recorded_serves_smaller_micro_batches() -> None:
 @pytest.mark.parametrize("more", [0, 5, 48])
 def test_every_padding_token_has_a_row_and_every_place_its_token(more: int) -> None:
     for batch in parts():
-        tables, longest = lay_spans(HostRows.of(batch))
+        tables, longest = varlen_tables(HostRows.of(batch))
         size = Size.of(tables, longest)
         size = size.padded_to(size.tokens + more)
         rows = StaticRows(size, CPU)

@@ -13,7 +13,6 @@ import peft
 import pytest
 import torch
 import transformers
-from tests.sampler.test_native import ragged_questions
 
 from covey.embedded import CHECKPOINT
 from covey.engines.draw import Distribution
@@ -21,7 +20,8 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, ModelError, RunError
 from covey.models.adapter import adapter_base, adapter_off, add_adapter, load_adapter
-from covey.models.language_model import LanguageModel, load_language_model
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
 from covey.models.logp import batch_logp
 from covey.models.merge import merge_adapter, merged_state_dict
 from covey.training.optimizer import MasterAdamW
@@ -29,6 +29,7 @@ from covey.training.policy import Policy
 from covey.training.policy_files import load_policy, save_policy
 from covey.types import Batch
 from tests.conftest import build, make_batch
+from tests.engines.native.test_engine import ragged_questions
 
 
 def adapted(

@@ -15,8 +15,8 @@ from covey.embedded import CHECKPOINT
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, DataError, ModelError
-from covey.models.chat_template import Renderer, Template, renderer
-from covey.models.language_model import load_language_model
+from covey.models.chat_template import Renderer, Template, make_renderer
+from covey.models.load_model import load_language_model
 from covey.rewards.build import make_reward
 from covey.rollout.collect import Moment, ask, collect, prompt_notes
 from covey.scoring import make_scorer
@@ -45,7 +45,7 @@ DATED = "{{ strftime_now('%d %b %Y') }}" + CHATML
 def made(chat: str | None, form: str = "auto", prefill: str = "") -> Renderer:
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.chat_template = chat
-    return renderer(tokenizer, Template(form=form, prefill=prefill), "tiny")
+    return make_renderer(tokenizer, Template(form=form, prefill=prefill), "tiny")
 
 
 @pytest.mark.parametrize(
@@ -117,18 +117,18 @@ def test_a_chat_template_is_told_what_it_can_be_told() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.chat_template = thinking
     for options, end in (({}, ""), ({"quiet": True}, "<think></think>"), ({"quiet": False}, "")):
-        text = renderer(tokenizer, Template(chat_options=options)).text([ASKED])
+        text = make_renderer(tokenizer, Template(chat_options=options)).text([ASKED])
         assert text == "<|user|>1+1?<eos><|assistant|>" + end
     with pytest.raises(
         ConfigError, match=r"chat_options\.loud: the chat template of tiny does not"
     ):
-        renderer(tokenizer, Template(chat_options={"loud": 1}), "tiny")
+        make_renderer(tokenizer, Template(chat_options={"loud": 1}), "tiny")
     with pytest.raises(ConfigError, match=r"chat_options\.quie: the chat"):
-        renderer(tokenizer, Template(chat_options={"quie": 1}))
+        make_renderer(tokenizer, Template(chat_options={"quie": 1}))
     with pytest.raises(ConfigError, match=r"chat_options\.messages: covey says that itself"):
-        renderer(tokenizer, Template(chat_options={"messages": "none"}))
+        make_renderer(tokenizer, Template(chat_options={"messages": "none"}))
     with pytest.raises(ConfigError, match=r"chat_options\.quiet is for a chat template, and tiny"):
-        renderer(tokenizer, Template(form="plain", chat_options={"quiet": True}), "tiny")
+        make_renderer(tokenizer, Template(form="plain", chat_options={"quiet": True}), "tiny")
 
 
 def test_chat_options_come_from_the_configuration() -> None:
@@ -150,15 +150,15 @@ def test_a_first_token_is_given_where_no_chat_template_writes_it() -> None:
     tokenizer.chat_template = "<think>" + SILENT
     tokenizer.bos_token = "<think>"
     begin = tokenizer.bos_token_id
-    plain = [renderer(tokenizer, Template(form=form)) for form in ("plain", "{question}")]
-    chat = renderer(tokenizer, Template())
+    plain = [make_renderer(tokenizer, Template(form=form)) for form in ("plain", "{question}")]
+    chat = make_renderer(tokenizer, Template())
     asked = tokenizer.encode("1+1?", add_special_tokens=False)
     assert [list(r.tokens([ASKED])) for r in plain] == [asked, asked]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<think> $A", special_tokens=[("<think>", begin)]
     )
     assert [list(r.tokens([ASKED])) for r in plain] == [[begin, *asked]] * 2
-    named = renderer(tokenizer, Template(form="<think>{question}"))
+    named = make_renderer(tokenizer, Template(form="<think>{question}"))
     for tokens in (named.tokens([ASKED]), chat.tokens([ASKED])):
         assert tokens.count(begin) == 1
 
@@ -221,7 +221,7 @@ def test_the_settings_of_the_models_page_are_taken(tmp_path: Path) -> None:
     (tmp_path / "example.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
     template = template_of(resolve(load_config(str(tmp_path / "example.toml"))))
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
-    text = renderer(tokenizer, template).text([SYSTEM, ASKED])
+    text = make_renderer(tokenizer, template).text([SYSTEM, ASKED])
     opening = "Let me solve this step by step.\n<think>"
     assert text == f"Be brief.\nUser: 1+1?\nAssistant: {opening}"
     assert template.opening == opening

@@ -18,8 +18,8 @@ from torch.utils import deterministic as torch_settings
 from covey.cli.main import run
 from covey.config import load_config, parse_config
 from covey.errors import ModelError
-from covey.models.deterministic import WORKSPACE, in_order_anyway, make_deterministic
-from covey.models.language_model import load_language_model
+from covey.models.deterministic import WORKSPACE, make_deterministic, skip_determinism_check
+from covey.models.load_model import load_language_model
 from covey.training.build import load_model, policy_of
 
 SETTINGS = (
@@ -70,7 +70,7 @@ def test_the_mode_is_torchs_own_and_strict(put_back: None) -> None:
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ[WORKSPACE] == ":4096:8"
     assert torch.get_float32_matmul_precision() == "highest"
-    with in_order_anyway():
+    with skip_determinism_check():
         assert not torch.are_deterministic_algorithms_enabled()
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -82,7 +82,7 @@ def test_who_has_not_asked_is_left_alone_and_who_has_chosen_keeps_it(
     load_model(load_config())
     assert not torch.are_deterministic_algorithms_enabled()
     assert WORKSPACE not in os.environ
-    with in_order_anyway():
+    with skip_determinism_check():
         pass
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setenv(WORKSPACE, ":16:8")

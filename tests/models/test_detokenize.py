@@ -17,8 +17,11 @@ def test_any_tokens_have_the_text_that_the_tokenizer_gives_them(embedded: Langua
     size = backend.get_vocab_size() + BEYOND
     pieces = byte_pieces(embedded.tokenizer, size)
     assert pieces is not None
-    draw = random.Random(1)
-    rows = [[draw.randrange(size) for _ in range(draw.randrange(60))] for _ in range(300)]
+    sample_tokens = random.Random(1)
+    rows = [
+        [sample_tokens.randrange(size) for _ in range(sample_tokens.randrange(60))]
+        for _ in range(300)
+    ]
     expected = backend.decode_batch(rows, skip_special_tokens=True)
     assert [joined_text(pieces, row) for row in rows] == expected
     assert any("\ufffd" in text for text in expected), "some bytes make no character"

@@ -19,8 +19,8 @@ from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
 from covey.interpreter import module_command
 from covey.models import render_template as rendering
-from covey.models.chat_template import Renderer, Template, chat_text, renderer
-from covey.models.language_model import load_language_model
+from covey.models.chat_template import Renderer, Template, chat_text, make_renderer
+from covey.models.load_model import load_language_model
 
 ASKED = {"role": "user", "content": "1+1?"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -30,7 +30,7 @@ NESTED = "".join(f"{{% for i{n} in range(100000) %}}" for n in range(4)) + "{% e
 def made(chat: str) -> Renderer:
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.chat_template = chat
-    return renderer(tokenizer, Template(), "tiny")
+    return make_renderer(tokenizer, Template(), "tiny")
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_code_beside_the_weights_is_not_run(
 def test_processes_of_ours_import_nothing_from_the_working_folder(tmp_path: Path) -> None:
     for name in ("json", "pickle", "asyncio", "transformers", "jinja2"):
         (tmp_path / f"{name}.py").write_text("open('touched', 'w')")
-    for module in ("covey.scoring.worker", "covey.models.render_worker"):
+    for module in ("covey.scoring.worker", "covey.models.template_worker"):
         done = subprocess.run(
             module_command(module, "999", "1", "1"), cwd=tmp_path, capture_output=True, check=False
         )

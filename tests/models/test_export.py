@@ -17,7 +17,7 @@ from covey.engines.protocol import Question, Sampling
 from covey.errors import ModelError
 from covey.models.chat_template import Template
 from covey.models.export import export_model
-from covey.models.language_model import load_language_model, wrap
+from covey.models.load_model import load_language_model, wrap
 from covey.run.model_card import Exported, model_card
 from covey.tasks.arithmetic import Arithmetic
 from covey.training.build import load_model

@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 from covey.errors import DiskError, ModelError
 from covey.models import gguf as importing
 from covey.models.gguf import cache_folder, find_gguf, import_gguf
-from covey.models.language_model import load_language_model
+from covey.models.load_model import load_language_model
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = ["t h", "Ċ Ċ", "Ġ Ġ"]

@@ -12,7 +12,8 @@ from covey.embedded import CHECKPOINT
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Question, Sampling
-from covey.models.language_model import LanguageModel, wrap
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import wrap
 from covey.models.logp import batch_logp
 from covey.training.collate import collate
 from covey.types import Group, Prompt, Rollout

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from covey.errors import ModelError
-from covey.models.language_model import load_language_model
+from covey.models.load_model import load_language_model
 from covey.models.model_path import check_model_path, not_here
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 
-class Shared(NamedTuple):
+class KeyIndex(NamedTuple):
     """Where keys and values go, and where their gradients come from."""
 
     tokens: torch.Tensor
@@ -138,14 +138,14 @@ def _tiles(heads: int, key_heads: int, size: int) -> dict[str, int]:
     return {"heads": heads, "key_heads": key_heads, "size": size, "num_warps": warps, **blocks}
 
 
-class _Turn(torch.autograd.Function):
+class _Rope(torch.autograd.Function):
     """Takes queries, keys and values as columns of one product, or as three."""
 
     @staticmethod
     def forward(
         ctx: Any,
         rope: tuple[torch.Tensor, torch.Tensor],
-        shared: Shared | None,
+        shared: KeyIndex | None,
         shape: tuple[int, int, int],
         *products: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -183,10 +183,10 @@ class _Turn(torch.autograd.Function):
         return None, None, None, *(g.to(d) for g, d in zip(found, ctx.dtypes, strict=True))
 
 
-def turn(
+def apply_rope(
     *products: torch.Tensor,
     rope: tuple[torch.Tensor, torch.Tensor],
-    shared: Shared | None,
+    shared: KeyIndex | None,
     shape: tuple[int, int, int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries [N, H, D], keys and values [R, K, D], the first two turned by position.
@@ -197,5 +197,5 @@ def turn(
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    query, key, value = _Turn.apply(rope, shared, shape, *products)
+    query, key, value = _Rope.apply(rope, shared, shape, *products)
     return query, key, value

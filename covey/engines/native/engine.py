@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from covey.engines.native.backend import DecodeBackend, choose_backend
 from covey.engines.native.scheduler import Answer, Ended, Writer
-from covey.engines.native.stepper import Stepper, stepper_for
 from covey.engines.protocol import Question, Sampling
 from covey.errors import DataError, ModelError
-from covey.models.deterministic import in_order_anyway
+from covey.models.deterministic import skip_determinism_check
 from covey.models.language_model import LanguageModel
 from covey.types import Rollout
 
@@ -29,18 +29,18 @@ class NativeEngine:
     """Samples from a language model that somebody else may be training."""
 
     model: LanguageModel
-    stepper: Stepper = field(init=False)
+    backend: DecodeBackend = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stepper = stepper_for(self.model)
+        self.backend = choose_backend(self.model)
 
     @property
     def way(self) -> str:
         """How answers are written."""
-        return self.stepper.way
+        return self.backend.description
 
     @torch.inference_mode()
-    @in_order_anyway()
+    @skip_determinism_check()
     def generate(
         self,
         questions: Sequence[Question],
@@ -59,7 +59,7 @@ class NativeEngine:
             self.model.model.eval()
         rollouts: dict[Answer, Rollout] = {}
         try:
-            for ended in Writer(self.model, self.stepper, questions, step, sampling).run():
+            for ended in Writer(self.model, self.backend, questions, step, sampling).run():
                 tokens = [_tuple(one.tokens) for one in ended]
                 texts = self.model.decode_many(tokens)
                 for one, row, text in zip(ended, tokens, texts, strict=True):

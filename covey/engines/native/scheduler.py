@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from covey.accel.packing import sent
+from covey.accel.packing import to_device
 from covey.engines.draw import pick_tokens
+from covey.engines.native.backend import DecodeBackend
 from covey.engines.native.prefill import PREFILL_TOKENS, read_prompts
-from covey.engines.native.stepper import Stepper
 from covey.engines.protocol import Question, Sampling
 from covey.models.language_model import LanguageModel
 from covey.rng import completion_uniforms
@@ -45,22 +45,22 @@ class Writer:
     def __init__(
         self,
         model: LanguageModel,
-        stepper: Stepper,
+        backend: DecodeBackend,
         questions: Sequence[Question],
         step: int,
         sampling: Sampling,
     ) -> None:
-        self.model, self.stepper = model, stepper
+        self.model, self.backend = model, backend
         self.questions, self.step, self.sampling = questions, step, sampling
         self.queue = deque(
             Answer(q, s) for q in range(len(questions)) for s in range(sampling.samples)
         )
         self.first_logits: dict[int, torch.Tensor] = {}
         """By question that was read and for which answers still wait."""
-        self.width = stepper.width_for(min(sampling.slots, len(self.queue)))
-        self.slots = stepper.begin(
+        self.width = backend.width_for(min(sampling.slots, len(self.queue)))
+        self.slots = backend.begin(
             width=self.width,
-            questions=len(questions),
+            prompts=len(questions),
             longest=max(len(q.tokens) for q in questions),
             sampling=sampling,
         )
@@ -99,7 +99,7 @@ class Writer:
                 self._refill()
             elif not self.queue:
                 self._shrink()
-            self.stepper.advance(self.slots, self.width, self.left)
+            self.backend.advance(self.slots, self.width, self.left)
             if ended:
                 yield ended
             ended = self._take_ended()
@@ -120,7 +120,7 @@ class Writer:
         )
         # The device reads prompts meanwhile, and nothing that is sent waits for it.
         ready = [torch.tensor(free), torch.from_numpy(self._uniforms(answers))]
-        index, uniforms = sent(ready, self.model.device)
+        index, uniforms = to_device(ready, self.model.device)
         cache.enter(index, [a.question for a in answers])
         self.slots.open(index, uniforms)
         tokens, logps = pick_tokens(
@@ -165,12 +165,12 @@ class Writer:
         asked = dict.fromkeys(answer.question for answer in answers)
         rows = {question: row for row, question in enumerate(asked)}
         logits = torch.stack([self.first_logits[question] for question in asked])
-        (index,) = sent([torch.tensor([rows[a.question] for a in answers])], logits.device)
+        (index,) = to_device([torch.tensor([rows[a.question] for a in answers])], logits.device)
         return logits[index]
 
     def _shrink(self) -> None:
         """Once nobody waits, free slots only cost: move the rest together."""
-        width = self.stepper.width_for(self.running)
+        width = self.backend.width_for(self.running)
         if 2 * self.running > self.width or width >= self.width:
             return
         kept = np.flatnonzero(self.taken).tolist()

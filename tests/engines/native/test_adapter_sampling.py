@@ -6,21 +6,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.policy.test_adapter import adapted, embedded_model, learn, policy_of, trained
-from tests.sampler.test_decoder import UNDERSTOOD, made
-from tests.sampler.test_native import ragged_questions
 
-from covey.engines.native.choose_backend import decoder_for, trial
+from covey.engines.native.decoder_parity import decode_with_cache, decoder_for
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.llama_decoder import LlamaDecoder
 from covey.engines.native.transformers_decoder import TransformersDecoder
 from covey.engines.protocol import Sampling
-from covey.models.adapter import add_adapter, stirred
+from covey.models.adapter import add_adapter, perturbed_adapter
 from covey.models.language_model import LanguageModel
 from covey.training.collate import collate
 from covey.training.policy import Policy
 from covey.types import Group
 from tests.conftest import build
+from tests.engines.native.test_engine import ragged_questions
+from tests.engines.native.test_llama_decoder import UNDERSTOOD, made
+from tests.models.test_adapter import adapted, embedded_model, learn, policy_of, trained
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "qwen2", "qwen3"])
@@ -30,11 +30,14 @@ def test_adapters_are_written_out_exactly(
     name: str, dtype: torch.dtype, targets: list[str]
 ) -> None:
     plain = made(UNDERSTOOD[name](), dtype)
-    without = trial(plain, TransformersDecoder(plain))
+    without = decode_with_cache(plain, TransformersDecoder(plain))
     model = adapted("", base=plain, targets=targets)
     decoder = decoder_for(model)
     assert isinstance(decoder, LlamaDecoder)
-    expected, got = trial(model, TransformersDecoder(model)), trial(model, decoder)
+    expected, got = (
+        decode_with_cache(model, TransformersDecoder(model)),
+        decode_with_cache(model, decoder),
+    )
     assert (expected - without).abs().max() > 0.1
     limit = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 0.06}[dtype]
     torch.testing.assert_close(got, expected, atol=limit, rtol=limit)
@@ -70,7 +73,7 @@ def test_after_updates_the_samplers_log_probabilities_are_the_trainers(
 ) -> None:
     policy = policy_of(add_adapter(make(), rank=4, also_train=also_train))
     sampler = NativeEngine(policy.model)
-    assert isinstance(sampler.stepper.decoder, LlamaDecoder) == written_out
+    assert isinstance(sampler.backend.decoder, LlamaDecoder) == written_out
     first, _ = sampled_and_trained(policy, sampler)
     for _ in range(2):
         learn(policy, 2)
@@ -89,7 +92,7 @@ def test_the_trial_sees_an_adapter_whose_weights_are_still_zero() -> None:
     forward, base = layer.forward, layer.base_layer
     layer.forward = lambda x: 0.5 * (forward(x) + base(x))
     lean = LlamaDecoder(model)
-    same = trial(model, lean) - trial(model, TransformersDecoder(model))
+    same = decode_with_cache(model, lean) - decode_with_cache(model, TransformersDecoder(model))
     assert same.abs().max() < 1e-4
     assert isinstance(decoder_for(model), TransformersDecoder)
 
@@ -97,9 +100,9 @@ def test_the_trial_sees_an_adapter_whose_weights_are_still_zero() -> None:
 def test_a_trial_that_fails_leaves_the_weights_as_they_were() -> None:
     model = add_adapter(build("llama"), rank=2)
     before = {name: p.detach().clone() for name, p in trained(model).items()}
-    with stirred(model):
+    with perturbed_adapter(model):
         assert not any(torch.equal(p, before[name]) for name, p in trained(model).items())
-    with pytest.raises(KeyError), stirred(model):
+    with pytest.raises(KeyError), perturbed_adapter(model):
         raise KeyError
     assert all(torch.equal(p, before[name]) for name, p in trained(model).items())
 

@@ -8,19 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from tests.sampler.test_graph import by_graph, shape_of
-from tests.sampler.test_native import as_groups
 
 from covey.engines.draw import Distribution
-from covey.engines.native.choose_backend import decoder_for, tried
+from covey.engines.native.backend import EagerBackend
+from covey.engines.native.decoder_parity import checked_decoder, decoder_for
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.kv_cache import KeyShape
-from covey.engines.native.llama_decoder import NotUnderstood
-from covey.engines.native.shared_prompt_cache import PooledCache
-from covey.engines.native.stepper import EagerStepper
+from covey.engines.native.kv_cache import KVShape
+from covey.engines.native.llama_decoder import UnsupportedModel
+from covey.engines.native.shared_prompt_cache import SharedPromptCache
 from covey.engines.native.transformers_decoder import (
-    PooledDecoder,
-    RereadingDecoder,
+    RecomputeDecoder,
+    SharedPromptDecoder,
     TransformersDecoder,
 )
 from covey.engines.protocol import Question, Sampling
@@ -31,6 +29,8 @@ from covey.models.logp import batch_logp
 from covey.training.collate import collate
 from covey.types import Prompt
 from tests.conftest import ARCHITECTURES, build
+from tests.engines.native.test_decode_graph import by_graph, shape_of
+from tests.engines.native.test_engine import as_groups
 
 SIZES = {
     "vocab_size": 262, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -82,7 +82,7 @@ RECORDED = {
     ),
 }  # fmt: skip
 REREAD = {
-    "gpt_neo": "its local layers take all slots to be of the same length",
+    "gpt_neo": "its local layers assume that all slots have the same length",
     "mamba": "it keeps no keys and values",
 }
 """Models of which no keys can be kept, and why."""
@@ -135,8 +135,8 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
     return build(name, dtype, kinds, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def small_memory(slots: int, shape: KeyShape) -> PooledCache:
-    return PooledCache(slots=slots, capacity=4, prompts=slots, prompt_capacity=5, shape=shape)
+def small_cache(slots: int, shape: KVShape) -> SharedPromptCache:
+    return SharedPromptCache(slots=slots, capacity=4, prompts=slots, prompt_capacity=5, shape=shape)
 
 
 def check_greedy(model: LanguageModel, sampler: NativeEngine, tokens: int) -> None:
@@ -168,8 +168,8 @@ def test_a_step_that_can_be_recorded_writes_what_the_model_says(name: str) -> No
     if model.device.type == "cuda" and name in WAITING:
         pytest.skip("experts in float32 wait for the host")
     sampler = by_graph(model)
-    assert isinstance(sampler.stepper.decoder, PooledDecoder)
-    assert "own forward pass; not written out, because" in sampler.way
+    assert isinstance(sampler.backend.decoder, SharedPromptDecoder)
+    assert "own forward pass; not fused, because" in sampler.way
     check_greedy(model, sampler, 3)
     check_logps(model, sampler, 2)
 
@@ -179,12 +179,12 @@ def test_one_token_at_a_time_writes_what_the_model_says(name: str) -> None:
     model = made(name)
     sampler = NativeEngine(model)
     if name in REREAD:
-        assert isinstance(sampler.stepper.decoder, RereadingDecoder)
-        why = f"all is read again for every token, which is slow, because {REREAD[name]}"
+        assert isinstance(sampler.backend.decoder, RecomputeDecoder)
+        why = f"without a KV cache, which is slow, because {REREAD[name]}"
         assert sampler.way.startswith(why)
     else:
-        sampler.stepper = EagerStepper(model, decoder_for(model), shape_of(model))
-        assert isinstance(sampler.stepper.decoder, TransformersDecoder)
+        sampler.backend = EagerBackend(model, decoder_for(model), shape_of(model))
+        assert isinstance(sampler.backend.decoder, TransformersDecoder)
     check_greedy(model, sampler, 12)
     check_logps(model, sampler, 12)
 
@@ -214,11 +214,11 @@ def test_angles_that_depend_on_the_longest_row_bound_the_context() -> None:
 
 def test_what_is_not_standard_attention_is_not_recorded() -> None:
     pytest.importorskip("triton")
-    from covey.engines.native.decode_graph import graph_stepper
+    from covey.engines.native.decode_graph import graph_backend
 
     model = made("gpt_oss")
-    with pytest.raises(NotUnderstood, match="its attention is not transformers' standard one"):
-        graph_stepper(model, shape_of(model))
+    with pytest.raises(UnsupportedModel, match="its attention is not transformers' standard one"):
+        graph_backend(model, shape_of(model))
     sampler = NativeEngine(model)
     assert sampler.way.startswith("one token at a time")
     assert sampler.way.endswith("by the model's own forward pass")
@@ -226,44 +226,44 @@ def test_what_is_not_standard_attention_is_not_recorded() -> None:
 
 def test_a_window_that_a_trial_is_too_short_for_is_checked() -> None:
     pytest.importorskip("triton")
-    from covey.engines.native.decode_graph import graph_stepper
+    from covey.engines.native.decode_graph import graph_backend
 
     model = made("mistral")
     for layer in model.backbone.layers:
         layer.self_attn.config = copy.copy(layer.self_attn.config)
         layer.self_attn.config.sliding_window = 100
-    with pytest.raises(NotUnderstood, match="layer 0 has a window of 100 and not of 5"):
-        graph_stepper(model, shape_of(model))
+    with pytest.raises(UnsupportedModel, match="layer 0 has a window of 100 and not of 5"):
+        graph_backend(model, shape_of(model))
     model.backbone.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(NotUnderstood, match="layers of kind chunked_attention"):
-        PooledDecoder(model)
+    with pytest.raises(UnsupportedModel, match="layers of kind chunked_attention"):
+        SharedPromptDecoder(model)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "gemma3"])
 def test_a_model_in_bfloat16_is_tried_in_float32(name: str) -> None:
     pytest.importorskip("triton")
     model = made(name, torch.bfloat16)
-    assert isinstance(tried(model, PooledDecoder, small_memory), PooledDecoder)
+    assert isinstance(checked_decoder(model, SharedPromptDecoder, small_cache), SharedPromptDecoder)
 
 
 def test_a_model_with_an_adapter_is_recorded_too() -> None:
     pytest.importorskip("triton")
     model = add_adapter(made("mistral"), rank=4)
-    assert isinstance(tried(model, PooledDecoder, small_memory), PooledDecoder)
+    assert isinstance(checked_decoder(model, SharedPromptDecoder, small_cache), SharedPromptDecoder)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", RECORDED)
 def test_on_a_gpu_it_is_recorded(name: str) -> None:
-    from covey.engines.native.decode_graph import GraphStepper
+    from covey.engines.native.decode_graph import GraphBackend
 
     types = (torch.bfloat16,) if name in WAITING else (torch.bfloat16, torch.float32)
     for dtype in types:
         model = made(name, dtype)
         sampler = NativeEngine(model)
-        assert isinstance(sampler.stepper, GraphStepper), sampler.way
-        assert isinstance(sampler.stepper.decoder, PooledDecoder)
+        assert isinstance(sampler.backend, GraphBackend), sampler.way
+        assert isinstance(sampler.backend.decoder, SharedPromptDecoder)
         if dtype == torch.float32:
             check_greedy(model, sampler, 24)
             check_logps(model, sampler, 24)
@@ -280,7 +280,7 @@ def test_on_a_gpu_a_model_that_waits_for_the_host_is_not_recorded() -> None:
 
     model.backbone.layers[1].mlp.forward = waiting
     sampler = NativeEngine(model)
-    assert isinstance(sampler.stepper, EagerStepper)
-    assert "a step of it cannot be recorded" in sampler.way
+    assert isinstance(sampler.backend, EagerBackend)
+    assert "a step of it cannot be captured" in sampler.way
     check_greedy(model, sampler, 12)
-    assert isinstance(NativeEngine(made("mistral")).stepper.decoder, PooledDecoder)
+    assert isinstance(NativeEngine(made("mistral")).backend.decoder, SharedPromptDecoder)

@@ -31,7 +31,7 @@ def _addmm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     cast(Any, torch.addmm)(out, left, right, out_dtype=torch.float32, out=out)
 
 
-def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+def matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     """Write left @ right to `out`, which is float32 where they are less."""
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
@@ -41,7 +41,7 @@ def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
         torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
 
 
-def add_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+def add_matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     """Add left @ right to `out`, which is float32 where they are less."""
     if left.dtype == out.dtype:
         out.addmm_(left, right)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.policy.test_adapter import policy_of
 
 from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
 from covey.models.chat_template import Template
 from covey.models.export import export_model
-from covey.models.language_model import load_language_model
+from covey.models.load_model import load_language_model
 from covey.training.policy_files import save_policy
+from tests.models.test_adapter import policy_of
 
 LOST = "model.layers.0.mlp.down_proj.weight"
 

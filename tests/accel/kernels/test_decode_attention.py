@@ -14,7 +14,7 @@ def turned(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> tor
 
 
 def test_attention_is_that_over_prompt_and_answer(device: torch.device) -> None:
-    from covey.accel.kernels.decode import decode_attention
+    from covey.accel.kernels.decode_attention import decode_attention
 
     torch.manual_seed(0)
     heads = torch.randn(4, (HEADS + 2 * KEY_HEADS) * SIZE, device=device)
@@ -80,8 +80,8 @@ def test_attention_is_that_over_prompt_and_answer(device: torch.device) -> None:
 def test_large_heads_are_read_in_pieces_that_fit(
     programs: int, head: int, kind: torch.dtype, block: int
 ) -> None:
-    from covey.accel.kernels.decode import pieces
+    from covey.accel.kernels.decode_attention import tile_sizes
 
-    found, _, _ = pieces(programs, head, kind)
+    found, _, _ = tile_sizes(programs, head, kind)
     assert found == block
     assert found * 2 * head * kind.itemsize <= 64 * 2**10

@@ -11,7 +11,7 @@ import torch
 def test_log_probability_entropy_and_gradient_are_those_of_float64(
     device: torch.device, size: int, cap: float | None, biased: bool, dtype: torch.dtype
 ) -> None:
-    from covey.accel.kernels.logp import logp_backward, logp_forward
+    from covey.accel.kernels.token_logp import logp_backward, logp_forward
 
     torch.manual_seed(0)
     rows, scale = 5, 0.7

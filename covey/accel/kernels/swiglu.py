@@ -42,7 +42,7 @@ def _backward(
         tl.store(product + row * size + column, silu * u, mask=inside)
 
 
-def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up [N, M]; no gradient is recorded."""
     count, size = gate.shape
     product = gate.new_empty(count, size)
@@ -53,7 +53,7 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def silu_times_grads(
+def silu_mul_backward(
     product_grad: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,

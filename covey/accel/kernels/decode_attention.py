@@ -26,7 +26,7 @@ SMALLEST_HEAD = 32
 """Of 16-bit numbers: a head is taken in halves, and the matrix units take no fewer than 16."""
 
 
-def pieces(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
+def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
     """Return positions read at a time, warps and stages, for keys and values of some kind."""
     block, warps, stages = WIDE if programs <= FEW_PROGRAMS else NARROW
     if kind == torch.float32:
@@ -47,7 +47,7 @@ def _norm_halves(first, second, gain, half, size: tl.constexpr, eps):
 
 
 @triton.jit
-def fold(score, value, largest, total, result, precision: tl.constexpr):
+def online_softmax(score, value, largest, total, result, precision: tl.constexpr):
     """Take more positions, by their scores to the base of two, into a running softmax."""
     larger = tl.maximum(largest, tl.max(score, axis=1))
     shrink = tl.exp2(largest - larger)
@@ -87,7 +87,7 @@ def _attend(
         score = tl.dot(first, tl.trans(c1), input_precision=precision)
         score += tl.dot(second, tl.trans(c2), input_precision=precision)
         score = tl.where(seen[None, :], score * log2, float("-inf"))
-        largest, total, result = fold(score, cv, largest, total, result, precision)
+        largest, total, result = online_softmax(score, cv, largest, total, result, precision)
     return largest, total, result
 
 
@@ -205,7 +205,7 @@ def decode_attention(
     shared = heads.shape[1] // size // key_heads - 2
     attended = heads.new_empty(slots, key_heads * shared * size)
     query_gain, key_gain, eps = (heads, heads, 0.0) if norms is None else norms
-    block, warps, stages = pieces(slots * key_heads, size, keys.dtype)
+    block, warps, stages = tile_sizes(slots * key_heads, size, keys.dtype)
     _decode_attention[(slots, key_heads)](
         heads,
         *rope,

@@ -15,12 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
-from covey.accel.kernels.decode import LEAST_ROWS, fold, pieces
+from covey.accel.kernels.decode_attention import LEAST_ROWS, online_softmax, tile_sizes
 
 NO_WINDOW = 2**31 - 1
 
 
-class Stored(NamedTuple):
+class LayerCache(NamedTuple):
     """Keys and values of one layer, and where each slot finds its own."""
 
     prompt_keys: torch.Tensor
@@ -82,12 +82,12 @@ def _attend(
         product = tl.dot(query, tl.trans(key), input_precision=precision)
         score = _score(product, scale, softcap, capped)
         score = tl.where(seen[None, :], score, float("-inf"))
-        largest, total, result = fold(score, value, largest, total, result, precision)
+        largest, total, result = online_softmax(score, value, largest, total, result, precision)
     return largest, total, result
 
 
 @triton.jit
-def _pooled_attention(
+def _shared_prompt_attention(
     query,
     key,
     value,
@@ -164,11 +164,11 @@ def _pooled_attention(
     tl.store(out, result / total[:, None], mask=real)
 
 
-def pooled_attention(
+def shared_prompt_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    stored: Stored,
+    stored: LayerCache,
     *,
     scale: float,
     window: int | None = None,
@@ -184,8 +184,8 @@ def pooled_attention(
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
     attended = torch.empty((slots, heads, size), dtype=query.dtype, device=query.device)
     room = max(LEAST_ROWS, triton.next_power_of_2(size))
-    block, warps, stages = pieces(slots * key_heads, room, stored.keys.dtype)
-    _pooled_attention[(slots, key_heads)](
+    block, warps, stages = tile_sizes(slots * key_heads, room, stored.keys.dtype)
+    _shared_prompt_attention[(slots, key_heads)](
         query, key, value,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
         *stored,
