@@ -134,7 +134,7 @@ def _sampler_and_trainer(sizes: Sizes, dtype: torch.dtype, scale: float) -> dict
         "dtype": str(dtype).removeprefix("torch."),
         "answers": sizes.logp_answers,
         "tokens": tokens_in(found),
-        "recorded": len(policy.passes.recorded()) if policy.passes is not None else 0,
+        "recorded": len(policy.passes.captured()) if policy.passes is not None else 0,
         **seen,
     }
 

@@ -1,10 +1,10 @@
-"""The forward pass of models with the shape of Llama, written out for a GPU.
+"""Fused forward pass of Llama-like models for training on a GPU.
 
-The weights are the model's own, and so are layers that an adapter has changed; what is different is
-what happens between the matrix products. The residual stream is float32, as in the sampler: norms
-read it and give what products take, and products are added to it. What is applied to the same input
-is one product if its weights stand side by side. The gradient of a weight goes to its sink, in
-float32, if the optimizer gave it one.
+It uses the model's own weights, and calls layers with an adapter as they are. The code between the
+matrix products is different. The residual stream is float32, as in the decoder: norms read it and
+return the type of the weights, and products are added to it. Layers with the same input are one
+product if their parameters are fused. The gradient of a weight goes to its float32 sink if the
+optimizer attached one.
 
 Shapes: N packed tokens, H heads, K key-value heads, D head size.
 """
@@ -32,7 +32,7 @@ KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Place(NamedTuple):
-    """What all layers need to know of the tokens."""
+    """What all layers need to know about the tokens."""
 
     rope: tuple[torch.Tensor, torch.Tensor]
     packing: PaddedRows | VarlenRows
@@ -48,7 +48,7 @@ def fused_backbone(
 ) -> torch.Tensor:
     """Run a backbone over packed tokens [N]; return hidden states [N, hidden size].
 
-    `collect` is given the keys, turned, and values [N, K, D] of every layer.
+    Appends the rotated keys and the values [N, K, D] of every layer to `collect`.
     """
     model: Any = backbone
     hidden = _embed(input_ids, model.embed_tokens)
@@ -71,7 +71,7 @@ def fused_backbone(
 
 
 def is_llama_like(model: Any) -> bool:
-    """Tell whether a model is worth trying: whether it has the parts that are named here."""
+    """Tell whether a model has the modules that this forward pass uses."""
     backbone = model.base_model
     return (
         hasattr(backbone, "layers")
@@ -88,7 +88,7 @@ def _layer(
     place: _Place,
     collect: KeysAndValues | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the residual stream after attention, and what the other half adds to it."""
+    """Return the residual stream after attention, and what the MLP adds to it."""
     weight_and_eps = gain(layer.input_layernorm)
     if delta is None:
         normed = norm(hidden, *weight_and_eps)
@@ -126,7 +126,7 @@ def _attend(
 def _normed_heads(
     module: Any, products: Sequence[torch.Tensor], shape: tuple[int, int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Norm each head of queries and keys; float32, because they are rounded when turned."""
+    """Normalize each head of queries and keys; float32, because RoPE rounds them afterwards."""
     heads, key_heads, size = shape
     if len(products) == 1:
         widths = [heads * size, key_heads * size, key_heads * size]
@@ -142,7 +142,7 @@ def _normed_heads(
 def _unshared(
     key: torch.Tensor, value: torch.Tensor, place: _Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values once a packed token."""
+    """Return keys and values once per packed token."""
     if place.shared is None:
         return key, value
     shared = place.shared
@@ -158,7 +158,7 @@ def _shared(packing: PaddedRows | VarlenRows) -> KeyIndex | None:
 
 
 def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return what surrounds a checkpointed layer when it runs and when it is computed again."""
+    """Return the contexts of a checkpointed layer's first run and of its recomputation."""
     return nullcontext(), skip_swiglu_output()
 
 
@@ -176,7 +176,7 @@ def rope_table(
 
 
 def _active(module: Any) -> Any:
-    """Return a module, or of one that an adapter trains in full the copy that is in use."""
+    """Return a module, or the copy in use of one that an adapter trains in full."""
     if not hasattr(module, "modules_to_save"):
         return module
     if module.disable_adapters:
@@ -199,7 +199,7 @@ def _embed(input_ids: torch.Tensor, module: Any) -> torch.Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """Looks tokens up, in float32."""
+    """Embedding lookup in float32."""
 
     @staticmethod
     def forward(
@@ -217,7 +217,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (input_ids,) = ctx.saved_tensors
         grad = grads[0]
-        if ctx.padding is not None:  # as in the module, whose padding does not learn
+        if ctx.padding is not None:  # as in the module, whose padding token is not trained
             grad = grad.masked_fill((input_ids == ctx.padding)[:, None], 0.0)
         sink: GradSink | None = ctx.sink
         if sink is None:

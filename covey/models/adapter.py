@@ -52,20 +52,20 @@ def add_adapter(
     `also_train` names modules that are trained in full, as copies of the frozen ones. `base` is the
     path from which the frozen model can be loaded again; empty: the model's own `name_or_path`.
     """
-    peft, everywhere = _peft(), list(targets) == ["all-linear"]
-    if not everywhere:
+    peft, all_linear = _peft(), list(targets) == ["all-linear"]
+    if not all_linear:
         _check_targets(model, targets)
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        target_modules="all-linear" if everywhere else sorted(targets),
-        modules_to_save=_in_full(model, also_train) or None,
+        target_modules="all-linear" if all_linear else sorted(targets),
+        modules_to_save=_modules_to_copy(model, also_train) or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=_portable(base or model.model.name_or_path),
     )
     model = _inject(model, config)
     for name, layer in adapted_layers(model):
-        _start(layer, f"{seed} {name}")
+        _initialize(layer, f"{seed} {name}")
     return model
 
 
@@ -77,19 +77,23 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(f"model: the adapter {folder} cannot be read: {error}") from None
     if config.peft_type != "LORA":
-        raise ModelError(f"model: {folder} is a {config.peft_type} adapter; covey knows LORA")
+        raise ModelError(f"model: {folder} is a {config.peft_type} adapter; covey supports LORA")
     config.lora_dropout, config.inference_mode = 0.0, False
     model = _inject(model, config)
     if not _is_plain(model):
-        raise ModelError(f"model: {folder} is more than B A beside linear layers of the backbone")
+        raise ModelError(
+            f"model: {folder} is not a plain LoRA adapter of the backbone's linear layers"
+        )
     weights = named_weights(model, saved)
-    if strange := saved.keys() - {_file_name(name) for name in weights}:
-        what = f"there is no place for {min(strange)}"
+    if unknown := saved.keys() - {_file_name(name) for name in weights}:
+        what = f"the model has no {min(unknown)}"
         raise ModelError(f"model: the adapter {folder} does not fit: {what}")
     with torch.no_grad():
         for name, parameter in _trained(model.model):
             if name not in weights or weights[name].shape != parameter.shape:
-                raise ModelError(f"model: the adapter {folder} does not fit: {name}")
+                raise ModelError(
+                    f"model: the adapter {folder} does not fit: {name} is missing or misshapen"
+                )
             parameter.copy_(weights[name])
     return model
 
@@ -146,13 +150,13 @@ def _check_targets(model: LanguageModel, targets: Sequence[str]) -> None:
         found = _modules(model, name, "targets").values()
         if not all(_is_linear(m) and m is not head for m in found):
             raise ConfigError(
-                f"config: adapter.targets: {name!r} cannot be adapted, as linear layers of the "
-                "backbone can; to train a layer in full name it in adapter.also_train"
+                f"config: adapter.targets: {name!r} is not a linear layer of the backbone; "
+                "to train it in full, list it in adapter.also_train"
             )
 
 
-def _in_full(model: LanguageModel, also_train: Sequence[str]) -> list[str]:
-    """Return the full names of modules to copy; peft would match any name that ends in a short one."""
+def _modules_to_copy(model: LanguageModel, also_train: Sequence[str]) -> list[str]:
+    """Return the full names of modules to copy; peft would match short names as suffixes."""
     names: set[str] = set()
     for name in also_train:
         found = _modules(model, name, "also_train")
@@ -195,7 +199,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 @torch.no_grad()
-def _start(layer: Any, address: str) -> None:
+def _initialize(layer: Any, address: str) -> None:
     """Initialize A like a new linear layer, from random numbers addressed by the layer's name."""
     weight, zero = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     key = hashlib.blake2b(f"adapter {address}".encode(), digest_size=16).digest()

@@ -25,7 +25,7 @@ from covey.types import Message
 FORMS = ("auto", "chat", "plain")
 FIELDS = ("question", "system")
 
-OURS = frozenset(
+RESERVED = frozenset(
     ("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt",
      "continue_final_message", "return_dict", "strftime_now")
 )  # fmt: skip
@@ -52,14 +52,14 @@ class Template:
         if not fields:
             hint = nearest(self.form, FORMS) if len(self.form) < 20 else ""
             raise ConfigError(
-                f"config: model.template = {self.form!r} is neither auto, chat nor plain, nor a "
+                f"config: model.template = {self.form!r} is not auto, chat, plain or a "
                 f"text with {{question}}{hint}"
             )
         for name in fields:
             if name not in FIELDS:
                 raise ConfigError(
-                    f"config: model.template has the field {{{name}}}; it may have {{question}} "
-                    "and {system}, and other braces are doubled"
+                    f"config: model.template has the field {{{name}}}; the fields are {{question}} "
+                    "and {system}; double all other braces"
                 )
         if "question" not in fields:
             raise ConfigError("config: model.template has no {question}")
@@ -74,7 +74,9 @@ def _fields(text: str) -> list[str]:
     try:
         parsed = list(string.Formatter().parse(text))
     except ValueError as error:
-        raise ConfigError(f"config: model.template = {text!r}: {error}; double braces") from None
+        raise ConfigError(
+            f"config: model.template = {text!r}: {error}; double all braces that are not fields"
+        ) from None
     # {question!r}, {question:>9} and {question.x} are not plain fields: keep what sets them apart.
     return [
         name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
@@ -99,8 +101,8 @@ class Renderer:
     def text(self, messages: Sequence[Message]) -> str:
         """Return the prompt's text, up to where the completion begins."""
         if self.chat:
-            asked = _folded(messages) if self.folds_system else messages
-            return self._chat_text(asked) + self.template.prefill
+            folded = _fold_system(messages) if self.folds_system else messages
+            return self._chat_text(folded) + self.template.prefill
         if self.template.form in FORMS:
             return "\n".join(m["content"] for m in messages) + self.template.prefill
         return _filled(self.template.form, messages) + self.template.prefill
@@ -122,7 +124,7 @@ class Renderer:
         except jinja2.TemplateError as error:
             roles = ", ".join(m["role"] for m in messages)
             raise DataError(
-                f"model: its chat template does not take a conversation of {roles}: {error}; set "
+                f"model: the chat template refuses a conversation of {roles}: {error}; set "
                 "model.template = 'plain', or a text with {question}"
             ) from None
 
@@ -146,7 +148,7 @@ def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Re
     except jinja2.TemplateError as error:
         raise _unusable(name, f"fails: {error}") from None
     if MARK not in alone:
-        raise _unusable(name, "leaves the question out")
+        raise _unusable(name, "drops the user message")
     return Renderer(
         template=template,
         tokenizer=tokenizer,
@@ -159,12 +161,12 @@ def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Re
 def _check_options(template: Template, source: str, name: str) -> None:
     """Refuse options that the chat template would silently ignore."""
     for option in template.chat_options:
-        if option in OURS:
-            raise ConfigError(f"config: model.chat_options.{option}: covey says that itself")
+        if option in RESERVED:
+            raise ConfigError(f"config: model.chat_options.{option}: covey sets this itself")
         if not source:
             raise ConfigError(
-                f"config: model.chat_options.{option} is for a chat template, and {name} is asked "
-                "without one"
+                f"config: model.chat_options.{option} needs a chat template, and {name} is "
+                "used without one"
             )
         if not re.search(rf"\b{re.escape(option)}\b", source):
             raise ConfigError(
@@ -178,11 +180,15 @@ def chat_text(
     messages: Sequence[Message],
     options: Mapping[str, Any],
     *,
-    asking: bool = True,
+    add_generation_prompt: bool = True,
 ) -> str:
-    """Apply the tokenizer's chat template, with the assistant's header if `add_generation_prompt`."""
-    told = {**tokenizer.special_tokens_map, **options, "add_generation_prompt": asking}
-    return render(tokenizer.get_chat_template(), messages, told)
+    """Apply the tokenizer's chat template, with or without the assistant's header."""
+    arguments = {
+        **tokenizer.special_tokens_map,
+        **options,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    return render(tokenizer.get_chat_template(), messages, arguments)
 
 
 def _unusable(name: str, why: str) -> ModelError:
@@ -206,7 +212,7 @@ def _turn_end(tokenizer: Any, question: Message, options: Mapping[str, Any]) -> 
     """Return the special token that ends the assistant's turn, whatever the model's files say."""
     answer: Message = {"role": "assistant", "content": SYSTEM_MARK}
     try:
-        text = chat_text(tokenizer, [question, answer], options, asking=False)
+        text = chat_text(tokenizer, [question, answer], options, add_generation_prompt=False)
     except jinja2.TemplateError:
         return None
     after = text.rpartition(SYSTEM_MARK)[2].strip()
@@ -214,7 +220,7 @@ def _turn_end(tokenizer: Any, question: Message, options: Mapping[str, Any]) -> 
     return int(ids[0]) if ids and ids[0] in tokenizer.all_special_ids else None
 
 
-def _folded(messages: Sequence[Message]) -> Sequence[Message]:
+def _fold_system(messages: Sequence[Message]) -> Sequence[Message]:
     """Move the system message into the first user message."""
     if len(messages) < 2 or messages[0]["role"] != "system":
         return messages
@@ -228,7 +234,7 @@ def _filled(form: str, messages: Sequence[Message]) -> str:
     rest = [m["content"] for m in messages if m["role"] != "system"]
     if len(rest) != 1:
         raise DataError(
-            f"model: model.template has one {{question}}, and a prompt of {len(rest)} turns does "
-            "not fit into it; set model.template = 'chat' or 'plain'"
+            f"model: model.template has one {{question}}, but a prompt has {len(rest)} "
+            "turns; set model.template = 'chat' or 'plain'"
         )
     return form.format(question=rest[0], system="\n".join(system))

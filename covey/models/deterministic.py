@@ -36,7 +36,7 @@ def make_deterministic() -> None:
     if os.environ.get(WORKSPACE) not in FIXED:
         if torch.cuda.is_initialized():  # cuBLAS may have read the variable already
             raise ModelError(
-                "model: deterministic = true comes too late, CUDA has been used in this process; "
+                "model: deterministic = true comes too late: this process has used CUDA already; "
                 f"set the environment variable {WORKSPACE}={FIXED[0]} before it starts"
             )
         os.environ[WORKSPACE] = FIXED[0]

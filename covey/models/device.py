@@ -16,12 +16,16 @@ def device_of(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError(f"model: device {name!r} was asked for, but torch sees no CUDA device")
+        raise ModelError(f"model: device is {name!r}, but torch finds no CUDA device")
     if not re.fullmatch(DEVICE, name):
-        raise ModelError(f"model: device {name!r} is none of auto, cpu, cuda, cuda:0, cuda:1, ...")
+        raise ModelError(
+            f"model: unknown device {name!r}; use auto, cpu, cuda, cuda:0, cuda:1, ..."
+        )
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"model: device {name!r}: torch sees {torch.cuda.device_count()} of them")
+        raise ModelError(
+            f"model: device {name!r} does not exist; torch finds {torch.cuda.device_count()}"
+        )
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # Triton kernels and CUDA graphs use the current device
     return device

@@ -25,10 +25,10 @@ def read_pretrained(kind: Any, source: str, dtype: torch.dtype) -> Any:
         use_safetensors=True,  # all other formats are pickles, which can run code
         **NO_CODE,
     )
-    lacking = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
-    if lacking:
-        what = f"{len(lacking)} of its weights are missing or of another shape"
-        raise ValueError(f"{what}, {lacking[0]} for one")
+    missing = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
+    if missing:
+        what = f"{len(missing)} of its weights are missing or have another shape"
+        raise ValueError(f"{what}, for example {missing[0]}")
     return model
 
 

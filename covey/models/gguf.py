@@ -30,19 +30,19 @@ from covey.models.model_path import PACKAGED
 from covey.run.files import whole_folder
 from covey.shown import printable
 
-FORM = 1
+FORMAT = 1
 """Version of the conversion, part of the cached folder's name."""
 
 STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """GGUF keys of the tokens that end a completion."""
 
-TRIAL = "It's  12.50  of 3,000:\n\n\t7*(8-9) = <answer>\u00e4\u00df\u4e2d</answer> WHYnot?\n"
+SAMPLE_TEXT = "It's  12.50  of 3,000:\n\n\t7*(8-9) = <answer>\u00e4\u00df\u4e2d</answer> WHYnot?\n"
 """A text that tokenizers with different splitting rules encode differently."""
 
 Say = Callable[[str], None]
 
 
-def say_on_stderr(text: str) -> None:
+def print_progress(text: str) -> None:
     """Print a progress line on stderr."""
     print(printable(text), file=sys.stderr, flush=True)
 
@@ -84,13 +84,13 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache" / "covey") / "models"
 
 
-def import_gguf(file: Path, say: Say = say_on_stderr) -> Path:
+def import_gguf(file: Path, say: Say = print_progress) -> Path:
     """Return a checkpoint folder with the same model; the first call converts the file."""
-    folder = cache_folder() / f"{_digest(file)}-{FORM}"
+    folder = cache_folder() / f"{_digest(file)}-{FORMAT}"
     if folder.is_dir():
         return folder
     _check_packages()
-    with _alone(folder):
+    with _locked(folder):
         if not folder.is_dir():  # another process may have converted it meanwhile
             megabytes = file.stat().st_size / 1e6
             say(f"importing {file.name} ({megabytes:,.0f} MB), once, to {folder}")
@@ -116,7 +116,7 @@ def _check_packages() -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Hold a lock, so that two processes do not convert the same file at once."""
     lock = folder.with_name(f".{folder.name}.lock")
     try:
@@ -161,7 +161,7 @@ def _read_header(file: Path) -> _Header:
 def _convert(file: Path, folder: Path) -> None:
     try:
         header = _read_header(file)
-        with _quiet_bars():
+        with _no_progress_bars():
             model, tokenizer = _load(file)
     except Exception as error:  # a broken file fails anywhere in three libraries
         why = str(error).strip().splitlines()[0][:300] if str(error).strip() else repr(error)
@@ -185,7 +185,7 @@ def _load(file: Path) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def _quiet_bars() -> Iterator[None]:
+def _no_progress_bars() -> Iterator[None]:
     """Hide progress bars unless stderr is a terminal."""
     if sys.stderr.isatty():
         yield
@@ -199,7 +199,7 @@ def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
     not.
     """
     if not header.stop_ids:
-        raise ModelError(f"model: {file} does not say which token ends an answer")
+        raise ModelError(f"model: {file} does not name an end-of-text token")
     backend = tokenizer.backend_tokenizer
     if header.split == "smollm":
         # Digits are split off before words, so that a newline before a number stays whole.
@@ -222,7 +222,7 @@ def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
     )
     if repaired.eos_token_id != stop:
         raise ModelError(
-            f"model: {file} ends answers with token {stop}, which its tokenizer reads as "
+            f"model: {file} ends completions with token {stop}, but its tokenizer reads it as "
             f"{repaired.eos_token_id}"
         )
     return repaired
@@ -232,7 +232,7 @@ def _repair_model(model: Any, header: _Header, tokenizer: Any, file: Path) -> No
     """Remove the quantization settings, since the weights are float32 now."""
     types = {p.dtype for p in model.parameters()}
     if types != {torch.float32}:
-        raise ModelError(f"model: {file} was not unpacked to float32 but to {types}")
+        raise ModelError(f"model: {file} was unpacked to {types} instead of float32")
     if getattr(model.config, "quantization_config", None) is not None:
         del model.config.quantization_config
     stops = list(header.stop_ids)
@@ -261,11 +261,11 @@ def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
         worst = float((again(ids).logits - expected).abs().max() / expected.abs().max())
     if not worst <= 1e-5:
         raise ModelError(
-            f"model: {file} cannot be imported: its logits change by {worst:.2g} of the largest"
+            f"model: {file} cannot be imported: its logits change by {worst:.2g} (relative)"
         )
     reread = read_tokenizer(str(folder))
     stops = again.generation_config.eos_token_id
-    same = reread.encode(TRIAL) == tokenizer.encode(TRIAL)
+    same = reread.encode(SAMPLE_TEXT) == tokenizer.encode(SAMPLE_TEXT)
     same = same and reread.eos_token_id == tokenizer.eos_token_id
     if not same or stops != model.generation_config.eos_token_id:
-        raise ModelError(f"model: {file} cannot be imported: its tokenizer changes")
+        raise ModelError(f"model: {file} cannot be imported: its tokenizer changes when saved")

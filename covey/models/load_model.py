@@ -25,7 +25,7 @@ from covey.models.device import device_of
 from covey.models.from_pretrained import make_savable, read_pretrained, read_tokenizer
 from covey.models.gguf import find_gguf, import_gguf
 from covey.models.language_model import LanguageModel, packed_forward
-from covey.models.model_path import check_model_path, not_here
+from covey.models.model_path import check_model_path, missing_folder_note
 from covey.models.padding import pad_batch
 from covey.models.template_process import start_rendering
 from covey.types import Batch, HostRows
@@ -44,7 +44,7 @@ def load_language_model(
     dtype: str = "auto",
     device: str = "auto",
     gradient_checkpointing: bool = False,
-    template: Template = Template(),  # noqa: B008 - it cannot change
+    template: Template = Template(),  # noqa: B008 - immutable
 ) -> LanguageModel:
     """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`."""
     where = device_of(device)
@@ -57,7 +57,7 @@ def load_language_model(
         model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
-            f"model: cannot load {path!r}: {_first_line(error)}{not_here(source)}"
+            f"model: cannot load {path!r}: {_first_line(error)}{missing_folder_note(source)}"
         ) from None
     make_savable(model)
     model.to(where)
@@ -81,19 +81,19 @@ def wrap(
     model: Any,
     tokenizer: Any,
     name: str = "model",
-    template: Template = Template(),  # noqa: B008 - it cannot change
+    template: Template = Template(),  # noqa: B008 - immutable
 ) -> LanguageModel:
-    """Split a causal language model into backbone and head, and check that the parts agree with it."""
+    """Split a causal language model into backbone and head, and check that they agree with it."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
-        raise ModelError(f"model: {name} has no linear output layer, which covey needs")
-    _switch_dropout_off(model)
+        raise ModelError(f"model: {name} has no linear output layer; covey needs one")
+    _disable_dropout(model)
     training = model.training
     model.eval()
     head = _matching_head(model, linear, name)
-    asking = make_renderer(tokenizer, template, name)
-    packs, flash = _use_own_attention(model)
-    fused = packs and linear.weight.is_cuda and _fuses(model)
+    renderer = make_renderer(tokenizer, template, name)
+    packs, flash = _register_attention(model)
+    fused = packs and linear.weight.is_cuda and _supports_fused(model)
     model.train(training)
     return LanguageModel(
         model=model,
@@ -103,8 +103,8 @@ def wrap(
         flash=flash,
         fused=fused,
         context=_context(model.config),
-        stop_ids=_stop_ids(model, tokenizer, asking.turn_end),
-        renderer=asking,
+        stop_ids=_stop_ids(model, tokenizer, renderer.turn_end),
+        renderer=renderer,
     )
 
 
@@ -121,7 +121,7 @@ def _context(config: Any) -> int:
     return min(most, int(rope.get("original_max_position_embeddings") or most))
 
 
-def _switch_dropout_off(model: Any) -> None:
+def _disable_dropout(model: Any) -> None:
     """Disable dropout, so that training mode computes the same as evaluation mode.
 
     With dropout the policy that is trained is not the one that sampled, ratios are noise from the
@@ -160,12 +160,12 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     best = min(range(len(heads)), key=errors.__getitem__)
     if errors[best] > 1e-2 * float(expected.abs().max()):
         raise ModelError(
-            f"model: {name} ({type(model).__name__}) computes its logits in an unknown way"
+            f"model: {name} ({type(model).__name__}) computes logits in an unsupported way"
         )
     return heads[best]
 
 
-def _use_own_attention(model: Any) -> tuple[bool, bool]:
+def _register_attention(model: Any) -> tuple[bool, bool]:
     """Register covey's attention with a model, if its hidden states stay the same.
 
     Returns whether packed rows give the same hidden states, and whether flash attention does too.
@@ -176,52 +176,52 @@ def _use_own_attention(model: Any) -> tuple[bool, bool]:
         model.config._attn_implementation == NAME
     ):  # a configuration that was used with another model before
         model.set_attn_implementation("sdpa")
-    before_us = model.config._attn_implementation
-    if getattr(model.config, "attn_logit_softcapping", None) is not None and before_us == "sdpa":
-        before_us = "eager"  # sdpa silently ignores a soft cap
-        model.set_attn_implementation(before_us)
-    if before_us not in ("sdpa", "eager"):
+    original = model.config._attn_implementation
+    if getattr(model.config, "attn_logit_softcapping", None) is not None and original == "sdpa":
+        original = "eager"  # sdpa silently ignores a soft cap
+        model.set_attn_implementation(original)
+    if original not in ("sdpa", "eager"):
         return False, False
-    batch = _trial_batch(model)
+    batch = _check_batch(model)
     layout = pad_batch(batch)
     try:
         with torch.no_grad():
-            before = _tried(model)(layout.input_ids, use_cache=False).last_hidden_state
+            before = _checked_backbone(model)(layout.input_ids, use_cache=False).last_hidden_state
             model.set_attn_implementation(NAME)
-            tried = _tried(model)
-            same = matches(tried(layout.input_ids, use_cache=False).last_hidden_state, before)
+            small = _checked_backbone(model)
+            same = matches(small(layout.input_ids, use_cache=False).last_hidden_state, before)
     except (TypeError, ValueError, RuntimeError, IndexError):
         same = False
     if not same:
-        model.set_attn_implementation(before_us)
+        model.set_attn_implementation(original)
         return False, False
     rows = torch.arange(len(batch), device=before.device)[:, None].expand_as(layout.predictor)
     padded = before[rows, layout.predictor][batch.mask]
     packed = pack(HostRows.of(batch), before.device, varlen=False)
     try:
         with torch.no_grad():
-            packs = matches(packed_forward(tried, packed)[packed.predictor], padded)
+            packs = matches(packed_forward(small, packed)[packed.predictor], padded)
     except (TypeError, ValueError, RuntimeError, IndexError):
         packs = False
-    return packs, packs and _flashes(model, tried, batch, padded)
+    return packs, packs and _supports_flash(model, small, batch, padded)
 
 
-def _tried(model: Any) -> nn.Module:
+def _checked_backbone(model: Any) -> nn.Module:
     """Return the backbone for a parity check: of a 16-bit model, its first layers in float32."""
     rounds = model.get_output_embeddings().weight.dtype in HALF
     backbone: nn.Module = model.base_model
     return first_layers(backbone) if rounds else backbone
 
 
-def _flashes(model: Any, tried: nn.Module, batch: Batch, padded: torch.Tensor) -> bool:
+def _supports_flash(model: Any, small: nn.Module, batch: Batch, padded: torch.Tensor) -> bool:
     """Tell whether flash attention, which exists for 16-bit types only, gives the same too."""
     weight = model.get_output_embeddings().weight
-    if not weight.is_cuda or weight.dtype not in HALF or tried is model.base_model:
+    if not weight.is_cuda or weight.dtype not in HALF or small is model.base_model:
         return False
     packed = pack(HostRows.of(batch), weight.device, varlen=True)
     try:
         with torch.no_grad():
-            rounded = copy.deepcopy(tried).to(weight.dtype)
+            rounded = copy.deepcopy(small).to(weight.dtype)
             found = packed_forward(rounded, packed)[packed.predictor].float()
     except (TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
         return False
@@ -229,7 +229,7 @@ def _flashes(model: Any, tried: nn.Module, batch: Batch, padded: torch.Tensor) -
     return float((found - padded).norm()) <= 0.05 * float(padded.norm())
 
 
-def _fuses(model: Any) -> bool:
+def _supports_fused(model: Any) -> bool:
     """Check the fused forward pass against the model's own; if they agree, fuse the parameters."""
     try:
         from covey.accel.fused_forward import fused_backbone, is_llama_like
@@ -237,10 +237,10 @@ def _fuses(model: Any) -> bool:
         return False
     if not is_llama_like(model):
         return False
-    batch = _trial_batch(model)
+    batch = _check_batch(model)
     packed = pack(HostRows.of(batch), batch.tokens.device, varlen=False)
     try:
-        small = _tried(model)
+        small = _checked_backbone(model)
         with torch.no_grad():
             own = packed_forward(small, packed)
             fused = fused_backbone(small, packed.input_ids, packed.position_ids, packed.packing)
@@ -252,14 +252,14 @@ def _fuses(model: Any) -> bool:
     return True
 
 
-def _trial_batch(model: Any) -> Batch:
+def _check_batch(model: Any) -> Batch:
     device = model.get_output_embeddings().weight.device
     prompt = torch.arange(2, 6, device=device) % model.config.vocab_size
     return parity_batch(prompt, torch.tensor([3, 1, 5], device=device))
 
 
 def _stop_ids(model: Any, tokenizer: Any, turn_end: int | None) -> tuple[int, ...]:
-    """Return every token that a model file or the chat template defines as the end of a completion."""
+    """Return every token that a file or the chat template defines as the end of a completion."""
     ids = [turn_end, tokenizer.eos_token_id, model.config.eos_token_id]
     if model.generation_config is not None:
         ids.append(model.generation_config.eos_token_id)

@@ -66,7 +66,7 @@ def merge_adapter(folder: Path, out: Path) -> None:
     """Save base model and adapter of a checkpoint as one ordinary model in float32."""
     base = adapter_base(str(folder))
     if base is None:
-        raise ModelError(f"model: {folder} holds no adapter that could be merged")
+        raise ModelError(f"model: {folder} holds no adapter")
     plain = Template(form="plain")  # no prompt is rendered, so the chat template does not matter
     bare = load_language_model(base, dtype="float32", device="cpu", template=plain)
     model = load_adapter(bare, folder)

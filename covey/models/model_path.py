@@ -27,7 +27,7 @@ def check_model_path(path: str) -> None:
     if not path:  # Path takes it for the working folder
         raise ModelError("model: the path is empty; give a folder, a hub name or a GGUF file")
     if "\0" in path:
-        raise ModelError(f"model: no path may hold the character NUL, as {path!r} does")
+        raise ModelError(f"model: the path {path!r} contains a NUL character")
     if path == EMBEDDED or path in PACKAGED:  # even if a folder has that name
         return
     if place.is_dir():
@@ -35,17 +35,17 @@ def check_model_path(path: str) -> None:
     elif place.is_file():
         if place.suffix.lower() != ".gguf":
             raise ModelError(
-                f"model: {path} is a file, and no GGUF; give a folder, a hub name or a GGUF file"
+                f"model: {path} is not a GGUF file; give a folder, a hub name or a GGUF file"
             )
     elif _looks_local(path):
-        raise ModelError(f"model: cannot load {path!r}: {_absent(place)}")
+        raise ModelError(f"model: cannot load {path!r}: {_describe_missing(place)}")
 
 
-def not_here(path: str) -> str:
+def missing_folder_note(path: str) -> str:
     """Return a note for the error message when the hub does not know the name either."""
     if Path(path).exists():
         return ""
-    return f"; and there is no folder of that name{_hint(_missing(Path(path)))}"
+    return f"; there is no folder of that name either{_hint(_missing(Path(path)))}"
 
 
 def _check_folder(folder: Path) -> None:
@@ -74,7 +74,7 @@ def _check_weights(folder: Path) -> None:
     if pickled and not SAFE & suffixes.keys():
         raise ModelError(
             f"model: {folder} has its weights in {pickled[0]}, a pickle, which can run code when "
-            "it is read; covey reads safetensors and GGUF: convert it where you trust it"
+            "it is read; convert it to safetensors if you trust it"
         )
 
 
@@ -87,7 +87,7 @@ def _looks_local(path: str) -> bool:
     return bool(slash) and any(Path(first).glob("*/config.toml"))
 
 
-def _absent(place: Path) -> str:
+def _describe_missing(place: Path) -> str:
     """Say which part of a path is missing, and suggest a similar name."""
     place = place.expanduser()
     missing = _missing(place)

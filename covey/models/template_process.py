@@ -35,7 +35,7 @@ FAILED = 1
 """Python's exit code after an uncaught exception."""
 
 
-class Renders:
+class RenderProcess:
     """The rendering process, started on first use and again after a template has killed it."""
 
     def __init__(self) -> None:
@@ -99,23 +99,25 @@ class Renders:
 
 def _unusable(code: int) -> ModelError:
     if code == FAILED:
-        return ModelError("model: the process that renders chat templates does not start")
+        return ModelError("model: the process that renders chat templates failed to start")
     why = f"took longer than {SECONDS:g} seconds" if code == -SIGPROF else "took too much memory"
     return ModelError(
-        f"model: its chat template {why} for one prompt; set model.template = 'plain', or a text "
+        f"model: the chat template {why} for one prompt; set model.template = 'plain', or a text "
         "with {question}"
     )
 
 
-_RENDERS = Renders()
-atexit.register(_RENDERS.close)
+_PROCESS = RenderProcess()
+atexit.register(_PROCESS.close)
 
 
 def start_rendering() -> None:
     """Start the rendering process in the background."""
-    _RENDERS.start()
+    _PROCESS.start()
 
 
-def render(template: str, messages: Sequence[Message], told: Mapping[str, Any]) -> str:
+def render(template: str, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
     """Render a conversation with a chat template and further arguments."""
-    return _RENDERS.render({"template": template, "messages": list(messages), "told": dict(told)})
+    return _PROCESS.render(
+        {"template": template, "messages": list(messages), "arguments": dict(arguments)}
+    )

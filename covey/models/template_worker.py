@@ -24,14 +24,14 @@ TOO_BIG = 3
 """Exit code after a render that exceeded the memory limit."""
 
 
-def answer(request: dict[str, Any]) -> dict[str, str]:
+def render(request: dict[str, Any]) -> dict[str, str]:
     """Render one conversation, or return the template's error."""
     try:
         (text,), _ = render_jinja_template(
             conversations=[request["messages"]],
             chat_template=request["template"],
             strftime_now=TODAY.strftime,
-            **request["told"],
+            **request["arguments"],
         )
     except MemoryError:
         sys.exit(TOO_BIG)
@@ -51,7 +51,7 @@ def serve(connection: Connection, seconds: float, megabytes: int) -> None:
         request = json.loads(connection.recv_bytes())
         # Without a handler the signal ends the process, even inside one long operation.
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        reply = json.dumps(answer(request)).encode()
+        reply = json.dumps(render(request)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send_bytes(reply)
 

@@ -40,7 +40,7 @@ class Policy:
             self.passes = train_graphs_for(
                 self.model, temperature=self.temperature, megabytes=self.logits_megabytes
             )
-        taken = None if self.passes is None else self.passes.take(host_rows(batch))
+        taken = None if self.passes is None else self.passes.run(host_rows(batch))
         if taken is not None:
             return scatter_logp(batch, *taken)
         try:

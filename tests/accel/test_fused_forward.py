@@ -1,4 +1,4 @@
-"""The fused forward pass, its kernels interpreted on the CPU; tests/policy/test_gpu.py has a GPU."""
+"""The fused forward pass with kernels interpreted on the CPU; test_gpu.py uses a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTINGS = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "max_grad_no
 
 
 def shared_batch() -> Batch:
-    """Three rows with one prompt, two with another, one alone; one reads no token of its answer."""
+    """Three rows with one prompt, two with another, one alone; one has a completion of one token."""
     batch = make_batch(rows=6, longest=5, seed=3)
     rows = [0, 4, 0, 3, 4, 0]
     lengths = batch.lengths.clone()
@@ -52,7 +52,7 @@ def shared_batch() -> Batch:
 
 
 def per_row(query, key, value, spans: VarlenRows, scale: float, window=None) -> torch.Tensor:
-    """What the flash kernels compute, which are for GPUs only."""
+    """Flash attention's result, for devices without it."""
     shared = query.shape[1] // key.shape[1]
     results = []
     bounds = list(zip(spans.query_starts.tolist(), spans.key_starts.tolist(), strict=True))
@@ -94,7 +94,7 @@ def gradients(model: LanguageModel, hidden: torch.Tensor) -> dict[str, torch.Ten
         ("qwen3", True, True),
     ],
 )
-def test_states_and_gradients_are_as_exact_as_those_of_the_models_own_code(
+def test_hidden_states_and_gradients_are_as_exact_as_the_models_own(
     architecture: str, joint: bool, flash: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "flash_attention", per_row)
@@ -117,7 +117,7 @@ def test_states_and_gradients_are_as_exact_as_those_of_the_models_own_code(
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_an_adapter_is_part_of_it(on: bool) -> None:
+def test_the_fused_forward_supports_adapters(on: bool) -> None:
     plain = build("llama")
     fuse_parameters(plain.backbone)
     model = add_adapter(plain, rank=2, targets=["q_proj", "down_proj"], also_train=["norm"])
@@ -136,7 +136,7 @@ def test_an_adapter_is_part_of_it(on: bool) -> None:
     assert float((ours - own).detach().abs().max()) < 1e-5 * float(own.detach().abs().max())
 
 
-def test_heads_that_are_trained_in_full_beside_an_adapter_are_part_of_it() -> None:
+def test_the_fused_forward_supports_fully_trained_modules() -> None:
     plain = build("llama")
     fuse_parameters(plain.backbone)
     also_train = ["q_proj", "k_proj", "v_proj"]
@@ -174,7 +174,7 @@ def test_checkpointing_recomputes_and_changes_nothing() -> None:
         torch.testing.assert_close(again[name], grad, atol=1e-6, rtol=1e-6)
 
 
-def test_keys_and_values_of_prompts_are_those_of_the_models_cache() -> None:
+def test_collected_keys_and_values_equal_the_models_cache() -> None:
     model = build("qwen2")
     prompts = [(5, 6, 7, 8), (9, 10), (11, 12, 13)]
     packed = pack_prompts(prompts, CPU)
@@ -222,7 +222,7 @@ def test_shared_prompts_are_collected_once() -> None:
     torch.testing.assert_close(collected[0][1].flatten(1), value, atol=1e-5, rtol=0)
 
 
-def test_joined_weights_are_one_tensor_and_stay_parameters() -> None:
+def test_fused_weights_are_one_tensor_and_stay_parameters() -> None:
     model = build("qwen2")
     before = {n: p.detach().clone() for n, p in model.model.named_parameters()}
     fuse_parameters(model.backbone)
@@ -245,7 +245,7 @@ def test_joined_weights_are_one_tensor_and_stay_parameters() -> None:
 def test_gradients_of_bfloat16_weights_add_up_in_float32_sinks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two halves of a batch, once through sinks and once through autograd and its rounding."""
+    """Two halves of a batch, once with gradient sinks and once with autograd and its rounding."""
     monkeypatch.setattr(fused, "flash_attention", per_row)
     exact = build("qwen2")
     model = build("qwen2", torch.bfloat16)
@@ -280,7 +280,7 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32_sinks(
     assert all(m.grad is None for m in optimizer.masters.values())
 
 
-def test_a_model_with_joined_weights_is_saved_as_any_other(tmp_path: Path) -> None:
+def test_a_model_with_fused_weights_is_saved_normally(tmp_path: Path) -> None:
     model = build("qwen2", torch.bfloat16)
     fuse_parameters(model.backbone)
     model.model.save_pretrained(tmp_path / "plain")

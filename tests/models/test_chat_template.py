@@ -1,4 +1,4 @@
-"""How questions are put: chat, plain, a text, with and without a prefill."""
+"""Prompt rendering: chat, plain, custom text, with and without a prefill."""
 
 from __future__ import annotations
 
@@ -64,14 +64,12 @@ def made(chat: str | None, form: str = "auto", prefill: str = "") -> Renderer:
          "<|user|>1+1?<eos><|assistant|>2<eos><|user|>1+1?<eos><|assistant|>"),
     ],
 )  # fmt: skip
-def test_the_text_that_the_model_goes_on_from(
-    chat: str | None, form: str, messages: list[Any], text: str
-) -> None:
+def test_rendered_prompt(chat: str | None, form: str, messages: list[Any], text: str) -> None:
     assert made(chat, form).text(messages) == text
     assert made(chat, form, "Let me see.\n<think>").text(messages) == text + "Let me see.\n<think>"
 
 
-def test_braces_in_a_question_are_no_fields() -> None:
+def test_braces_in_a_prompt_are_not_fields() -> None:
     question = {"role": "user", "content": "{system} {x} {}"}
     assert made(None, "Q: {question}").text([SYSTEM, question]) == "Q: {system} {x} {}"
 
@@ -80,39 +78,39 @@ def test_braces_in_a_question_are_no_fields() -> None:
     ("form", "message"),
     [
         ("chatt", "did you mean 'chat'?"),
-        ("", "neither auto, chat nor plain"),
+        ("", "is not auto, chat, plain or a text"),
         ("Q: {questoin}", "has the field {questoin}"),
         ("Q: {question!r}", "has the field {question!r}"),
         ("Q: {question:9}", "has the field {question:9}"),
         ("Q: {}", "has the field {}"),
-        ("Q: {question} {", "double braces"),
+        ("Q: {question} {", "double all braces"),
         ("{system}", "has no {question}"),
     ],
 )
-def test_a_template_that_cannot_be_meant(form: str, message: str) -> None:
+def test_an_invalid_template_is_an_error(form: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         Template(form=form)
     assert message in str(raised.value)
     assert "model.template" in str(raised.value)
 
 
-def test_a_chat_template_that_is_asked_for_must_be_there_and_work() -> None:
+def test_a_required_chat_template_must_exist_and_work() -> None:
     with pytest.raises(ModelError, match=r"tiny has no chat template; set model\.template"):
         made(None, "chat")
     with pytest.raises(ModelError, match=r"fails: out of order; set model\.template"):
         made("{{ raise_exception('out of order') }}")
-    with pytest.raises(ModelError, match="leaves the question out"):
+    with pytest.raises(ModelError, match="drops the user message"):
         made("{{ 'Hello' }}")
     alternating = (
         "{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML
     )
     with pytest.raises(DataError, match="conversation of user, assistant, user: one turn"):
         made(alternating).text([ASKED, TOLD, ASKED])
-    with pytest.raises(DataError, match="a prompt of 3 turns"):
+    with pytest.raises(DataError, match="a prompt has 3 turns"):
         made(None, "Q: {question}").text([ASKED, TOLD, ASKED])
 
 
-def test_a_chat_template_is_told_what_it_can_be_told() -> None:
+def test_chat_options_reach_the_chat_template() -> None:
     thinking = CHATML + "{% if quiet is defined and quiet %}<think></think>{% endif %}"
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.chat_template = thinking
@@ -125,9 +123,9 @@ def test_a_chat_template_is_told_what_it_can_be_told() -> None:
         make_renderer(tokenizer, Template(chat_options={"loud": 1}), "tiny")
     with pytest.raises(ConfigError, match=r"chat_options\.quie: the chat"):
         make_renderer(tokenizer, Template(chat_options={"quie": 1}))
-    with pytest.raises(ConfigError, match=r"chat_options\.messages: covey says that itself"):
+    with pytest.raises(ConfigError, match=r"chat_options\.messages: covey sets this itself"):
         make_renderer(tokenizer, Template(chat_options={"messages": "none"}))
-    with pytest.raises(ConfigError, match=r"chat_options\.quiet is for a chat template, and tiny"):
+    with pytest.raises(ConfigError, match=r"chat_options\.quiet needs a chat template, and tiny"):
         make_renderer(tokenizer, Template(form="plain", chat_options={"quiet": True}), "tiny")
 
 
@@ -136,16 +134,16 @@ def test_chat_options_come_from_the_configuration() -> None:
     assert template_of(config).chat_options == {"enable_thinking": False}
 
 
-def test_the_date_of_a_template_stands_still() -> None:
+def test_the_date_in_a_template_is_fixed() -> None:
     assert made(DATED).text([ASKED]).startswith("26 Jul 2024<|user|>")
 
 
 @pytest.mark.parametrize(("chat", "end"), [(CHATML, 1), (SILENT, None)])
-def test_the_end_of_a_turn_is_found(chat: str, end: int | None) -> None:
+def test_the_end_of_turn_token_is_found(chat: str, end: int | None) -> None:
     assert made(chat).turn_end == end
 
 
-def test_a_first_token_is_given_where_no_chat_template_writes_it() -> None:
+def test_bos_is_added_where_no_chat_template_writes_it() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.chat_template = "<think>" + SILENT
     tokenizer.bos_token = "<think>"
@@ -169,7 +167,7 @@ PROMPT = Prompt(
 
 
 @pytest.mark.parametrize("judged", [True, False])
-def test_a_prefill_is_asked_not_trained_and_judged_as_chosen(judged: bool) -> None:
+def test_a_prefill_is_not_trained_and_scored_as_configured(judged: bool) -> None:
     template = Template(prefill="<think>", prefill_in_text=judged)
     model = load_language_model("embedded", device="cpu", template=template)
     plain = load_language_model("embedded", device="cpu")
@@ -200,12 +198,12 @@ def test_a_prefill_is_asked_not_trained_and_judged_as_chosen(judged: bool) -> No
         written = model.decode(rollout.tokens)
         assert rollout.text == ("<think>" if judged else "") + written
     assert sorted(seen) == sorted(r.text for r in group.rollouts)
-    # The embedded model writes the tags that it was taught; half of them is no form.
+    # The embedded model writes the tags that it was trained on; half of them break the format.
     formed = [r.parts["format"] for r in group.rollouts]
     assert max(formed) == (1.0 if judged else 0.0)
 
 
-def test_a_folded_system_message_is_said() -> None:
+def test_a_folded_system_message_is_reported() -> None:
     model = load_language_model("embedded", device="cpu")
     folding = copy.copy(model)
     object.__setattr__(folding, "renderer", made(NO_SYSTEM))
@@ -216,7 +214,7 @@ def test_a_folded_system_message_is_said() -> None:
     assert prompt_notes(model, [with_system]) == []
 
 
-def test_the_settings_of_the_models_page_are_taken(tmp_path: Path) -> None:
+def test_settings_in_the_docs_are_valid(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
     (tmp_path / "example.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
     template = template_of(resolve(load_config(str(tmp_path / "example.toml"))))
@@ -227,6 +225,6 @@ def test_the_settings_of_the_models_page_are_taken(tmp_path: Path) -> None:
     assert template.opening == opening
 
 
-def test_a_wrong_template_is_found_before_anything_is_loaded() -> None:
+def test_an_invalid_template_is_found_before_loading() -> None:
     with pytest.raises(ConfigError, match="did you mean 'plain'"):
         resolve(load_config(None, ["model.template=plan", "model.path=nowhere"]))

@@ -9,10 +9,10 @@ from covey.models.detokenize import _says_the_same, byte_pieces, joined_text
 from covey.models.language_model import LanguageModel
 
 BEYOND = 40
-"""More tokens than the tokenizer knows: models round their vocabulary up."""
+"""More tokens than the tokenizer has: models round their vocabulary up."""
 
 
-def test_any_tokens_have_the_text_that_the_tokenizer_gives_them(embedded: LanguageModel) -> None:
+def test_decoded_text_equals_the_tokenizers(embedded: LanguageModel) -> None:
     backend = embedded.tokenizer.backend_tokenizer
     size = backend.get_vocab_size() + BEYOND
     pieces = byte_pieces(embedded.tokenizer, size)
@@ -28,13 +28,13 @@ def test_any_tokens_have_the_text_that_the_tokenizer_gives_them(embedded: Langua
 
 
 @pytest.mark.parametrize("text", ["naïve ½ → 我们 😀", "", " a  b\n", "e\u0301"])
-def test_texts_come_back_whole(embedded: LanguageModel, text: str) -> None:
+def test_text_round_trips(embedded: LanguageModel, text: str) -> None:
     tokens = embedded.tokenizer.encode(text, add_special_tokens=False)
     end = embedded.tokenizer.eos_token_id
     assert embedded.decode_many([[*tokens, end], tokens]) == [text, text]
 
 
-def test_a_tokenizer_without_bytes_decodes_by_itself() -> None:
+def test_a_tokenizer_without_bytes_uses_its_own_decoding() -> None:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.decoder = tokenizers.decoders.WordPiece()
     assert byte_pieces(transformers.PreTrainedTokenizerFast(tokenizer_object=words), 2) is None
@@ -43,7 +43,7 @@ def test_a_tokenizer_without_bytes_decodes_by_itself() -> None:
     assert byte_pieces(spaces, 262) is None
 
 
-def test_a_table_that_is_wrong_in_one_token_is_found_out(embedded: LanguageModel) -> None:
+def test_a_table_with_one_wrong_token_is_rejected(embedded: LanguageModel) -> None:
     pieces = byte_pieces(embedded.tokenizer, 262)
     assert pieces is not None
     backend = embedded.tokenizer.backend_tokenizer

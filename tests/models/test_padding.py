@@ -44,7 +44,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget(
         assert len(part) == 1 or len(part) * int(lengths[part].max()) <= budget
 
 
-def test_packing_holds_every_prompt_once_and_every_read_token() -> None:
+def test_packing_holds_every_prompt_once_and_all_input_tokens() -> None:
     batch = make_batch(rows=8, seed=3)
     batch = replace(
         batch,

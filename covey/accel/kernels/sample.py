@@ -1,9 +1,9 @@
-"""From logits to the next token of every slot, and all that is noted down with it.
+"""Sampling kernel: from logits to the next token of every slot, and its bookkeeping.
 
-The logits are read once: a first kernel takes the largest and the sum of each block of the
-vocabulary, a second finds the block in which the uniform falls and reads that one again.
+It reads the logits once. A first kernel computes the maximum and the sum of each block of the
+vocabulary; a second finds the block in which the uniform falls and reads that one again.
 
-Shapes: W slots in use, V vocabulary, R room: the longest answer.
+Shapes: W slots in use, V vocabulary, R room: the longest completion.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = 2048
 
 
 class SlotState(NamedTuple):
-    """What is written in every slot; all of it is changed in place."""
+    """State of the slots; all of it is changed in place."""
 
     tokens: torch.Tensor
     """[S, R] int64."""
@@ -31,9 +31,9 @@ class SlotState(NamedTuple):
     counts: torch.Tensor
     """[S] int64: tokens so far."""
     place: torch.Tensor
-    """[S] int64: where the cache takes the newest token."""
+    """[S] int64: where the cache stores the newest token."""
     active: torch.Tensor
-    """[S] bool: whether the answer goes on."""
+    """[S] bool: whether the completion is unfinished."""
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _block_sums(logits, largest, total, factor, vocabulary, block: tl.constexpr)
 
 @triton.jit
 def _largest(values):
-    # Comparing with NaN leads anywhere, and the next step needs a token that there is.
+    # Comparisons with NaN can select any index, and the next step needs a valid token.
     return tl.argmax(tl.where(values == values, values, float("-inf")), axis=0)
 
 
@@ -95,12 +95,12 @@ def _sample(
     else:
         wanted = tl.load(uniforms + row * room + written) * mass
         upto = tl.cumsum(sums, axis=0)
-        # The first block that passes the wanted mass; rounding may leave none, then the last
-        # that has any.
+        # The first block that passes the wanted mass; if rounding leaves none, the last one with
+        # mass.
         passing = (upto > wanted) & (sums > 0)
         filled = tl.max(tl.where(sums > 0, part, 0))
         chosen = tl.minimum(tl.min(tl.where(passing, part, most_parts)), filled)
-        # Added in another order it might be more than is wanted, which the first token then has.
+        # The exact prefix: a sum in another order might exceed `wanted` and select the first token.
         before = tl.max(tl.where(part < chosen, upto, 0.0))
     column = chosen * block + tl.arange(0, block)
     inside = column < vocabulary
@@ -134,10 +134,10 @@ def _sample(
 def sample_tokens(
     logits: torch.Tensor, written: SlotState, *, temperature: float, stop_ids: torch.Tensor
 ) -> None:
-    """Draw the next token of the first W slots from `logits` [W, V]; temperature 0 is greedy.
+    """Sample the next token of the first W slots from `logits` [W, V]; temperature 0 is greedy.
 
-    An answer ends with a stop token, or when its room is full. Where logits are not numbers, some
-    token has the log-probability NaN.
+    A stop token or a full slot ends a completion. If logits are NaN, some token gets a NaN
+    log-probability.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, BLOCK)

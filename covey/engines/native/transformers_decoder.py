@@ -1,8 +1,8 @@
 """Decode step by a model's own forward pass in transformers, for any architecture.
 
 Three decoders, each with fewer assumptions and slower than the one before: over a shared-prompt
-cache, which can be captured as a CUDA graph; over slots that hold prompt and completion; and without
-a KV cache, for models that keep more of the past than keys and values.
+cache, which can be captured as a CUDA graph; over slots that hold prompt and completion; and
+without a KV cache, for models that keep more of the past than keys and values.
 
 Shapes: W slots in use, S slots, L positions, H heads, K key-value heads, D head size.
 """

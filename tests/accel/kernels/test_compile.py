@@ -1,4 +1,4 @@
-"""The attention kernel compiles for GPUs that are not here, and fits in their memory."""
+"""The attention kernel compiles for other GPUs, and fits in their shared memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 pytest.importorskip("triton")
 
 LEAST_SHARED_MEMORY = 99 * 2**10
-"""Bytes that a program may have on the smaller GPUs since Ampere: RTX 3090, A10, L4, RTX 4090."""
+"""Shared memory of a program on the smaller GPUs since Ampere: RTX 3090, A10, L4, RTX 4090."""
 
-# In a process of its own: here kernels may be interpreted. What is no number is a pointer.
+# In a separate process, because kernels may be interpreted in this one. All but numbers are
+# pointers.
 COMPILE = """
 import json, sys, torch, triton
 from triton.backends.compiler import GPUTarget

@@ -13,7 +13,7 @@ def turned(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> tor
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
 
 
-def test_attention_is_that_over_prompt_and_answer(device: torch.device) -> None:
+def test_attention_covers_prompt_and_completion(device: torch.device) -> None:
     from covey.accel.kernels.decode_attention import decode_attention
 
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def test_attention_is_that_over_prompt_and_answer(device: torch.device) -> None:
         (9000, 256, torch.float32, 16),
     ],
 )
-def test_large_heads_are_read_in_pieces_that_fit(
+def test_large_heads_use_smaller_tiles(
     programs: int, head: int, kind: torch.dtype, block: int
 ) -> None:
     from covey.accel.kernels.decode_attention import tile_sizes

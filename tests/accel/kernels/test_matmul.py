@@ -5,7 +5,7 @@ import torch
 from covey.accel.kernels.matmul import add_matmul, matmul
 
 
-def test_products_of_bfloat16_are_not_rounded_on_their_way_to_float32(
+def test_bfloat16_products_with_float32_results_are_not_rounded(
     device: torch.device,
 ) -> None:
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ def table(device: torch.device):
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("shape", [(3, 1, 8), (6, 3, 12)])
-def test_turning_and_gathering_and_their_gradients_are_those_of_float64(
+def test_rope_gathering_and_gradients_match_float64(
     device: torch.device, dtype: torch.dtype, joint: bool, shares: bool, shape: tuple[int, int, int]
 ) -> None:
     from covey.accel.kernels.rope import apply_rope

@@ -28,7 +28,9 @@ def written(device: torch.device, uniforms: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_what_is_drawn_is_what_plain_code_draws(device: torch.device, temperature: float) -> None:
+def test_the_kernel_samples_the_same_tokens_as_torch(
+    device: torch.device, temperature: float
+) -> None:
     from covey.accel.kernels.sample import sample_tokens
 
     torch.manual_seed(0)
@@ -51,7 +53,7 @@ def test_what_is_drawn_is_what_plain_code_draws(device: torch.device, temperatur
     assert state.active.tolist() == [slot not in ended for slot in range(SLOTS)]
 
 
-def test_an_answer_ends_when_its_room_is_full(device: torch.device) -> None:
+def test_a_completion_ends_when_its_slot_is_full(device: torch.device) -> None:
     from covey.accel.kernels.sample import sample_tokens
 
     state = written(device, torch.rand(SLOTS, ROOM, device=device))
@@ -65,7 +67,7 @@ def test_an_answer_ends_when_its_room_is_full(device: torch.device) -> None:
     assert not state.active.any()
 
 
-def test_the_ends_of_the_uniforms_draw_tokens_that_have_mass(device: torch.device) -> None:
+def test_extreme_uniforms_select_tokens_with_mass(device: torch.device) -> None:
     from covey.accel.kernels.sample import sample_tokens
 
     uniforms = torch.full((SLOTS, ROOM), 1 - 2**-24, device=device)
@@ -79,8 +81,8 @@ def test_the_ends_of_the_uniforms_draw_tokens_that_have_mass(device: torch.devic
     assert torch.isfinite(state.logps).all()
 
 
-def test_rounding_where_blocks_meet_draws_no_token_without_mass(device: torch.device) -> None:
-    """Every block begins with tokens that have none; uniforms fall on where one begins."""
+def test_rounding_at_block_borders_selects_no_token_without_mass(device: torch.device) -> None:
+    """Every block begins with tokens without mass; uniforms fall on the borders of blocks."""
     from covey.accel.kernels.sample import BLOCK, sample_tokens
 
     torch.manual_seed(2)
@@ -100,7 +102,7 @@ def test_rounding_where_blocks_meet_draws_no_token_without_mass(device: torch.de
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("wrong", [slice(None), slice(2100, 2101)], ids=["all", "one"])
-def test_logits_that_are_not_numbers_give_a_token_and_a_logp_that_is_none(
+def test_nan_logits_give_a_valid_token_with_nan_logp(
     device: torch.device, temperature: float, wrong: slice
 ) -> None:
     from covey.accel.kernels.sample import sample_tokens

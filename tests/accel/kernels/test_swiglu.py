@@ -14,7 +14,7 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("size", [5, 1500])
-def test_gate_and_its_gradients_are_those_of_float64(
+def test_swiglu_and_its_gradients_match_float64(
     device: torch.device, dtype: torch.dtype, joint: bool, size: int
 ) -> None:
     from covey.accel.kernels.swiglu import silu_mul, silu_mul_backward
@@ -33,6 +33,6 @@ def test_gate_and_its_gradients_are_those_of_float64(
     assert torch.equal(grad, before)
     assert apart(silu_mul(gate, up), expected.detach()) < TOLERANCE[dtype]
     assert apart(grads, exact.grad) < TOLERANCE[dtype]
-    # In the place of its gradient, the product is made again.
+    # The recomputed product overwrites its gradient.
     assert torch.equal(silu_mul_backward(grad, gate, up, grad), grads)
     assert torch.equal(grad, silu_mul(gate, up))

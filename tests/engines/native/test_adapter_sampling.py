@@ -1,4 +1,4 @@
-"""The sampler has an adapter's weights as soon as the optimizer has changed them."""
+"""The engine uses an adapter's weights as soon as the optimizer has changed them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.models.test_adapter import adapted, embedded_model, learn, policy_of,
 @pytest.mark.parametrize("name", ["llama with biases", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("targets", [["all-linear"], ["v_proj", "down_proj"]])
-def test_adapters_are_written_out_exactly(
+def test_the_decoder_supports_adapters_exactly(
     name: str, dtype: torch.dtype, targets: list[str]
 ) -> None:
     plain = made(UNDERSTOOD[name](), dtype)
@@ -44,7 +44,7 @@ def test_adapters_are_written_out_exactly(
 
 
 def sampled_and_trained(policy: Policy, sampler: NativeEngine) -> tuple[torch.Tensor, ...]:
-    """Return what sampler and trainer say of the same answers."""
+    """Return the engine's and the trainer's log-probabilities of the same completions."""
     questions = ragged_questions(8)
     sampling = Sampling(samples=3, max_tokens=20, slots=10)
     answers = sampler.generate(questions, step=policy.version, sampling=sampling)
@@ -68,7 +68,7 @@ def sampled_and_trained(policy: Policy, sampler: NativeEngine) -> tuple[torch.Te
     ],
     ids=["embedded", "qwen2", "llama", "gpt2", "gemma3"],
 )
-def test_after_updates_the_samplers_log_probabilities_are_the_trainers(
+def test_after_updates_sampler_logp_equals_the_trainers(
     make: Callable[[], LanguageModel], also_train: list[str], written_out: bool
 ) -> None:
     policy = policy_of(add_adapter(make(), rank=4, also_train=also_train))
@@ -82,13 +82,13 @@ def test_after_updates_the_samplers_log_probabilities_are_the_trainers(
     assert ours.shape != first.shape or (ours - first).abs().max() > 0.1
 
 
-def test_the_trial_sees_an_adapter_whose_weights_are_still_zero() -> None:
+def test_the_parity_check_sees_an_adapter_whose_b_is_zero() -> None:
     model = add_adapter(made(UNDERSTOOD["qwen2"]()), rank=4)
     layer = model.backbone.layers[1].self_attn.q_proj
     before = {name: p.detach().clone() for name, p in trained(model).items()}
     assert isinstance(decoder_for(model), LlamaDecoder)
     assert all(torch.equal(p, before[name]) for name, p in trained(model).items())
-    # One that counts half as much as it says. As long as B is zero, all is the same.
+    # An adapter scaled by one half. While B is zero, nothing changes.
     forward, base = layer.forward, layer.base_layer
     layer.forward = lambda x: 0.5 * (forward(x) + base(x))
     lean = LlamaDecoder(model)
@@ -97,7 +97,7 @@ def test_the_trial_sees_an_adapter_whose_weights_are_still_zero() -> None:
     assert isinstance(decoder_for(model), TransformersDecoder)
 
 
-def test_a_trial_that_fails_leaves_the_weights_as_they_were() -> None:
+def test_a_failed_parity_check_restores_the_weights() -> None:
     model = add_adapter(build("llama"), rank=2)
     before = {name: p.detach().clone() for name, p in trained(model).items()}
     with perturbed_adapter(model):
@@ -107,7 +107,7 @@ def test_a_trial_that_fails_leaves_the_weights_as_they_were() -> None:
     assert all(torch.equal(p, before[name]) for name, p in trained(model).items())
 
 
-def test_a_hook_on_an_adapted_layer_is_left_to_the_model() -> None:
+def test_a_hook_on_an_adapted_layer_uses_the_models_forward() -> None:
     model = add_adapter(made(UNDERSTOOD["llama"]()), rank=2)
     model.backbone.layers[0].mlp.up_proj.register_forward_hook(lambda m, x, y: y)
     assert isinstance(decoder_for(model), TransformersDecoder)

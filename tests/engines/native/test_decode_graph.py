@@ -1,4 +1,4 @@
-"""The GPU's sampler: on a GPU by recorded graphs, elsewhere step by step in Triton's interpreter."""
+"""The CUDA graph backend: captured on a GPU, elsewhere step by step in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def by_graph(model: LanguageModel) -> NativeEngine:
     ],
     ids=["llama-plain", "qwen2-greedy", "adapter-truncated"],
 )
-def test_the_graph_writes_what_the_plain_sampler_writes(
-    kind: str, distribution: Distribution
-) -> None:
+def test_the_graph_backend_equals_the_eager_one(kind: str, distribution: Distribution) -> None:
     from covey.engines.native.decode_graph import GraphBackend
 
     model = made(kind)
@@ -86,7 +84,7 @@ def test_the_graph_writes_what_the_plain_sampler_writes(
     plain.backend = EagerBackend(model, decoder_for(model), shape_of(model))
     expected = plain.generate(asked, step=2, sampling=sampling)
     sampler = by_graph(model)
-    for slots in (4, 3):  # the second call finds the memory of the first
+    for slots in (4, 3):  # the second call reuses the cache of the first
         got = sampler.generate(asked, step=2, sampling=replace(sampling, slots=slots))
         for mine, theirs in zip(chain(*got), chain(*expected), strict=True):
             assert mine.tokens == theirs.tokens
@@ -95,13 +93,13 @@ def test_the_graph_writes_what_the_plain_sampler_writes(
     assert isinstance(sampler.backend, GraphBackend)
     memory = sampler.backend.cache
     assert memory is not None
-    assert not memory.rows  # all is free again
+    assert not memory.rows  # all rows are free again
     assert len(memory.free) == len(memory.prompt_keys[0])
     assert not memory.active.any()
 
 
 @pytest.mark.parametrize(("tokens", "passes"), [(1000, [3]), (16, [2, 1])])
-def test_prompts_that_come_next_are_read_at_the_same_time(
+def test_upcoming_prompts_are_prefilled_together(
     tokens: int, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from covey.engines.native import scheduler as writer
@@ -125,8 +123,8 @@ def test_prompts_that_come_next_are_read_at_the_same_time(
     assert read == [1, 1, 1]
 
 
-def test_small_heads_of_16_bits_are_not_written_out() -> None:
-    # Half a head of 16 is 8 numbers, of which the matrix units take 32-bit ones only.
+def test_small_16_bit_heads_are_not_fused() -> None:
+    # Half a head of 16 is 8 numbers; tensor cores need 16 of a 16-bit type.
     FusedDecoder(load_language_model("embedded", dtype="float32", device="cpu"))
     small = load_language_model("embedded", dtype="bfloat16", device="cpu")
     with pytest.raises(UnsupportedModel, match="its heads are too small"):
@@ -147,7 +145,7 @@ def test_the_embedded_model_samples_on_a_gpu(dtype: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_slots_are_refilled_without_waiting_for_the_device() -> None:
+def test_slots_are_refilled_without_synchronization() -> None:
     from covey.engines.native.decode_graph import _no_synchronization
     from covey.engines.native.shared_prompt_cache import SharedPromptCache
 

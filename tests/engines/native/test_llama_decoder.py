@@ -1,4 +1,4 @@
-"""The decoder that is written out says what the model's own forward pass says, or is not used."""
+"""The Llama decoder equals the model's own forward pass, or is not used."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def made(model: nn.Module, dtype: torch.dtype = torch.float32) -> LanguageModel:
 
 @pytest.mark.parametrize("name", UNDERSTOOD)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_models_of_the_shape_of_llama_are_written_out_exactly(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_llama_like_models_are_decoded_exactly(name: str, dtype: torch.dtype) -> None:
     model = made(UNDERSTOOD[name](), dtype)
     decoder = decoder_for(model)
     assert isinstance(decoder, LlamaDecoder)
@@ -69,18 +67,18 @@ def test_models_of_the_shape_of_llama_are_written_out_exactly(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "gemma2", "gemma3"])
-def test_other_models_take_their_own_forward_pass(name: str) -> None:
+def test_other_models_use_their_own_forward_pass(name: str) -> None:
     assert isinstance(decoder_for(build(name)), TransformersDecoder)
 
 
-def test_a_model_that_only_looks_like_llama_is_found_out() -> None:
+def test_a_model_that_only_looks_like_llama_is_rejected() -> None:
     model = made(UNDERSTOOD["llama"]())
     forward = model.backbone.layers[1].mlp.forward
     model.backbone.layers[1].mlp.forward = lambda x: 1.01 * forward(x)
     assert isinstance(decoder_for(model), TransformersDecoder)
 
 
-def test_a_layer_that_is_more_than_a_product_is_left_alone() -> None:
+def test_a_layer_that_is_more_than_a_product_is_not_replaced() -> None:
     class Adapter(nn.Linear):
         pass
 
@@ -92,7 +90,7 @@ def test_a_layer_that_is_more_than_a_product_is_left_alone() -> None:
     assert isinstance(decoder_for(model), TransformersDecoder)
 
 
-def test_the_weights_are_the_models_own(embedded: LanguageModel) -> None:
+def test_the_decoder_uses_the_models_weights(embedded: LanguageModel) -> None:
     model = made(UNDERSTOOD["qwen2"]())
     decoder = NativeEngine(model).backend.decoder
     before = decode_with_cache(model, decoder)

@@ -1,4 +1,4 @@
-"""Models that are not written out: their own forward pass, recorded or not, says what they say."""
+"""Decoding with a model's own forward pass, captured or not, equals the model."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ SIZES = {
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 RECORDED = {
     **{name: ARCHITECTURES[name] for name in ("gpt2", "mistral", "gemma3")},
-    # A soft cap of the size that scores have here.
+    # A soft cap of the same size as the scores.
     "gemma2": lambda: transformers.Gemma2ForCausalLM(
         transformers.Gemma2Config(
             **SIZES, head_dim=8, sliding_window=7, query_pre_attn_scalar=1,
             attn_logit_softcapping=0.1, attn_implementation="eager",
         )
     ),
-    # Rotary embedding of a part of each head; attention and the rest beside each other.
+    # RoPE on a part of each head; attention and MLP in parallel.
     "gpt_neox": lambda: transformers.GPTNeoXForCausalLM(
         transformers.GPTNeoXConfig(**SIZES, rotary_pct=0.25)
     ),
@@ -57,7 +57,7 @@ RECORDED = {
     "smollm3": lambda: transformers.SmolLM3ForCausalLM(
         transformers.SmolLM3Config(**SIZES | {"num_hidden_layers": 4}, pad_token_id=0)
     ),
-    # Queries that grow with the position, from the eighth on.
+    # Queries scaled by position, from the eighth on.
     "ministral3": lambda: transformers.Ministral3ForCausalLM(
         transformers.Ministral3Config(
             **SIZES, head_dim=8, sliding_window=None,
@@ -85,11 +85,11 @@ REREAD = {
     "gpt_neo": "its local layers assume that all slots have the same length",
     "mamba": "it keeps no keys and values",
 }
-"""Models of which no keys can be kept, and why."""
+"""Models without a usable KV cache, and why."""
 WAITING = ("mixtral", "qwen3_moe")
-"""Models whose experts, on a GPU, wait for the host unless they are bfloat16."""
+"""Models whose experts synchronize with the host on a GPU unless they are bfloat16."""
 OTHERS = {
-    # Scores that belong to no position.
+    # Attention sinks: scores without a position.
     "gpt_oss": lambda: transformers.GptOssForCausalLM(
         transformers.GptOssConfig(
             **SIZES, **EXPERTS, head_dim=8, sliding_window=128,
@@ -162,7 +162,7 @@ def check_logps(model: LanguageModel, sampler: NativeEngine, tokens: int) -> Non
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_step_that_can_be_recorded_writes_what_the_model_says(name: str) -> None:
+def test_the_shared_prompt_decoder_equals_the_model(name: str) -> None:
     pytest.importorskip("triton")
     model = made(name)
     if model.device.type == "cuda" and name in WAITING:
@@ -175,7 +175,7 @@ def test_a_step_that_can_be_recorded_writes_what_the_model_says(name: str) -> No
 
 
 @pytest.mark.parametrize("name", [*RECORDED, *OTHERS])
-def test_one_token_at_a_time_writes_what_the_model_says(name: str) -> None:
+def test_eager_decoding_equals_the_model(name: str) -> None:
     model = made(name)
     sampler = NativeEngine(model)
     if name in REREAD:
@@ -190,15 +190,15 @@ def test_one_token_at_a_time_writes_what_the_model_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["smollm3", "ministral3"])
-def test_a_model_that_is_llama_in_its_first_layers_alone_is_not_written_out(name: str) -> None:
+def test_a_model_that_is_llama_only_in_its_first_layers_is_rejected(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = made(name, dtype)
         assert isinstance(decoder_for(model), TransformersDecoder)
         assert not model.fused
 
 
-def test_angles_that_depend_on_the_longest_row_bound_the_context() -> None:
-    """An answer is the same beside any other, in sampling and in training."""
+def test_rope_angles_that_depend_on_the_longest_row_limit_the_context() -> None:
+    """A completion does not depend on others in the batch, in sampling and in training."""
     model = made("longrope")
     assert (model.context, model.packs) == (32, True)
     sampler, sampling = NativeEngine(model), Sampling(samples=2, max_tokens=23, slots=4, seed=1)
@@ -212,19 +212,21 @@ def test_angles_that_depend_on_the_longest_row_bound_the_context() -> None:
         sampler.generate([short, long], step=0, sampling=replace(sampling, max_tokens=24))
 
 
-def test_what_is_not_standard_attention_is_not_recorded() -> None:
+def test_nonstandard_attention_is_not_captured() -> None:
     pytest.importorskip("triton")
     from covey.engines.native.decode_graph import graph_backend
 
     model = made("gpt_oss")
-    with pytest.raises(UnsupportedModel, match="its attention is not transformers' standard one"):
+    with pytest.raises(
+        UnsupportedModel, match="its attention is not transformers' standard attention"
+    ):
         graph_backend(model, shape_of(model))
     sampler = NativeEngine(model)
     assert sampler.way.startswith("one token at a time")
     assert sampler.way.endswith("by the model's own forward pass")
 
 
-def test_a_window_that_a_trial_is_too_short_for_is_checked() -> None:
+def test_a_window_longer_than_the_parity_check_is_checked() -> None:
     pytest.importorskip("triton")
     from covey.engines.native.decode_graph import graph_backend
 
@@ -232,21 +234,21 @@ def test_a_window_that_a_trial_is_too_short_for_is_checked() -> None:
     for layer in model.backbone.layers:
         layer.self_attn.config = copy.copy(layer.self_attn.config)
         layer.self_attn.config.sliding_window = 100
-    with pytest.raises(UnsupportedModel, match="layer 0 has a window of 100 and not of 5"):
+    with pytest.raises(UnsupportedModel, match="layer 0 has a window of 100 instead of 5"):
         graph_backend(model, shape_of(model))
     model.backbone.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(UnsupportedModel, match="layers of kind chunked_attention"):
+    with pytest.raises(UnsupportedModel, match="layers of type chunked_attention"):
         SharedPromptDecoder(model)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "gemma3"])
-def test_a_model_in_bfloat16_is_tried_in_float32(name: str) -> None:
+def test_a_bfloat16_model_is_checked_in_float32(name: str) -> None:
     pytest.importorskip("triton")
     model = made(name, torch.bfloat16)
     assert isinstance(checked_decoder(model, SharedPromptDecoder, small_cache), SharedPromptDecoder)
 
 
-def test_a_model_with_an_adapter_is_recorded_too() -> None:
+def test_a_model_with_an_adapter_is_captured_too() -> None:
     pytest.importorskip("triton")
     model = add_adapter(made("mistral"), rank=4)
     assert isinstance(checked_decoder(model, SharedPromptDecoder, small_cache), SharedPromptDecoder)
@@ -255,7 +257,7 @@ def test_a_model_with_an_adapter_is_recorded_too() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", RECORDED)
-def test_on_a_gpu_it_is_recorded(name: str) -> None:
+def test_on_a_gpu_the_model_is_captured(name: str) -> None:
     from covey.engines.native.decode_graph import GraphBackend
 
     types = (torch.bfloat16,) if name in WAITING else (torch.bfloat16, torch.float32)
@@ -271,7 +273,7 @@ def test_on_a_gpu_it_is_recorded(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_a_model_that_waits_for_the_host_is_not_recorded() -> None:
+def test_on_a_gpu_a_model_that_synchronizes_is_not_captured() -> None:
     model = made("mistral")
     forward = model.backbone.layers[1].mlp.forward
 
