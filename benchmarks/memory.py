@@ -141,7 +141,7 @@ def random_model(
     import torch
     import transformers
 
-    from covey.models.language_model import wrap
+    from covey.models.load_model import wrap
 
     kind = torch.bfloat16 if device == "cuda" else torch.float32
     assert dtype == "auto"

@@ -27,7 +27,8 @@ from torch.nn.functional import rms_norm, silu
 from covey.config.smoke import WORD_PROBLEMS
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
-from covey.models.language_model import LanguageModel, load_language_model
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
 from covey.rollout.episode import encode_prompts, generate
 from covey.rollout.prompts import step_prompts
 from covey.tasks import Arithmetic, Task

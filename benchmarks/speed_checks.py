@@ -19,9 +19,9 @@ from update_gpu import Setting, policy_for
 
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.kv_cache import Slots
+from covey.engines.native.slots import Slots
 from covey.engines.protocol import Sampling
-from covey.models.language_model import wrap
+from covey.models.load_model import wrap
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.collate import collate
 from covey.training.policy import Policy
@@ -41,22 +41,22 @@ class Enough(Exception):
 class FirstStep:
     """A stepper that notes when it is first asked to go on, and when it has; then it stops."""
 
-    def __init__(self, stepper: Any, device: str) -> None:
-        self.stepper, self.device = stepper, device
+    def __init__(self, backend: Any, device: str) -> None:
+        self.backend, self.device = backend, device
         self.begun = self.ended = 0.0
 
     def width_for(self, answers: int) -> int:
-        return int(self.stepper.width_for(answers))
+        return int(self.backend.width_for(answers))
 
     def begin(self, **needs: Any) -> Slots:
-        slots = self.stepper.begin(**needs)
+        slots = self.backend.begin(**needs)
         assert isinstance(slots, Slots)
         return slots
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
         synchronize(self.device)
         self.begun = time.perf_counter()
-        self.stepper.advance(slots, width, most)
+        self.backend.advance(slots, width, most)
         synchronize(self.device)
         self.ended = time.perf_counter()
         raise Enough
@@ -72,7 +72,7 @@ def first_rollout(sizes: Sizes, name: str) -> dict[str, float]:
     started = time.perf_counter()
     sampler = NativeEngine(wrap(model, tokenizer, name))
     ready = time.perf_counter()
-    sampler.stepper = first = FirstStep(sampler.stepper, sizes.device)
+    sampler.backend = first = FirstStep(sampler.backend, sizes.device)
     prompts = asked(sizes, sampler.model, answers)
     with suppress(Enough):
         rollouts_of(sampler, prompts, step=0, sampling=sampling_of(sizes, answers))
@@ -134,7 +134,7 @@ def _sampler_and_trainer(sizes: Sizes, dtype: torch.dtype, scale: float) -> dict
         "dtype": str(dtype).removeprefix("torch."),
         "answers": sizes.logp_answers,
         "tokens": tokens_in(found),
-        "recorded": len(policy.passes.recorded()) if policy.passes is not None else 0,
+        "recorded": len(policy.passes.captured()) if policy.passes is not None else 0,
         **seen,
     }
 

@@ -17,7 +17,8 @@ from speed_sizes import Sizes
 
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
-from covey.models.language_model import LanguageModel, wrap
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import wrap
 from covey.rollout.episode import EncodedPrompt
 from covey.training.garbage import freeze_garbage_collector
 from covey.types import Rollout
@@ -84,17 +85,17 @@ def step_seconds(sampler: NativeEngine, sizes: Sizes, answers: int) -> float:
 
     The memory is that of the last call, so that slots still point to their prompts.
     """
-    stepper, sampling = sampler.stepper, sampling_of(sizes, answers)
-    width = stepper.width_for(answers)
-    slots = stepper.begin(
+    backend, sampling = sampler.backend, sampling_of(sizes, answers)
+    width = backend.width_for(answers)
+    slots = backend.begin(
         width=width, questions=answers // sizes.group, longest=sizes.prompt, sampling=sampling
     )
-    graphs = getattr(stepper, "graphs", None)
+    graphs = getattr(backend, "graphs", None)
     if graphs is not None and sizes.device.startswith("cuda"):
         graph = graphs[width, slots.room, sampling.distribution]
         call, apart = graph.replay, True  # one token, and prompts stand apart from answers
     else:
-        call, apart = (lambda: stepper.advance(slots, width, most=1)), False
+        call, apart = (lambda: backend.advance(slots, width, most=1)), False
     half = sizes.tokens // 2 - STEPS // 2
     times = []
     for _ in range(sizes.repeat):

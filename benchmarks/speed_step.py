@@ -113,7 +113,7 @@ class Stopwatch(Watch):
 def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int, steps: int) -> Run:
     """Train by covey's own loop, from random weights; nothing is evaluated or saved."""
     from covey.config import load_config
-    from covey.models.language_model import wrap
+    from covey.models.load_model import wrap
     from covey.run.folder import RunFolder
     from covey.training import loop
     from covey.training.build import assemble, resolve

@@ -19,7 +19,8 @@ import transformers
 from covey.embedded import CHECKPOINT
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
-from covey.models.language_model import LanguageModel, load_language_model, wrap
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model, wrap
 from covey.rollout.episode import EncodedPrompt, generate
 from covey.types import Batch, Rollout
 

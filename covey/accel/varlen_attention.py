@@ -1,12 +1,13 @@
-"""Attention over rows of different length without padding, by the flash kernels inside of torch.
+"""Variable-length attention without padding, by the flash kernels inside torch.
 
-Every packed token asks once, in the row that it belongs to: a shared prompt asks in the first of
-its rows. The keys of a row are all its tokens, so those of a shared prompt stand in several rows.
-The last question of a row sees all its keys, the one before it all but one, and so on.
+Every packed token has one query, in the row that it belongs to: a shared prompt has its queries in
+the first of its rows. The keys of a row are all its tokens, so those of a shared prompt appear in
+several rows. The last query of a row sees all its keys, the one before it all but one, and so on.
 
-torch's own function for this takes other arguments in every version; what is below it does not.
+torch's public function for this changes its arguments between versions; the operators below it do
+not.
 
-Shapes: N packed tokens, R places of keys, H heads, K key-value heads, D head size.
+Shapes: N packed tokens, R key positions, H heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -17,32 +18,32 @@ from typing import Any
 import torch
 
 HALF = (torch.bfloat16, torch.float16)
-"""What the kernels take."""
+"""Types that the kernels support."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spans:
-    """Which packed tokens ask together, and which keys they see."""
+class VarlenRows:
+    """Index of queries and keys per row (cu_seqlens), and of keys that rows share."""
 
     query_starts: torch.Tensor
-    """[rows + 1] int32: where the questions of each row begin, and where the last end."""
+    """[rows + 1] int32: where the queries of each row begin, and where the last end."""
     key_starts: torch.Tensor
-    """[rows + 1] int32: likewise its keys."""
+    """[rows + 1] int32: the same for keys."""
     longest_query: int
     longest_key: int
     tokens: torch.Tensor | None = None
-    """[R] int32: the packed token at each place of keys. None: R is N, and each is its own."""
+    """[R] int32: the packed token of each key position. None: R is N, and nothing is shared."""
     starts: torch.Tensor | None = None
-    """[rows] int32: `key_starts`, rows that share a prompt one after another."""
+    """[rows] int32: `key_starts`, with rows that share a prompt adjacent."""
     begin: torch.Tensor | None = None
     """[N] int32: the first entry of `starts` whose row holds the token."""
     end: torch.Tensor | None = None
     """[N] int32: the entry after the last."""
     position: torch.Tensor | None = None
-    """[N] int32: how far behind its row's start a token is."""
+    """[N] int32: a token's offset from its row's start."""
 
     def gathered(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return the packed keys or values [N, K, D] at their places [R, K, D]."""
+        """Return packed keys or values [N, K, D] at their key positions [R, K, D]."""
         return packed if self.tokens is None else packed.index_select(0, self.tokens)
 
 
@@ -53,7 +54,7 @@ class _Flash(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        spans: Spans,
+        spans: VarlenRows,
         scale: float | None,
         window: int | None,
     ) -> torch.Tensor:
@@ -83,7 +84,7 @@ def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    spans: Spans,
+    spans: VarlenRows,
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:

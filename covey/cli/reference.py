@@ -77,7 +77,7 @@ def serve_command(
     listener = _bound(host, port)
     with waiting(STARTING) as say:
         from covey.models.chat_template import Template
-        from covey.models.language_model import load_language_model
+        from covey.models.load_model import load_language_model
         from covey.reference.server import ServerSettings, make_app
 
         # Tokens come in and numbers go out: nothing is asked, whatever its chat template is like.

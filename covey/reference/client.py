@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.errors import ConfigError, ModelError, RunError
-from covey.models.layout import padded_parts
 from covey.models.logp import LogProbs
+from covey.models.micro_batches import padded_parts
 from covey.reference.protocol import Still
 from covey.reference.wire import (
     BYTES_PER_TOKEN,

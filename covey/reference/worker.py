@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from covey.models.language_model import LanguageModel
-from covey.models.layout import micro_batches
 from covey.models.logp import LogProbs, batch_logp
+from covey.models.micro_batches import micro_batches
 from covey.reference.wire import Request, joined, padded_tokens, to_device
 
 

@@ -19,7 +19,8 @@ from covey.errors import ConfigError, DataError
 from covey.models.adapter import adapter_base, add_adapter, load_adapter
 from covey.models.chat_template import Template
 from covey.models.deterministic import make_deterministic
-from covey.models.language_model import LanguageModel, load_language_model
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
 from covey.objective import Objective, algorithm, build
 from covey.reference import Reference
 from covey.reference.build import check_reference, make_reference

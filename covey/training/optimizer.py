@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol, TypedDict
 import torch
 from torch import nn
 
-from covey.accel.fused_parameters import collect_by, give_sinks
+from covey.accel.fused_parameters import attach_grad_sinks, set_grad_hook
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -93,7 +93,7 @@ class MasterAdamW:
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self._masters = {name: _master(p) for name, p in self.parameters.items()}
-        give_sinks((p, m) for p, m in self._rounded() if p.is_cuda)
+        attach_grad_sinks((p, m) for p, m in self._rounded() if p.is_cuda)
         self.max_grad_norm = max_grad_norm
         self.adamw = torch.optim.AdamW(
             list(self._masters.values()),
@@ -176,5 +176,5 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
         master.grad = grad if master.grad is None else master.grad.add_(grad)
         parameter.grad = None
 
-    collect_by(parameter, collect)
+    set_grad_hook(parameter, collect)
     return master

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from covey.errors import RunError
 from covey.models.adapter import WEIGHTS_FILE, named_weights, save_adapter
-from covey.models.pretrained import read_pretrained
+from covey.models.from_pretrained import read_pretrained
 from covey.training.policy import Policy
 
 STATE_FILE = "covey.json"

@@ -14,7 +14,7 @@ import torch
 
 from covey.errors import ModelError
 from covey.models.language_model import LanguageModel
-from covey.models.layout import micro_batches
+from covey.models.micro_batches import micro_batches
 from covey.objective.weights import token_mean
 from covey.training.collate import collate
 from covey.training.policy import Policy

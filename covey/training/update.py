@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from covey.accel.packing import sent
-from covey.models.layout import micro_batches
+from covey.accel.packing import to_device
 from covey.models.logp import LogProbs
+from covey.models.micro_batches import micro_batches
 from covey.objective import Objective, PolicyLoss, policy_loss, with_marks, with_weight
 from covey.objective.diagnostics import (
     Meter,
@@ -104,7 +104,7 @@ def _with_useful_old_logp(batch: Batch, policy: Policy, settings: UpdateSettings
     """Fill in old_logp of the rows that have a gradient; no loss and no metric is of the others."""
     useful = RowFacts.of(batch).with_gradient(torch.arange(len(batch)))
     old = whole_batch(batch.rows(useful), settings.micro_batch_tokens, policy.logp).logp
-    (rows,) = sent([useful], old.device)
+    (rows,) = to_device([useful], old.device)
     whole = batch.sampler_logp.float().clone()
     whole[rows, : old.shape[1]] = old
     return replace(batch, old_logp=whole)
@@ -118,7 +118,7 @@ def whole_batch(
     whole = LogProbs(logp=blank, entropy=blank.clone())
     for index in micro_batches(batch, micro_batch_tokens):
         part = logp(batch.rows(index))
-        (rows,) = sent([index], blank.device)
+        (rows,) = to_device([index], blank.device)
         for target, values in zip(whole, part, strict=True):
             target[rows, : values.shape[1]] = values.float()
     return whole

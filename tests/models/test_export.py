@@ -1,4 +1,4 @@
-"""An exported model says in transformers' own hands what it says in covey's."""
+"""An exported model gives the same completions in transformers as in covey."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from covey.engines.protocol import Sampling
 from covey.errors import ModelError
 from covey.models.chat_template import Template
 from covey.models.export import export_model
-from covey.models.language_model import load_language_model, wrap
+from covey.models.load_model import load_language_model, wrap
 from covey.rollout.episode import EncodedPrompt
 from covey.run.model_card import Exported, model_card
 from covey.tasks.arithmetic import Arithmetic
@@ -69,7 +69,7 @@ def asked(folder: Path, count: int = 6) -> list[EncodedPrompt]:
     return [EncodedPrompt(prompt=p, tokens=model.encode(p.messages)) for p in prompts]
 
 
-def test_an_export_is_the_checkpoint_for_everybody(finished: Path, tmp_path: Path) -> None:
+def test_an_export_loads_without_covey(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "model"
     assert run(["export", str(finished), str(out)]) == 0
     questions = asked(out)
@@ -77,7 +77,7 @@ def test_an_export_is_the_checkpoint_for_everybody(finished: Path, tmp_path: Pat
     texts = greedy_in_covey(checkpoint, questions)
     assert greedy_in_transformers(out, questions) == texts
     assert greedy_in_covey(out, questions) == texts
-    assert any(text[-1] == 1 for text in texts)  # some end by themselves
+    assert any(text[-1] == 1 for text in texts)  # some end with EOS
     names = {path.name for path in out.iterdir()}
     assert names == {
         "README.md", "chat_template.jinja", "config.json", "generation_config.json",
@@ -88,7 +88,7 @@ def test_an_export_is_the_checkpoint_for_everybody(finished: Path, tmp_path: Pat
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_card_says_what_the_model_is(finished: Path, tmp_path: Path) -> None:
+def test_the_model_card_describes_the_model(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "my-model"
     assert run(["export", str(finished), str(out), "--step", "2", "--dtype", "bfloat16"]) == 0
     card = (out / "README.md").read_text()
@@ -112,7 +112,7 @@ def test_the_card_says_what_the_model_is(finished: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("file", [False, True])
-def test_the_card_of_a_warm_up_does_not_speak_of_reinforcement(file: bool, tmp_path: Path) -> None:
+def test_the_card_of_an_sft_run_does_not_mention_rl(file: bool, tmp_path: Path) -> None:
     settings = ["sft.steps=2", "sft.evaluate_every=0", "sft.solutions=4"]
     origin = "from worked solutions of task `arithmetic`"
     if file:
@@ -130,7 +130,7 @@ def test_the_card_of_a_warm_up_does_not_speak_of_reinforcement(file: bool, tmp_p
     assert not any(word in said for word in ("reinforcement", "grpo", "algorithm"))
 
 
-def test_a_folder_is_not_taken_for_a_model_of_a_hub(
+def test_a_folder_is_not_mistaken_for_a_hub_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported = Exported(name="mine", source="models/base", step=None, dtype="float32", stop_ids=[1])
@@ -157,7 +157,7 @@ def test_an_adapter_is_merged(tmp_path: Path) -> None:
     assert "adapter is part of the weights" in (out / "README.md").read_text()
 
 
-def test_every_stop_is_written_and_padding_is_made_up(tmp_path: Path) -> None:
+def test_all_stop_tokens_and_a_padding_token_are_exported(tmp_path: Path) -> None:
     model = build("qwen2")
     model.model.generation_config.eos_token_id = [44, 1]
     model.tokenizer.pad_token = None
@@ -185,7 +185,7 @@ def test_every_stop_is_written_and_padding_is_made_up(tmp_path: Path) -> None:
     assert greedy_in_transformers(tmp_path / "out", questions) == answers
 
 
-def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
+def test_a_failed_export_is_a_one_line_error_and_leaves_nothing(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["export", str(finished), str(tmp_path / "a"), "--step", "9"]) == 1

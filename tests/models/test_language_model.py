@@ -1,4 +1,4 @@
-"""End of sequence: where an answer ends, and that its last token is learned."""
+"""End of sequence: where a completion ends, and that its last token is trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from covey.embedded import CHECKPOINT
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
-from covey.models.language_model import LanguageModel, wrap
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import wrap
 from covey.models.logp import batch_logp
 from covey.rollout.episode import EncodedPrompt
 from covey.training.collate import collate
@@ -33,7 +34,7 @@ def answered(tokens: list[int], prompt: list[int]) -> Rollout:
 
 @pytest.fixture(scope="module")
 def same_pad() -> LanguageModel:
-    """A model whose padding is its end of sequence, as that of many is."""
+    """A model that uses EOS as its padding token, as many do."""
     model = build("llama")
     model.tokenizer.pad_token = model.tokenizer.eos_token
     model.model.config.pad_token_id = model.model.generation_config.pad_token_id = END
@@ -41,11 +42,9 @@ def same_pad() -> LanguageModel:
 
 
 @pytest.mark.parametrize("side", ["packed", "right", "left"])
-def test_the_end_is_trained_though_padding_is_the_same_token(
-    same_pad: LanguageModel, side: str
-) -> None:
+def test_eos_is_trained_even_if_it_is_the_padding_token(same_pad: LanguageModel, side: str) -> None:
     assert same_pad.tokenizer.pad_token_id == END
-    # Ends, pads and zeros also stand inside of an answer and at the head of a prompt.
+    # EOS, padding and zeros also occur inside a completion and at the start of a prompt.
     answers = [([9, 8, END], [7, 9]), ([END], [END, END, 5]), ([6, END, 0, 5, END], [4])]
     rollouts = tuple(answered(tokens, prompt) for tokens, prompt in answers)
     batch = collate([Group(prompt=PROMPT, rollouts=rollouts)])
@@ -58,10 +57,10 @@ def test_the_end_is_trained_though_padding_is_the_same_token(
         places = torch.arange(len(prompt) - 1, len(prompt) + len(tokens) - 1)
         expected = whole[places, torch.tensor(tokens)]
         torch.testing.assert_close(found[row, : len(tokens)], expected, atol=1e-4, rtol=1e-4)
-        assert expected[-1] < -1e-3  # so that a masked end, which gives 0, would be seen
+        assert expected[-1] < -1e-3  # so that a masked EOS, which gives 0, would be seen
 
 
-def test_the_end_alone_has_a_gradient(same_pad: LanguageModel) -> None:
+def test_eos_has_a_gradient_and_padding_none(same_pad: LanguageModel) -> None:
     batch = collate([Group(prompt=PROMPT, rollouts=(answered([9, END], [7, 9]),))])
     same_pad.model.zero_grad()
     batch_logp(same_pad, batch).logp[0, 1].backward()
@@ -69,7 +68,7 @@ def test_the_end_alone_has_a_gradient(same_pad: LanguageModel) -> None:
     same_pad.model.zero_grad()
 
 
-def test_every_end_of_a_model_with_several_is_known_and_stops() -> None:
+def test_all_stop_tokens_of_a_model_end_completions() -> None:
     torch.manual_seed(0)
     model = ARCHITECTURES["llama"]()
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
@@ -77,7 +76,7 @@ def test_every_end_of_a_model_with_several_is_known_and_stops() -> None:
     model.generation_config.eos_token_id = [50, 40, 60]
     tokenizer.chat_template = "{{ messages[-1]['content'] }}<pad>"
     wrapped = wrap(model.eval(), tokenizer)
-    # The tokenizer's, the configuration's, those for generation, and the chat template's.
+    # From the tokenizer, the configuration, the generation configuration and the chat template.
     assert wrapped.stop_ids == (0, 1, 40, 50, 60)
     question = EncodedPrompt(prompt=PROMPT, tokens=(7, 8, 9))
     sampling = Sampling(max_tokens=200, group_size=32)
@@ -89,7 +88,7 @@ def test_every_end_of_a_model_with_several_is_known_and_stops() -> None:
         assert rollout.trained[-1]
 
 
-def test_padding_side_of_the_tokenizer_never_matters(embedded: LanguageModel) -> None:
+def test_the_tokenizers_padding_side_does_not_matter(embedded: LanguageModel) -> None:
     messages = ({"role": "user", "content": "47+8?"},)
     results = []
     for side in ("left", "right"):
@@ -106,7 +105,7 @@ def test_padding_side_of_the_tokenizer_never_matters(embedded: LanguageModel) ->
     assert results[0] == results[1]
 
 
-def test_a_soft_cap_in_attention_is_not_left_out() -> None:
+def test_an_attention_soft_cap_is_applied() -> None:
     torch.manual_seed(0)
     model = ARCHITECTURES["gemma2"]().eval()
     for layer in model.model.layers:
@@ -116,7 +115,7 @@ def test_a_soft_cap_in_attention_is_not_left_out() -> None:
     ids = torch.arange(6, 30)[None]
     with torch.no_grad():
         expected = model(ids).logits
-        model.set_attn_implementation("sdpa")  # as it is loaded: without the cap, without a word
+        model.set_attn_implementation("sdpa")  # as transformers loads it: silently without the cap
         assert float((model(ids).logits - expected).abs().max()) > 0.1
         wrapped = wrap(model, transformers.AutoTokenizer.from_pretrained(CHECKPOINT))
         assert wrapped.packs

@@ -14,7 +14,8 @@ import torch
 from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import ModelError
-from covey.models.language_model import LanguageModel, load_language_model
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
 from covey.reference.frozen import FrozenReference
 from covey.reference.wire import SLACK, encode_reply, reply_bytes
 from covey.run.folder import RunFolder

@@ -16,7 +16,8 @@ from covey.cli.main import run as covey
 from covey.config import Config, load_config
 from covey.errors import ConfigError, RunError
 from covey.models.adapter import add_adapter
-from covey.models.language_model import LanguageModel, load_language_model
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
 from covey.models.logp import LogProbs, batch_logp
 from covey.reference import Reference
 from covey.reference.build import OPTIONS, make_reference

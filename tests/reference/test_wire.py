@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from covey.models.layout import micro_batches
 from covey.models.logp import LogProbs
+from covey.models.micro_batches import micro_batches
 from covey.reference.wire import (
     BYTES_PER_TOKEN,
     HEADER_BYTES,

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from covey.accel.packing import balanced
 from covey.config import load_config
 from covey.models.logp import LogProbs
+from covey.models.micro_batches import balanced_parts
 from covey.objective import build as build_objective
 from covey.objective import with_advantage
 from covey.run.folder import RunFolder
@@ -74,7 +74,7 @@ class Still:
 
 def waits_of_an_update(monkeypatch: pytest.MonkeyPatch, mini_batches: int) -> Counter[str]:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(updating, "micro_batches", balanced)
+    monkeypatch.setattr(updating, "micro_batches", balanced_parts)
     batch = make_batch(rows=24, groups=12)
     names = [n for n in Batch.__slots__ if getattr(batch, n) is not None]
     there: dict[str, Any] = {n: getattr(batch, n).as_subclass(OnDevice) for n in names}

@@ -22,7 +22,7 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, DataError
 from covey.models.language_model import LanguageModel
-from covey.models.layout import micro_batches
+from covey.models.micro_batches import micro_batches
 from covey.rewards import ThinkAnswer
 from covey.rewards.build import make_reward
 from covey.rewards.score import Reward

@@ -1,9 +1,9 @@
-"""Rotary embedding of queries and keys, with the gathering of keys and values that rows share.
+"""RoPE of queries and keys, and the gathering of keys and values that rows share.
 
-Queries stay where their tokens are. The keys and values of a row stand together, so those of a
-prompt stand in every row that shares it; their gradients are added up in float32, in a fixed order.
+Queries stay at their tokens. The keys and values of a row are consecutive, so those of a prompt are
+copied to every row that shares it; their gradients are summed in float32, in a fixed order.
 
-Shapes: N packed tokens, R places of keys, H heads, K key-value heads, D head size.
+Shapes: N packed tokens, R key positions, H heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import triton
 import triton.language as tl
 
 
-class Shared(NamedTuple):
-    """Where keys and values go, and where their gradients come from."""
+class KeyIndex(NamedTuple):
+    """Where keys and values are written, and where their gradients come from."""
 
     tokens: torch.Tensor
-    """[R] int32: the packed token at each place."""
+    """[R] int32: the packed token of each key position."""
     starts: torch.Tensor
-    """[rows] int32: the first place of each row, rows that share a prompt one after another."""
+    """[rows] int32: the first key position of each row, with rows that share a prompt adjacent."""
     begin: torch.Tensor
     """[N] int32: the first entry of `starts` whose row holds the token."""
     end: torch.Tensor
     """[N] int32: the entry after the last."""
     position: torch.Tensor
-    """[N] int32: how far behind its row's start a token is."""
+    """[N] int32: a token's offset from its row's start."""
 
 
 @triton.jit
 def _turn(source, target, cos, sin, line, head, half, real, size: tl.constexpr):
-    """Turn heads at `source` by their position, rounding once."""
+    """Rotate heads at `source` by their position, rounding once."""
     at = head[:, None] * size + half[None, :]
     first = tl.load(source + at, mask=real, other=0.0).to(tl.float32)
     second = tl.load(source + at + size // 2, mask=real, other=0.0).to(tl.float32)
@@ -92,7 +92,7 @@ def _backward(
     half_real = (half < size // 2)[None, :]
     at = token * (size // 2) + half
     cos = tl.load(cosine + at, mask=half < size // 2, other=0.0)[None, :]
-    # Turning back is turning by the opposite angle.
+    # The inverse rotation has the opposite angle.
     sin = -tl.load(sine + at, mask=half < size // 2, other=0.0)[None, :]
     head = tl.arange(0, head_block)
     real = (head < heads)[:, None] & half_real
@@ -138,14 +138,14 @@ def _tiles(heads: int, key_heads: int, size: int) -> dict[str, int]:
     return {"heads": heads, "key_heads": key_heads, "size": size, "num_warps": warps, **blocks}
 
 
-class _Turn(torch.autograd.Function):
+class _Rope(torch.autograd.Function):
     """Takes queries, keys and values as columns of one product, or as three."""
 
     @staticmethod
     def forward(
         ctx: Any,
         rope: tuple[torch.Tensor, torch.Tensor],
-        shared: Shared | None,
+        shared: KeyIndex | None,
         shape: tuple[int, int, int],
         *products: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -183,19 +183,19 @@ class _Turn(torch.autograd.Function):
         return None, None, None, *(g.to(d) for g, d in zip(found, ctx.dtypes, strict=True))
 
 
-def turn(
+def apply_rope(
     *products: torch.Tensor,
     rope: tuple[torch.Tensor, torch.Tensor],
-    shared: Shared | None,
+    shared: KeyIndex | None,
     shape: tuple[int, int, int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries [N, H, D], keys and values [R, K, D], the first two turned by position.
+    """Return queries [N, H, D], keys and values [R, K, D], the first two rotated by position.
 
     `products` is one [N, (H + 2 K) * D], or three; `rope` holds cosine and sine [N, D / 2] in
-    float32; `shape` is (H, K, D). Without `shared` every token is its own place.
+    float32; `shape` is (H, K, D). Without `shared`, every token is its own key position.
     """
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    query, key, value = _Turn.apply(rope, shared, shape, *products)
+    query, key, value = _Rope.apply(rope, shared, shape, *products)
     return query, key, value

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from covey.analysis.explain.effect import Effect
-from covey.models.layout import micro_batches
+from covey.models.micro_batches import micro_batches
 from covey.objective.advantage import zero_variance
 from covey.training.optimizer import Optimizer
 from covey.training.policy import Policy

@@ -10,7 +10,7 @@ import torch
 
 from covey.accel.head import chunk_rows
 from covey.engines.draw import Distribution, log_distribution
-from covey.models.deterministic import in_order_anyway
+from covey.models.deterministic import skip_determinism_check
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp, padded_hidden
 from covey.training.policy import Policy
@@ -60,7 +60,7 @@ def upcast(model: LanguageModel) -> LanguageModel:
 
 
 @torch.no_grad()
-@in_order_anyway()
+@skip_determinism_check()
 def log_kept(
     policy: Policy, batch: Batch, distribution: Distribution, micro_batch_tokens: int
 ) -> torch.Tensor:

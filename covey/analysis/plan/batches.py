@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from covey.accel.packing import balanced
+from covey.models.micro_batches import balanced_parts
 from covey.types import Batch, HostRows
 
 
@@ -15,7 +15,7 @@ def largest_part(
     rows: int, samples: int, prompt: int, answer: int, micro_batch_tokens: int
 ) -> tuple[int, int]:
     """Return how many rows, and of how many prompts, the micro-batch with most tokens holds."""
-    parts = balanced(_equal_rows(rows, samples, prompt, answer), micro_batch_tokens)
+    parts = balanced_parts(_equal_rows(rows, samples, prompt, answer), micro_batch_tokens)
     sizes = [(len(part), len(set((part // samples).tolist()))) for part in parts]
     return max(sizes, key=lambda size: size[0] * (answer - 1) + size[1] * prompt)
 

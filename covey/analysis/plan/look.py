@@ -8,7 +8,7 @@ from covey.analysis.plan.finding import Seen
 from covey.analysis.plan.shapes import source_of
 from covey.config import Config
 from covey.errors import CoveyError, DataError
-from covey.models.pretrained import read_tokenizer
+from covey.models.from_pretrained import read_tokenizer
 from covey.training.build import held_out_of, task_of
 from covey.training.sft_data import write_solution
 from covey.types import Prompt

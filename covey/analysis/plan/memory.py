@@ -22,9 +22,9 @@ from covey.analysis.plan.pooled import Call, pooled_parts
 from covey.analysis.plan.prompts import Lengths, prompt_lengths
 from covey.analysis.plan.shapes import Shape, shape_of
 from covey.config import Config
-from covey.engines.native.llama_decoder import JOINT_BYTES
+from covey.engines.native.backend import CAPACITY_STEP, SPARE_BYTES
+from covey.engines.native.llama_decoder import FUSED_COPY_BYTES
 from covey.engines.native.prefill import PREFILL_TOKENS
-from covey.engines.native.stepper import CAPACITY_STEP, SPARE_BYTES
 from covey.models.adapter import adapter_base
 from covey.objective import Objective
 from covey.training.build import objective_of, resolve, sampling_of
@@ -327,7 +327,7 @@ def _sampler_parts(facts: _Facts) -> list[Part]:
     writings = [_writing(facts, *call) for call in calls]
     largest = max(writings, key=lambda parts: sum(part.bytes for part in parts))
     joined = facts.shape.joined * facts.size
-    if joined and joined <= JOINT_BYTES and not facts.shape.rank:
+    if joined and joined <= FUSED_COPY_BYTES and not facts.shape.rank:
         why = "a small model's weights, side by side"
         return [*largest, Part(name="decoder", bytes=joined, phases=ALWAYS, why=why)]
     return list(largest)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from covey.analysis.plan.shapes import source_of
 from covey.config import Config
 from covey.errors import CoveyError
-from covey.models.chat_template import renderer
-from covey.models.pretrained import read_tokenizer
+from covey.models.chat_template import make_renderer
+from covey.models.from_pretrained import read_tokenizer
 from covey.training.build import held_out_of, task_of, template_of
 from covey.types import Prompt
 
@@ -39,7 +39,7 @@ def prompt_lengths(config: Config) -> Lengths:
         tokenizer = read_tokenizer(source, **more)
         task = task_of(config)
         prompts, held_out = _sample(task.train()), len(held_out_of(config, task))
-        asking = renderer(tokenizer, template_of(config), config.model.path)
+        asking = make_renderer(tokenizer, template_of(config), config.model.path)
         longest = max(len(asking.tokens(prompt.messages)) for prompt in prompts)
     except (CoveyError, OSError, ValueError, KeyError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

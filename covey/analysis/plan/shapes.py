@@ -22,9 +22,9 @@ from covey.config import Config
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError, ModelError
 from covey.models.adapter import CONFIG_FILE, CONV, adapter_base
+from covey.models.from_pretrained import NO_CODE
 from covey.models.gguf import find_gguf
 from covey.models.model_path import check_model_path
-from covey.models.pretrained import NO_CODE
 
 JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Layers whose weights the sampler puts side by side in a small model."""

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from covey.engines.native.backend import DecodeBackend, choose_backend
 from covey.engines.native.scheduler import Finished, Scheduler
-from covey.engines.native.stepper import Stepper, stepper_for
 from covey.engines.protocol import Completion, EngineInfo, RequestSource, WeightSource
 from covey.errors import ModelError
-from covey.models.deterministic import in_order_anyway
+from covey.models.deterministic import skip_determinism_check
 from covey.models.language_model import LanguageModel
 from covey.types import VersionSpan
 
@@ -31,17 +31,17 @@ class NativeEngine:
     """Generates from a language model that may be in training at the same time."""
 
     model: LanguageModel
-    stepper: Stepper = field(init=False)
+    backend: DecodeBackend = field(init=False)
     version: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.stepper = stepper_for(self.model)
+        self.backend = choose_backend(self.model)
 
     @property
     def info(self) -> EngineInfo:
         """Backend, exactness, weights."""
         return EngineInfo(
-            backend=self.stepper.way,
+            backend=self.backend.description,
             exact_logp=has_exact_logp(self.model),
             shares_weights=True,
         )
@@ -54,7 +54,7 @@ class NativeEngine:
         """Do nothing: the model belongs to the trainer."""
 
     @torch.inference_mode()
-    @in_order_anyway()
+    @skip_determinism_check()
     def run(self, requests: RequestSource) -> None:
         """Generate until the source has no more requests."""
         if not requests.limits.requests:
@@ -63,7 +63,7 @@ class NativeEngine:
         if training:
             self.model.model.eval()
         try:
-            for finished in Scheduler(self.model, self.stepper, requests).run():
+            for finished in Scheduler(self.model, self.backend, requests).run():
                 requests.done([self._completion(one) for one in finished])
         finally:
             if training:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from covey.accel.packing import sent
+from covey.accel.packing import to_device
 from covey.engines.draw import pick_tokens
+from covey.engines.native.backend import DecodeBackend
 from covey.engines.native.prefill import PREFILL_TOKENS, read_prompts
-from covey.engines.native.stepper import Stepper
 from covey.engines.protocol import Request, RequestSource
 from covey.errors import DataError
 from covey.models.language_model import LanguageModel
@@ -36,8 +36,8 @@ class Finished(NamedTuple):
 class Scheduler:
     """Generates the completions of one source of requests."""
 
-    def __init__(self, model: LanguageModel, stepper: Stepper, source: RequestSource) -> None:
-        self.model, self.stepper, self.source = model, stepper, source
+    def __init__(self, model: LanguageModel, backend: DecodeBackend, source: RequestSource) -> None:
+        self.model, self.backend, self.source = model, backend, source
         self.limits = limits = source.limits
         self.sampling = sampling = limits.sampling
         self.queue: deque[Request] = deque()
@@ -50,10 +50,10 @@ class Scheduler:
         self.first_logits: dict[int, torch.Tensor] = {}
         """Of each prompt that was read and has waiting requests."""
         self._pull()
-        self.width = stepper.width_for(min(sampling.max_concurrent, limits.requests))
-        self.slots = stepper.begin(
+        self.width = backend.width_for(min(sampling.max_concurrent, limits.requests))
+        self.slots = backend.begin(
             width=self.width,
-            questions=limits.prompts,
+            prompts=limits.prompts,
             longest=limits.prompt_tokens,
             sampling=sampling,
         )
@@ -111,7 +111,7 @@ class Scheduler:
             elif self.running and not self.queue:
                 self._shrink()
             if self.running:
-                self.stepper.advance(self.slots, self.width, self.left)
+                self.backend.advance(self.slots, self.width, self.left)
             if ended:
                 yield ended
             ended = self._take_finished() if self.running else []
@@ -131,7 +131,7 @@ class Scheduler:
         )
         # The device reads prompts meanwhile. Sending does not wait for it.
         ready = [torch.tensor(free), torch.from_numpy(self._uniforms(requests))]
-        index, uniforms = sent(ready, self.model.device)
+        index, uniforms = to_device(ready, self.model.device)
         cache.enter(index, [r.prompt for r in requests])
         self.slots.open(index, uniforms)
         tokens, logps = pick_tokens(
@@ -170,12 +170,12 @@ class Scheduler:
         prompts = dict.fromkeys(request.prompt for request in requests)
         rows = {prompt: row for row, prompt in enumerate(prompts)}
         logits = torch.stack([self.first_logits[prompt] for prompt in prompts])
-        (index,) = sent([torch.tensor([rows[r.prompt] for r in requests])], logits.device)
+        (index,) = to_device([torch.tensor([rows[r.prompt] for r in requests])], logits.device)
         return logits[index]
 
     def _shrink(self) -> None:
         """Move the slots in use together: with an empty queue, free slots only cost time."""
-        width = self.stepper.width_for(self.running)
+        width = self.backend.width_for(self.running)
         if 2 * self.running > self.width or width >= self.width:
             return
         kept = np.flatnonzero(self.taken).tolist()

@@ -15,6 +15,7 @@ from tests.policy.test_gguf import tiny, write_gguf
 from torch import nn
 
 from covey.accel.head import LIVE_COPIES
+from covey.accel.packing import pack
 from covey.analysis.plan import activations, device
 from covey.analysis.plan.activations import Pass
 from covey.analysis.plan.device import Device
@@ -24,16 +25,17 @@ from covey.analysis.plan.prompts import ASSUMED, prompt_lengths
 from covey.analysis.plan.shapes import measure, shape_of
 from covey.config import Config, load_config
 from covey.embedded import CHECKPOINT
+from covey.engines.native.backend import EagerBackend
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.stepper import EagerStepper
 from covey.errors import ConfigError, ModelError
 from covey.models.adapter import add_adapter, save_adapter
-from covey.models.language_model import LanguageModel, load_language_model, wrap
-from covey.models.layout import micro_batches, pack
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model, wrap
 from covey.models.logp import batch_logp
+from covey.models.micro_batches import micro_batches
 from covey.rollout.episode import EncodedPrompt
 from covey.training.build import resolve, sampling_of
-from covey.types import Batch, Prompt
+from covey.types import Batch, HostRows, Prompt
 from tests.conftest import build, rollouts_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -115,10 +117,10 @@ def kept_bytes(model: LanguageModel, forward: Callable[[], object]) -> int:
 def test_a_layer_keeps_what_autograd_saves(answer: int, dtype: torch.dtype, rank: int) -> None:
     batch = equal_rows(2, 3, prompt=20, answer=answer)
     one, two = llama(1, dtype, rank), llama(2, dtype, rank)
-    packed = pack(batch)
+    packed = pack(HostRows.of(batch), torch.device("cpu"), varlen=False)
     shape = replace(measure(llama(2).model), rank=rank, adapted=14 if rank else 0)
     rows, columns = packed.packing.rows.shape
-    tokens = packed.input_ids.shape[1]
+    tokens = len(packed.input_ids)
     count = Pass(rows=rows, columns=columns, tokens=tokens, chosen=6 * answer, packed=True)
     got = activations.layer_bytes(shape, dtype.itemsize, count, activations.EAGER, "cpu")
     # A number for each token and norm is not worth a term.
@@ -189,7 +191,7 @@ def test_micro_batches_are_those_of_training(budget: int) -> None:
     prompt = prompt_lengths(config_of()).longest
     batch = equal_rows(3, 4, prompt=prompt, answer=40)
     rows = next(micro_batches(batch, budget))
-    tokens = pack(batch.rows(rows)).input_ids.shape[1]
+    tokens = len(pack(HostRows.of(batch.rows(rows)), torch.device("cpu"), varlen=False).input_ids)
     (part,) = [p for p in found.parts if p.name == "activations"]
     assert part.why == f"{tokens:,} tokens packed, in {len(rows)} rows"
     # Gradients wait beside the activations of a later pass only.
@@ -207,10 +209,10 @@ def test_slots_are_those_of_the_sampler(embedded: LanguageModel) -> None:
     questions = [EncodedPrompt(prompt=p, tokens=(7,) * longest, prefill="") for p in prompts]
     sampler = NativeEngine(embedded)
     rollouts_of(sampler, questions, step=0, sampling=sampling_of(config))
-    assert isinstance(sampler.stepper, EagerStepper)
-    assert sampler.stepper.spare is not None
+    assert isinstance(sampler.backend, EagerBackend)
+    assert sampler.backend.spare is not None
     beside = 12 * config.rollout.max_tokens * 16  # uniforms, tokens and log-probabilities
-    assert bytes_of(found, "slots") == sampler.stepper.spare.bytes + beside
+    assert bytes_of(found, "slots") == sampler.backend.spare.bytes + beside
 
 
 @pytest.mark.parametrize(

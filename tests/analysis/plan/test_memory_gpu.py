@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 
 from covey.accel import fused_forward as fused
 from covey.accel import fused_head as device_head
-from covey.accel.fused_parameters import join_weights
+from covey.accel.fused_parameters import fuse_parameters
 from covey.accel.kernels import sample
-from covey.accel.packing import balanced, host_rows
+from covey.accel.packing import host_rows, pack
 from covey.analysis.plan import activations, memory, pooled
 from covey.analysis.plan.activations import Pass, Saved
 from covey.analysis.plan.batches import largest_part
@@ -27,9 +27,9 @@ from covey.analysis.plan.shapes import measure
 from covey.config import Config, load_config
 from covey.engines.native import decode_graph as graph
 from covey.engines.native.fused_decoder import FusedDecoder
-from covey.engines.native.kv_cache import KeyShape
+from covey.engines.native.kv_cache import KVShape
 from covey.models.language_model import LanguageModel
-from covey.models.layout import pack_for
+from covey.models.micro_batches import balanced_parts
 from covey.training.build import resolve, sampling_of
 from tests.analysis.plan.test_memory import bytes_of, equal_rows, kept_bytes, llama
 from tests.conftest import build
@@ -78,7 +78,7 @@ def test_a_fused_layer_keeps_what_autograd_saves(
 
     monkeypatch.setattr(fused, "flash_attention", attend)
     batch = equal_rows(2, 3, prompt=5, answer=8)
-    packed = pack_for(host_rows(batch), torch.device("cpu"), flash=True)
+    packed = pack(host_rows(batch), torch.device("cpu"), flash=True)
     one, two = (layers_of(name, layers, rank) for layers in (1, 2))
     tokens = len(packed.input_ids)
     count = Pass(rows=6, columns=12, tokens=tokens, chosen=48, packed=True)
@@ -92,7 +92,7 @@ def test_a_fused_layer_keeps_what_autograd_saves(
 
 
 def layers_of(name: str, layers: int, rank: int) -> LanguageModel:
-    return llama(layers, rank=rank, kind=name, prepare=join_weights)
+    return llama(layers, rank=rank, kind=name, prepare=fuse_parameters)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_which_kernels_a_model_takes(name: str, size: int, device: str, kernels:
 
 
 def test_numbers_are_those_of_the_kernels() -> None:
-    assert (pooled.STRETCH, memory.CHUNK_STEP) == (sample.STRETCH, device_head.ROWS)
+    assert (pooled.STRETCH, memory.CHUNK_STEP) == (sample.BLOCK, device_head.ROWS)
 
 
 @pytest.mark.parametrize("budget", [1, 100, 300, 1000, 100_000])
 def test_micro_batches_are_those_of_a_gpu(budget: int) -> None:
     batch = equal_rows(5, 4, prompt=30, answer=40)
-    parts = balanced(batch, budget)
-    packed = [len(pack_for(host_rows(batch.rows(p)), torch.device("cpu"), flash=True).input_ids)
+    parts = balanced_parts(batch, budget)
+    packed = [len(pack(host_rows(batch.rows(p)), torch.device("cpu"), flash=True).input_ids)
               for p in parts]  # fmt: skip
     rows, prompts = largest_part(20, 4, 30, 40, budget)
     assert prompts * 30 + rows * 39 == max(packed)
@@ -135,19 +135,19 @@ def test_the_pool_is_that_of_the_sampler(embedded: LanguageModel) -> None:
     lengths = prompt_lengths(config)
     found = forecast(config, GPU)
     keys = embedded.model.config
-    shape = KeyShape(
+    shape = KVShape(
         layers=keys.num_hidden_layers, heads=keys.num_key_value_heads,
         size=keys.head_dim, dtype=torch.bfloat16, device=torch.device("cpu"),
     )  # fmt: skip
-    stepper = graph.GraphStepper(embedded, FusedDecoder(embedded), shape, way="tried")
+    backend = graph.GraphBackend(embedded, FusedDecoder(embedded), shape, way="tried")
     sampling = sampling_of(config)
     for questions, samples in ((9, 4), (lengths.held_out, 1), (9, 4)):
-        width = stepper.width_for(min(sampling.max_concurrent, questions * samples))
-        slots = stepper.begin(
+        width = backend.width_for(min(sampling.max_concurrent, questions * samples))
+        slots = backend.begin(
             width=width, questions=questions, longest=lengths.longest, sampling=sampling
         )
-    assert stepper.memory is not None
-    pool = stepper.memory
+    assert backend.cache is not None
+    pool = backend.cache
     notes = (slots.uniforms, slots.tokens, slots.logps)
     mine = sum(t.nbytes for t in (*pool.layer_keys, *pool.layer_values, *notes))
     asked = sum(t.nbytes for t in (*pool.prompt_keys, *pool.prompt_values))

@@ -20,12 +20,12 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize(("rows", "size"), [(1, 8), (3, 1500), (1100, 6)])
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_norm_and_its_gradients_are_those_of_float64(
+def test_norm_and_its_gradients_match_float64(
     device: torch.device, dtype: torch.dtype, rows: int, size: int, adds: bool, goes_on: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from covey.accel.kernels import norm as module
-    from covey.accel.kernels.norm import add_norm, norm
+    from covey.accel.kernels import rms_norm as module
+    from covey.accel.kernels.rms_norm import add_norm, norm
 
     monkeypatch.setattr(module, "PROGRAMS", 2)  # each then goes through several tiles
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def test_norm_and_its_gradients_are_those_of_float64(
 
 
 def test_the_sum_alone_passes_its_gradient_on(device: torch.device) -> None:
-    from covey.accel.kernels.norm import add_norm
+    from covey.accel.kernels.rms_norm import add_norm
 
     hidden = torch.randn(3, 8, device=device, requires_grad=True)
     delta = torch.randn(3, 8, device=device, requires_grad=True)
@@ -65,8 +65,8 @@ def test_the_sum_alone_passes_its_gradient_on(device: torch.device) -> None:
     assert torch.equal(delta.grad, torch.ones_like(delta))
 
 
-def test_in_place_the_sum_stays_where_it_was(device: torch.device) -> None:
-    from covey.accel.kernels.norm import add_norm_in_place
+def test_the_in_place_sum_keeps_its_address(device: torch.device) -> None:
+    from covey.accel.kernels.rms_norm import add_norm_in_place
 
     torch.manual_seed(0)
     hidden, delta = torch.randn(2, 3, 70, device=device)

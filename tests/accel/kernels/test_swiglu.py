@@ -14,10 +14,10 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("size", [5, 1500])
-def test_gate_and_its_gradients_are_those_of_float64(
+def test_swiglu_and_its_gradients_match_float64(
     device: torch.device, dtype: torch.dtype, joint: bool, size: int
 ) -> None:
-    from covey.accel.kernels.gate import silu_times, silu_times_grads
+    from covey.accel.kernels.swiglu import silu_mul, silu_mul_backward
 
     torch.manual_seed(0)
     both = torch.randn(6, 2 * size, device=device).mul(3).to(dtype)
@@ -29,10 +29,10 @@ def test_gate_and_its_gradients_are_those_of_float64(
     expected = torch.nn.functional.silu(exact[:, :size]) * exact[:, size:]
     expected.backward(grad.double().cpu())
     before = grad.clone()
-    grads = silu_times_grads(grad, gate, up)
+    grads = silu_mul_backward(grad, gate, up)
     assert torch.equal(grad, before)
-    assert apart(silu_times(gate, up), expected.detach()) < TOLERANCE[dtype]
+    assert apart(silu_mul(gate, up), expected.detach()) < TOLERANCE[dtype]
     assert apart(grads, exact.grad) < TOLERANCE[dtype]
-    # In the place of its gradient, the product is made again.
-    assert torch.equal(silu_times_grads(grad, gate, up, grad), grads)
-    assert torch.equal(grad, silu_times(gate, up))
+    # The recomputed product overwrites its gradient.
+    assert torch.equal(silu_mul_backward(grad, gate, up, grad), grads)
+    assert torch.equal(grad, silu_mul(gate, up))

@@ -1,8 +1,8 @@
-"""Rendering chat templates in a process of their own, which a template may take down.
+"""Chat template rendering in a separate process with limits on time and memory.
 
-A chat template comes with a downloaded tokenizer and is a program in Jinja. transformers keeps it
-from Python's objects, but not from loops without end or texts of gigabytes. So the process has a
-limit on the time and the memory of every render, kept by the kernel: no template can hold it up.
+A chat template comes with a downloaded tokenizer and is a Jinja program. transformers sandboxes it
+from Python objects, but not from endless loops or gigabytes of text. So a process renders the
+templates, with kernel limits on the time and memory of every render.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from covey.interpreter import module_command
 from covey.types import Message
 
 SECONDS = 5.0
-"""Processor time for one render; templates take milliseconds."""
+"""CPU seconds for one render; templates take milliseconds."""
 MEGABYTES = 1024
 LONGEST = 64 * 2**20
-"""Bytes of a rendered prompt."""
+"""Maximum size of a rendered prompt in bytes."""
 
 
 FAILED = 1
-"""What Python exits with after an error of its own."""
+"""Python's exit code after an uncaught exception."""
 
 
-class Renders:
-    """The process, started when it is first needed and again after a template has ended it."""
+class RenderProcess:
+    """The rendering process, started on first use and again after a template has killed it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,8 +46,8 @@ class Renders:
         self._owner = 0
 
     def render(self, request: Mapping[str, Any]) -> str:
-        """Render one conversation; jinja2.TemplateError: the template refuses it."""
-        # What JSON does not know, such as a token with properties, the template sees as text.
+        """Render one conversation; raises jinja2.TemplateError if the template refuses it."""
+        # Values that JSON cannot hold, such as a token with properties, reach the template as text.
         data = json.dumps(request, default=str).encode()
         with self._lock:
             try:
@@ -56,7 +56,7 @@ class Renders:
                 reply = json.loads(connection.recv_bytes(LONGEST))
             except (EOFError, OSError):
                 raise _unusable(self._end()) from None
-            except BaseException:  # an interrupt: what comes next would be the old reply
+            except BaseException:  # after an interrupt the next message would be the old reply
                 self._end()
                 raise
         if "error" in reply:
@@ -64,7 +64,7 @@ class Renders:
         return str(reply["text"])
 
     def start(self) -> None:
-        """Start the process, if it is not running: it needs a second until it renders."""
+        """Start the process if it is not running; it takes a second to start."""
         with self._lock:
             self._connected()
 
@@ -82,7 +82,7 @@ class Renders:
     def _start(self) -> Connection:
         here, there = Pipe()
         command = module_command(
-            "covey.models.render_worker", str(there.fileno()), str(SECONDS), str(MEGABYTES)
+            "covey.models.template_worker", str(there.fileno()), str(SECONDS), str(MEGABYTES)
         )
         self._process = subprocess.Popen(
             command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
@@ -106,23 +106,25 @@ class Renders:
 
 def _unusable(code: int) -> ModelError:
     if code == FAILED:
-        return ModelError("model: the process that renders chat templates does not start")
+        return ModelError("model: the process that renders chat templates failed to start")
     why = f"took longer than {SECONDS:g} seconds" if code == -SIGPROF else "took too much memory"
     return ModelError(
-        f"model: its chat template {why} for one prompt; set model.template = 'plain', or a text "
+        f"model: the chat template {why} for one prompt; set model.template = 'plain', or a text "
         "with {question}"
     )
 
 
-_RENDERS = Renders()
-atexit.register(_RENDERS.close)
+_PROCESS = RenderProcess()
+atexit.register(_PROCESS.close)
 
 
 def start_rendering() -> None:
-    """Start what renders templates beside whatever else takes its time."""
-    _RENDERS.start()
+    """Start the rendering process in the background."""
+    _PROCESS.start()
 
 
-def render(template: str, messages: Sequence[Message], told: Mapping[str, Any]) -> str:
-    """Render a conversation by a chat template, which is told of other things by name."""
-    return _RENDERS.render({"template": template, "messages": list(messages), "told": dict(told)})
+def render(template: str, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
+    """Render a conversation with a chat template and further arguments."""
+    return _PROCESS.render(
+        {"template": template, "messages": list(messages), "arguments": dict(arguments)}
+    )

@@ -13,8 +13,8 @@ def turned(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> tor
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
 
 
-def test_attention_is_that_over_prompt_and_answer(device: torch.device) -> None:
-    from covey.accel.kernels.decode import decode_attention
+def test_attention_covers_prompt_and_completion(device: torch.device) -> None:
+    from covey.accel.kernels.decode_attention import decode_attention
 
     torch.manual_seed(0)
     heads = torch.randn(4, (HEADS + 2 * KEY_HEADS) * SIZE, device=device)
@@ -77,11 +77,11 @@ def test_attention_is_that_over_prompt_and_answer(device: torch.device) -> None:
         (9000, 256, torch.float32, 16),
     ],
 )
-def test_large_heads_are_read_in_pieces_that_fit(
+def test_large_heads_use_smaller_tiles(
     programs: int, head: int, kind: torch.dtype, block: int
 ) -> None:
-    from covey.accel.kernels.decode import pieces
+    from covey.accel.kernels.decode_attention import tile_sizes
 
-    found, _, _ = pieces(programs, head, kind)
+    found, _, _ = tile_sizes(programs, head, kind)
     assert found == block
     assert found * 2 * head * kind.itemsize <= 64 * 2**10

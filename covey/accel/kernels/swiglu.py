@@ -1,4 +1,4 @@
-"""silu(gate) * up, and its gradient, in one pass each.
+"""SwiGLU: silu(gate) * up and its gradient, one kernel each.
 
 Shapes: N tokens, M size. Gate and up are columns of one product [N, 2 M], or two products.
 """
@@ -42,8 +42,8 @@ def _backward(
         tl.store(product + row * size + column, silu * u, mask=inside)
 
 
-def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up [N, M]; no gradient is recorded."""
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up [N, M], without gradient."""
     count, size = gate.shape
     product = gate.new_empty(count, size)
     block = min(BLOCK, triton.next_power_of_2(size))
@@ -53,7 +53,7 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def silu_times_grads(
+def silu_mul_backward(
     product_grad: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,
@@ -61,8 +61,8 @@ def silu_times_grads(
 ) -> torch.Tensor:
     """Return the gradients of gate and up, side by side [N, 2 M], and fill in the product.
 
-    The product costs nothing beside them, and so need not be kept for the weights' gradient. It may
-    take the place of its own gradient, which is read before.
+    The product costs nothing extra here, so it need not be saved for the weight's gradient. It may
+    overwrite its own gradient, which is read before.
     """
     count, size = gate.shape
     grads = gate.new_empty(count, 2 * size)

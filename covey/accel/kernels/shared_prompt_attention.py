@@ -1,8 +1,8 @@
-"""Attention for one token a slot of any model whose queries and keys come ready to be multiplied.
+"""Decode attention over a shared-prompt cache, for any model with one token per slot.
 
-The model has done all that its own code does to them, rotary embedding and norms included; what is
-left is to keep the new key and value, and to attend to a prompt that several slots share and to the
-slot's own answer. Layers may see a window only, and scores may have a soft cap.
+The model's own code has applied RoPE and norms already. The kernel stores the new key and value,
+and attends to a prompt that several slots share and to the slot's own completion. It supports
+sliding windows and soft caps.
 
 Shapes: W slots in use, S slots, P prompts, H heads, K key-value heads, D head size, C positions.
 """
@@ -15,12 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
-from covey.accel.kernels.decode import LEAST_ROWS, fold, pieces
+from covey.accel.kernels.decode_attention import LEAST_ROWS, online_softmax, tile_sizes
 
 NO_WINDOW = 2**31 - 1
 
 
-class Stored(NamedTuple):
+class LayerCache(NamedTuple):
     """Keys and values of one layer, and where each slot finds its own."""
 
     prompt_keys: torch.Tensor
@@ -28,17 +28,17 @@ class Stored(NamedTuple):
     prompt_values: torch.Tensor
     """[P, K, C', D]."""
     prompt_row: torch.Tensor
-    """[S] int64: which of them a slot reads."""
+    """[S] int64: the prompt row of a slot."""
     prompt_length: torch.Tensor
-    """[S] int64: and how many positions of it."""
+    """[S] int64: the length of a slot's prompt."""
     keys: torch.Tensor
-    """[S, K, C, D], of answers; written here."""
+    """[S, K, C, D], of completions; written by the kernel."""
     values: torch.Tensor
-    """[S, K, C, D], likewise."""
+    """[S, K, C, D], the same."""
     place: torch.Tensor
-    """[S] int64: where the new ones are written."""
+    """[S] int64: where the new key and value are written."""
     active: torch.Tensor
-    """[S] bool: slots to serve; the others are passed over."""
+    """[S] bool: unfinished slots; the others are skipped."""
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _score(product, scale, softcap, capped: tl.constexpr):
     """Return scores to the base of two."""
     score = product * scale
     if capped:
-        # tanh(x) by what there is: 2 / (1 + exp(-2 x)) - 1.
+        # tanh(x) as 2 / (1 + exp(-2 x)) - 1.
         score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
     return score * 1.4426950408889634
 
@@ -70,7 +70,7 @@ def _attend(
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Attend to positions `low` to `count` - 1, which stand one after the other from `begin` on."""
+    """Attend to positions `low` to `count` - 1, which are consecutive from `begin` on."""
     whole = tl.arange(0, room)
     for start in range(low // block * block, count, block):
         position = start + tl.arange(0, block)
@@ -82,12 +82,12 @@ def _attend(
         product = tl.dot(query, tl.trans(key), input_precision=precision)
         score = _score(product, scale, softcap, capped)
         score = tl.where(seen[None, :], score, float("-inf"))
-        largest, total, result = fold(score, value, largest, total, result, precision)
+        largest, total, result = online_softmax(score, value, largest, total, result, precision)
     return largest, total, result
 
 
 @triton.jit
-def _pooled_attention(
+def _shared_prompt_attention(
     query,
     key,
     value,
@@ -128,7 +128,9 @@ def _pooled_attention(
     real = (member < shared)[:, None] & known[None, :]
     out = attended + (slot * key_heads * shared + head * shared + member)[:, None] * size + whole
     if tl.load(active + slot) == 0:
-        tl.store(out, tl.zeros((rows, room), tl.float32), mask=real)  # finite, whatever it was
+        tl.store(
+            out, tl.zeros((rows, room), tl.float32), mask=real
+        )  # finite, whatever the memory held
         return
     at = tl.load(place + slot)
     before = tl.load(prompt_length + slot)
@@ -144,12 +146,12 @@ def _pooled_attention(
     tl.store(keys + (begin + at) * size + whole, k, mask=known)
     tl.store(values + (begin + at) * size + whole, v, mask=known)
 
-    # The new position comes first, from registers: what was just stored is never read back.
+    # The new position comes first, from registers: the kernel never reads back what it just stored.
     product = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1)
     largest = _score(product, scale, softcap, capped)
     total = tl.full((rows,), 1.0, tl.float32)
     result = tl.zeros((rows, room), tl.float32) + v.to(tl.float32)[None, :]
-    # A window counts the new position, and may begin in the prompt or behind it.
+    # A window includes the new position, and may begin in the prompt or after it.
     prompt_low = tl.maximum(before + at + 1 - window, 0)
     prompt_begin = (row * key_heads + head) * prompt_capacity
     largest, total, result = _attend(
@@ -164,28 +166,28 @@ def _pooled_attention(
     tl.store(out, result / total[:, None], mask=real)
 
 
-def pooled_attention(
+def shared_prompt_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    stored: Stored,
+    stored: LayerCache,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Keep the new key and value and attend; return [W, H, D].
+    """Store the new key and value and attend; return [W, H, D].
 
-    `query` [W, H, D], `key` and `value` [W, K, D] belong to one new token a slot. A window of n
-    sees the new position and the n - 1 before it; a soft cap bends scores to below it.
+    `query` [W, H, D], `key` and `value` [W, K, D] belong to one new token per slot. A window of n
+    sees the new position and the n - 1 before it; a soft cap limits scores.
     """
     slots, heads, size = query.shape
     key_heads, capacity = stored.keys.shape[1:3]
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
     attended = torch.empty((slots, heads, size), dtype=query.dtype, device=query.device)
     room = max(LEAST_ROWS, triton.next_power_of_2(size))
-    block, warps, stages = pieces(slots * key_heads, room, stored.keys.dtype)
-    _pooled_attention[(slots, key_heads)](
+    block, warps, stages = tile_sizes(slots * key_heads, room, stored.keys.dtype)
+    _shared_prompt_attention[(slots, key_heads)](
         query, key, value,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
         *stored,

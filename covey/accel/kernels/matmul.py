@@ -1,4 +1,4 @@
-"""Matrix products that take bfloat16 and give float32, without rounding in between."""
+"""Matrix products of bfloat16 inputs with float32 results, without rounding in between."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @functools.cache
 def _has_out_dtype(device: torch.device) -> bool:
-    """Tell whether torch can do it on this device; it says so in words that vary."""
+    """Tell whether torch supports this on a device; its error types vary."""
     if device.type != "cuda":
         return False
     try:
@@ -31,8 +31,8 @@ def _addmm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     cast(Any, torch.addmm)(out, left, right, out_dtype=torch.float32, out=out)
 
 
-def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """Write left @ right to `out`, which is float32 where they are less."""
+def matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Write left @ right to `out`, which is float32 or the type of the inputs."""
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
     elif _has_out_dtype(left.device):
@@ -41,8 +41,8 @@ def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
         torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
 
 
-def add_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """Add left @ right to `out`, which is float32 where they are less."""
+def add_matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Add left @ right to `out`, which is float32 or the type of the inputs."""
     if left.dtype == out.dtype:
         out.addmm_(left, right)
     elif _has_out_dtype(left.device):

@@ -1,7 +1,7 @@
 """Log-probability and entropy of chosen tokens from their logits, and the logits' gradient.
 
-Shapes: R rows, V vocabulary. z = scale * (logits + bias), perhaps softly capped. One pass over the
-logits each way: forward with a running maximum, backward from the normalizer that forward kept.
+Shapes: R rows, V vocabulary. z = scale * (logits + bias), optionally soft-capped. One pass over the
+logits each for forward, with a running maximum, and backward, from the saved normalizer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Attention for one token a slot, together with the rotary embedding and the cache's write.
+"""Decode attention of Llama-like models: RoPE, cache write and attention for one token per slot.
 
-At one token a slot the matrix products are small, and what surrounds them sets the pace: all that
-lies between the product of queries, keys and values and that of the output is one kernel here.
+With one token per slot the matrix products are small, and the operations around them set the pace.
+So everything between the QKV product and the output product is one kernel.
 
 Shapes: W slots in use, S slots, P prompts, H heads, K key-value heads, D head size, C positions.
 """
@@ -13,21 +13,24 @@ import triton
 import triton.language as tl
 
 LEAST_ROWS = 16
-"""The fewest rows that the matrix units take: queries that share keys are padded to it."""
+"""The fewest rows of a tensor core product: queries that share keys are padded to it."""
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
-"""Positions read at a time, warps and stages of a program: while programs are few each should have
-much under way; many of them are faster the less each holds. Measured on an H200, heads of 64 and
-128. In float32 the compiler writes products out, and more at a time would take it four seconds."""
+"""Positions per iteration, warps and stages of a program. While programs are few, each should have
+many loads in flight; many programs are faster the less each holds. Measured on an H200 with heads
+of 64 and 128. In float32 the compiler unrolls products, and larger tiles would take it four
+seconds.
+"""
 STAGE_BYTES = 64 * 2**10
-"""Keys and values that a program has under way at a time: large heads are read in shorter pieces,
-or they would not fit in a multiprocessor's own memory."""
+"""Bytes of keys and values that a program has in flight: large heads are read in smaller tiles, or
+they would not fit in a multiprocessor's shared memory.
+"""
 SMALLEST_HEAD = 32
-"""Of 16-bit numbers: a head is taken in halves, and the matrix units take no fewer than 16."""
+"""For 16-bit types: a head is processed in halves, and tensor cores need at least 16 numbers."""
 
 
-def pieces(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
-    """Return positions read at a time, warps and stages, for keys and values of some kind."""
+def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
+    """Return positions per iteration, warps and stages for keys and values of a type."""
     block, warps, stages = WIDE if programs <= FEW_PROGRAMS else NARROW
     if kind == torch.float32:
         block, warps, stages = EXACT
@@ -36,7 +39,7 @@ def pieces(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
 
 @triton.jit
 def _norm_halves(first, second, gain, half, size: tl.constexpr, eps):
-    """Norm over a head's two halves, whose last axis is the head."""
+    """RMSNorm over a head's two halves, whose last axis is the head."""
     square = tl.sum(first * first, axis=-1) + tl.sum(second * second, axis=-1)
     scale = 1.0 / tl.sqrt(square / size + eps)
     first_gain = tl.load(gain + half).to(tl.float32)
@@ -47,8 +50,8 @@ def _norm_halves(first, second, gain, half, size: tl.constexpr, eps):
 
 
 @triton.jit
-def fold(score, value, largest, total, result, precision: tl.constexpr):
-    """Take more positions, by their scores to the base of two, into a running softmax."""
+def online_softmax(score, value, largest, total, result, precision: tl.constexpr):
+    """Add more positions to a running softmax; scores are to the base of two."""
     larger = tl.maximum(largest, tl.max(score, axis=1))
     shrink = tl.exp2(largest - larger)
     weight = tl.exp2(score - larger[:, None])
@@ -74,7 +77,7 @@ def _attend(
     block: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Attend to `count` positions that stand one after the other from row `begin` on."""
+    """Attend to `count` consecutive positions from row `begin` on."""
     half = tl.arange(0, size // 2)
     whole = tl.arange(0, size)
     for start in range(0, count, block):
@@ -87,7 +90,7 @@ def _attend(
         score = tl.dot(first, tl.trans(c1), input_precision=precision)
         score += tl.dot(second, tl.trans(c2), input_precision=precision)
         score = tl.where(seen[None, :], score * log2, float("-inf"))
-        largest, total, result = fold(score, cv, largest, total, result, precision)
+        largest, total, result = online_softmax(score, cv, largest, total, result, precision)
     return largest, total, result
 
 
@@ -131,7 +134,9 @@ def _decode_attention(
     before = tl.load(prompt_length + slot)
     row = tl.load(prompt_row + slot)
     if goes_on == 0:
-        tl.store(out, tl.zeros((rows, size), tl.float32), mask=real)  # finite, whatever it was
+        tl.store(
+            out, tl.zeros((rows, size), tl.float32), mask=real
+        )  # finite, whatever the memory held
         return
     kind = keys.dtype.element_ty
 
@@ -149,7 +154,7 @@ def _decode_attention(
     if norms:
         q1, q2 = _norm_halves(q1, q2, query_gain, half, size, eps)
         k1, k2 = _norm_halves(k1, k2, key_gain, half, size, eps)
-    # Rounded once, to what the cache holds and the products take.
+    # Rounded once, to the type of the cache and of the products.
     first = (q1 * cos - q2 * sin).to(kind)
     second = (q2 * cos + q1 * sin).to(kind)
     k_first = (k1 * cos - k2 * sin).to(kind)
@@ -159,7 +164,7 @@ def _decode_attention(
     tl.store(keys + (begin + at) * size + size // 2 + half, k_second)
     tl.store(values + (begin + at) * size + whole, v)
 
-    # The new position comes first, from registers: what was just stored is never read back.
+    # The new position comes first, from registers: the kernel never reads back what it just stored.
     log2 = scale * 1.4426950408889634
     score = tl.sum(first.to(tl.float32) * k_first.to(tl.float32), axis=1)
     score += tl.sum(second.to(tl.float32) * k_second.to(tl.float32), axis=1)
@@ -192,20 +197,19 @@ def decode_attention(
     scale: float,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
-    """Turn, store and attend for one new token a slot; return [W, H * D].
+    """Rotate, store and attend for one new token per slot; return [W, H * D].
 
-    `heads` [W, (H + 2 K) * D] are queries, keys and values as the product gave them; `rope` holds
-    the cosine and sine [positions, D / 2]. `prompts` are the keys and values [P, K, C', D] of
-    prompts, of which each slot sees the first `prompt_length` of row `prompt_row`; the slots that
-    share a prompt read it from the same place, mostly from the chip's own cache. `keys` and
-    `values` [S, K, C, D] are those of answers, written at `place` [S]. Slots that are not `active`
-    are passed over.
+    `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product; `rope` holds
+    cosine and sine [positions, D / 2]. `prompts` are the keys and values [P, K, C', D] of prompts,
+    of which each slot sees the first `prompt_length` positions of row `prompt_row`; slots that
+    share a prompt read the same memory, mostly from the L2 cache. `keys` and `values` [S, K, C, D]
+    are those of completions, written at `place` [S]. Slots that are not `active` are skipped.
     """
     slots, (_, key_heads, capacity, size) = len(heads), keys.shape
     shared = heads.shape[1] // size // key_heads - 2
     attended = heads.new_empty(slots, key_heads * shared * size)
     query_gain, key_gain, eps = (heads, heads, 0.0) if norms is None else norms
-    block, warps, stages = pieces(slots * key_heads, size, keys.dtype)
+    block, warps, stages = tile_sizes(slots * key_heads, size, keys.dtype)
     _decode_attention[(slots, key_heads)](
         heads,
         *rope,

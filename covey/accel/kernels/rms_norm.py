@@ -1,9 +1,9 @@
-"""RMSNorm of the residual stream, with the sum before it: forward and backward.
+"""RMSNorm of the residual stream, with the addition before it: forward and backward.
 
-The residual stream is float32; what leaves a norm is of the type that the products take. Whatever
-is computed in between is float32 and rounded once.
+The residual stream is float32; the result has the type that the products take. Everything in
+between is float32 and rounded once.
 
-Shapes: N tokens, D size. A program takes several rows, so that short ones fill it too.
+Shapes: N tokens, D size. A program handles several rows, so that short ones fill it too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 512
-"""Programs of the backward pass: each adds up the gain's gradient over its own rows."""
+"""Programs of the backward pass: each sums the gain's gradient over its own rows."""
 TILE = 2048
 """Elements that a program holds at once."""
 
@@ -109,7 +109,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         total_grad, normed_grad = grads
         total, gain, scales = ctx.saved_tensors
-        if normed_grad is None:  # nobody read the norm
+        if normed_grad is None:  # the norm was not used
             delta_grad = None if ctx.adds is None or total_grad is None else total_grad.to(ctx.adds)
             return total_grad, delta_grad, None, None, None
         count, size = total.shape
@@ -134,7 +134,7 @@ class _AddNorm(torch.autograd.Function):
 def norm(
     hidden: torch.Tensor, gain: torch.Tensor, eps: float, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return the norm of `hidden` [N, D] times `gain`, of the gain's type or another."""
+    """Return RMSNorm of `hidden` [N, D] times `gain`, in the gain's type or `dtype`."""
     normed: torch.Tensor
     _, normed = _AddNorm.apply(hidden.contiguous(), None, gain, eps, dtype or gain.dtype)
     return normed
@@ -143,7 +143,7 @@ def norm(
 def add_norm(
     hidden: torch.Tensor, delta: torch.Tensor, gain: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return hidden + delta [N, D] of hidden's type, and its norm times `gain`, of the gain's."""
+    """Return hidden + delta [N, D] and its norm times `gain`, each in its own type."""
     total: torch.Tensor
     normed: torch.Tensor
     delta = delta.contiguous()
@@ -154,9 +154,9 @@ def add_norm(
 def add_norm_in_place(
     hidden: torch.Tensor, delta: torch.Tensor | None, gain: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add `delta` to `hidden` [N, D] where it is, and return the norm of the sum.
+    """Add `delta` to `hidden` [N, D] in place, and return the norm of the sum.
 
-    No gradient is recorded. For few tokens: each has a program of its own.
+    No gradient is recorded. For few tokens: each has its own program.
     """
     count, size = hidden.shape
     normed = torch.empty_like(hidden, dtype=gain.dtype)

@@ -10,13 +10,13 @@ HEADS = KEY_HEADS * SHARED
 @pytest.mark.parametrize("size", [32, 24], ids=["even", "odd size"])
 @pytest.mark.parametrize("window", [None, 1, 5, 75])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_attention_is_that_over_what_a_window_sees_of_prompt_and_answer(
+def test_windowed_attention_covers_prompt_and_completion(
     device: torch.device, size: int, window: int | None, softcap: float | None
 ) -> None:
-    from covey.accel.kernels.pooled import Stored, pooled_attention
+    from covey.accel.kernels.shared_prompt_attention import LayerCache, shared_prompt_attention
 
     torch.manual_seed(0)
-    # As models give them: parts of one product, side by side.
+    # As in models: slices of one product.
     heads = torch.randn(4, HEADS + 2 * KEY_HEADS, size, device=device)
     new = heads.split([HEADS, KEY_HEADS, KEY_HEADS], dim=1)
     keys, values = torch.randn(2, 4, KEY_HEADS, 100, size, device=device)
@@ -26,8 +26,10 @@ def test_attention_is_that_over_what_a_window_sees_of_prompt_and_answer(
     prompt_length = torch.tensor([1, 70, 70, 80], device=device)
     active = torch.tensor([True, False, True, True], device=device)
     mine, theirs = keys.clone(), values.clone()
-    stored = Stored(prompts[0], prompts[1], prompt_row, prompt_length, mine, theirs, place, active)
-    got = pooled_attention(*new, stored, scale=0.2, window=window, softcap=softcap)
+    stored = LayerCache(
+        prompts[0], prompts[1], prompt_row, prompt_length, mine, theirs, place, active
+    )
+    got = shared_prompt_attention(*new, stored, scale=0.2, window=window, softcap=softcap)
     assert got.shape == (4, HEADS, size)
     for slot in range(4):
         if not active[slot]:

@@ -1,4 +1,4 @@
-"""A model is read with all of its weights or not at all, and what is read can be saved."""
+"""A model is loaded with all of its weights or not at all, and can be saved again."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.policy.test_adapter import policy_of
 
 from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
 from covey.models.chat_template import Template
 from covey.models.export import export_model
-from covey.models.language_model import load_language_model
+from covey.models.load_model import load_language_model
 from covey.training.policy_files import save_policy
+from tests.models.test_adapter import policy_of
 
 LOST = "model.layers.0.mlp.down_proj.weight"
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     "damage",
     [lambda tensors: tensors.pop(LOST), lambda tensors: tensors.update({LOST: torch.zeros(2, 3)})],
 )
-def test_a_weight_that_is_missing_or_misshapen_is_not_made_up(
+def test_missing_or_misshapen_weights_are_an_error(
     folder: Path, damage: Callable[[dict[str, torch.Tensor]], object]
 ) -> None:
     tensors = load_file(folder / "model.safetensors")
@@ -43,7 +43,7 @@ def test_a_weight_that_is_missing_or_misshapen_is_not_made_up(
         load_language_model(str(folder), device="cpu")
 
 
-def test_a_file_that_was_cut_off_is_one_line(folder: Path) -> None:
+def test_a_truncated_file_is_a_one_line_error(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ModelError, match="cannot load"):
@@ -61,7 +61,7 @@ def test_a_file_that_was_cut_off_is_one_line(folder: Path) -> None:
         ),
     ],
 )
-def test_whatever_a_model_says_of_generation_it_can_be_saved_and_exported(
+def test_any_generation_config_can_be_saved_and_exported(
     settings: dict[str, Any], kept: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     ids = {"bos_token_id": 5, "eos_token_id": [1, 44], "pad_token_id": 0}

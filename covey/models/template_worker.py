@@ -1,6 +1,6 @@
-"""A process that renders chat templates: `python -m covey.models.render_worker FD SECONDS MB`.
+"""Worker that renders chat templates: `python -m covey.models.template_worker FD SECONDS MB`.
 
-It reads one request after the other, as JSON, and ends when the other side goes away. No torch.
+It reads one JSON request after another, and ends when the connection closes. No torch.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 TODAY = datetime.date(2024, 7, 26)
-"""What templates that print the date are told, so that a run resumed tomorrow asks the same."""
+"""The date for templates that print it, fixed so that a resumed run renders the same prompts."""
 
 
 TOO_BIG = 3
-"""The exit code after a render that took too much memory."""
+"""Exit code after a render that exceeded the memory limit."""
 
 
-def answer(request: dict[str, Any]) -> dict[str, str]:
-    """Render one conversation, or say why the template does not take it."""
+def render(request: dict[str, Any]) -> dict[str, str]:
+    """Render one conversation, or return the template's error."""
     try:
         (text,), _ = render_jinja_template(
             conversations=[request["messages"]],
             chat_template=request["template"],
             strftime_now=TODAY.strftime,
-            **request["told"],
+            **request["arguments"],
         )
     except MemoryError:
         sys.exit(TOO_BIG)
-    except Exception as error:  # a template is a program, and goes wrong as programs do
+    except Exception as error:  # a template is a program and may raise anything
         name = type(error).__name__
         known = type(error).__module__.startswith("jinja2")
         return {"error": str(error) if known else f"{name}: {error}"}
@@ -43,15 +43,15 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
 
 
 def serve(connection: Connection, seconds: float, megabytes: int) -> None:
-    """Render until the other side goes away; the kernel ends what takes too much."""
+    """Render requests until the connection closes; the kernel enforces the limits."""
     limit = megabytes * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while True:
         request = json.loads(connection.recv_bytes())
-        # Without a handler the signal ends the process, even inside of one long operation.
+        # Without a handler the signal ends the process, even inside one long operation.
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        reply = json.dumps(answer(request)).encode()
+        reply = json.dumps(render(request)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send_bytes(reply)
 

@@ -8,10 +8,10 @@ import torch
 @pytest.mark.parametrize("cap", [None, 4.0])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probability_entropy_and_gradient_are_those_of_float64(
+def test_logp_entropy_and_gradient_match_float64(
     device: torch.device, size: int, cap: float | None, biased: bool, dtype: torch.dtype
 ) -> None:
-    from covey.accel.kernels.logp import logp_backward, logp_forward
+    from covey.accel.kernels.token_logp import logp_backward, logp_forward
 
     torch.manual_seed(0)
     rows, scale = 5, 0.7
