@@ -25,10 +25,10 @@ from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 
 from covey.errors import ModelError
+from covey.escape import printable
 from covey.models.model_path import PACKAGED
 from covey.models.pretrained import NO_CODE, read_pretrained, read_tokenizer
 from covey.run.files import whole_folder
-from covey.shown import printable
 
 FORM = 1
 """Part of a cached folder's name; counts up when the import writes something else than before."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.errors import ConfigError, ModelError, RunError
+from covey.escape import printable
 from covey.models.layout import padded_parts
 from covey.models.logp import LogProbs
 from covey.reference.protocol import Still
@@ -32,7 +33,6 @@ from covey.reference.wire import (
     encode_request,
     reply_bytes,
 )
-from covey.shown import printable
 from covey.stopping import may_be_given_up
 from covey.types import Batch
 

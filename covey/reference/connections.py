@@ -19,7 +19,7 @@ from typing import Any, Literal, TextIO
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from covey.shown import printable_line
+from covey.escape import printable_line
 
 Phase = Literal["head", "body", "answer"]
 """What a connection waits for: a request, the rest of one, or the reply."""

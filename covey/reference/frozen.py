@@ -73,7 +73,7 @@ class OffloadedReference(Still):
         return "offloaded"
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def loaded(self) -> Iterator[None]:
         """Bring the weights to the device, once for all calls within."""
         if self.visiting:
             yield
@@ -90,7 +90,7 @@ class OffloadedReference(Still):
     @torch.no_grad()
     def logp(self, batch: Batch) -> LogProbs:
         """Return log-probability and entropy of every trained token under the starting weights."""
-        with self.at_work():
+        with self.loaded():
             return batch_logp(
                 self.model,
                 batch,

@@ -24,7 +24,7 @@ class Reference(Protocol):
     def logp(self, batch: Batch) -> LogProbs:
         """Return log-probability and entropy of every trained token under the reference."""
 
-    def at_work(self) -> AbstractContextManager[None]:
+    def loaded(self) -> AbstractContextManager[None]:
         """Surround several calls of `logp`: what they need is brought here once."""
 
     def after_step(self, policy: Policy) -> None:
@@ -43,7 +43,7 @@ class Still:
     __slots__ = ()
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def loaded(self) -> Iterator[None]:
         """Nothing needs to be brought."""
         yield
 

@@ -21,11 +21,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from covey._version import __version__
+from covey.escape import printable_line
 from covey.models.language_model import LanguageModel
+from covey.reference.batcher import Busy, Worker
 from covey.reference.fingerprint import Fingerprint, fingerprint
 from covey.reference.wire import Bounds, WireError, check_values, decode_request, encode_reply
-from covey.reference.worker import Busy, Worker
-from covey.shown import printable_line
 
 PATIENCE = 4
 """A body that is too large is read, and thrown away, up to so many times the limit."""

@@ -126,7 +126,7 @@ class _Judging:
 
     def _submit(self, question: int, sample: int, texts: tuple[str, ...]) -> None:
         prompt = self.questions[question].prompt
-        job = Job(prompt=prompt, texts=texts, share=self.share)
+        job = Job(prompt=prompt, texts=texts, progress=self.share)
         self.futures[question, sample] = self.scorer.submit(job)
 
     def group(self, question: int) -> list[ScoreResult]:

@@ -24,7 +24,7 @@ from typing import Any
 from covey.errors import RewardError
 from covey.sandbox import isolation, server
 from covey.sandbox.limits import Limits
-from covey.sandbox.run import _FLAGS, _end, _filter_file, mark
+from covey.sandbox.program import _FLAGS, _end, _filter_file, mark
 
 LIMITS = Limits(
     cpu_seconds=4, wall_seconds=8.0, memory_bytes=2 << 30, processes=2, file_bytes=1 << 20

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterable
 from functools import cache
 
-from covey.sandbox.calls import ALLOWED, CHECKED, MISSING, NEWER, numbers
+from covey.sandbox.syscalls import ALLOWED, CHECKED, MISSING, NEWER, numbers
 
 Step = tuple[int, int, int, int]
 

@@ -18,7 +18,7 @@ from covey.rewards import ThinkAnswer
 from covey.rollout.collect import Moment, ask, collect
 from covey.scoring import InlineScorer
 from covey.tasks import Arithmetic
-from covey.tasks.arithmetic import parse_question
+from covey.tasks.arithmetic import parse_prompt
 
 TASK = Arithmetic(min_operations=2, max_operations=3)
 
@@ -62,7 +62,7 @@ def test_no_lesson_holds_a_held_out_sum() -> None:
     for lesson in recipe.LESSONS:
         for _ in range(300):
             asked, told = recipe.example(lesson, random)
-            sums = parse_question(asked)
+            sums = parse_prompt(asked)
             assert not any(s.held_out for s in sums)
             assert lesson.operations[0] <= len(sums) <= lesson.operations[1]
             if not lesson.careless:

@@ -17,10 +17,10 @@ import transformers
 
 from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
-from covey.interpreter import module_command
 from covey.models import render_template as rendering
 from covey.models.chat_template import Renderer, Template, chat_text, renderer
 from covey.models.language_model import load_language_model
+from covey.subprocesses import module_command
 
 ASKED = {"role": "user", "content": "1+1?"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -162,10 +162,10 @@ def test_code_beside_the_weights_is_not_run(
 def test_processes_of_ours_import_nothing_from_the_working_folder(tmp_path: Path) -> None:
     for name in ("json", "pickle", "asyncio", "transformers", "jinja2"):
         (tmp_path / f"{name}.py").write_text("open('touched', 'w')")
-    for module in ("covey.scoring.worker", "covey.models.render_worker"):
+    for module in ("covey.scoring.pool_worker", "covey.models.render_worker"):
         done = subprocess.run(
             module_command(module, "999", "1", "1"), cwd=tmp_path, capture_output=True, check=False
         )
         assert b"Bad file descriptor" in done.stderr, done.stderr
     assert not (tmp_path / "touched").exists()
-    assert sys.executable in module_command("covey.scoring.worker")
+    assert sys.executable in module_command("covey.scoring.pool_worker")

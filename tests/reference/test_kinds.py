@@ -76,7 +76,7 @@ def test_the_starting_weights_give_the_same_kl_wherever_they_are(
         policy = thin if kind == "adapter_off" else whole
         config = config_of(f"reference.kind={kind}", *options.get(kind, []))
         reference = make_reference(config, policy=policy.model, load=load)
-        with reference.at_work():
+        with reference.loaded():
             found[kind] = reference.logp(batch)
     if mine is not server:
         mine.kill()
@@ -107,7 +107,7 @@ def test_an_offloaded_reference_is_at_home_when_it_does_not_compute(qwen: str) -
     model = load_language_model(qwen, device="cpu")
     reference = OffloadedReference(model=model, temperature=1.0, logits_megabytes=64)
     addresses = {n: p.data_ptr() for n, p in model.model.named_parameters()}
-    with reference.at_work():
+    with reference.loaded():
         assert reference.visiting
         reference.logp(make_batch())
         assert reference.visiting

@@ -21,11 +21,11 @@ from covey.errors import ConfigError, ModelError
 from covey.models.language_model import LanguageModel
 from covey.models.layout import micro_batches
 from covey.models.logp import LogProbs, batch_logp
+from covey.reference.batcher import Busy, Worker
 from covey.reference.client import Address, ServerReference
 from covey.reference.fingerprint import fingerprint, tokenizer_digest
 from covey.reference.server import ServerSettings, make_app
 from covey.reference.wire import Request, encode_reply, encode_request
-from covey.reference.worker import Busy, Worker
 from tests.conftest import build, make_batch
 from tests.reference.servers import HEALTH, TOKEN, Server, connect, forked, wait_for_text
 

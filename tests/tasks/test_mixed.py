@@ -154,7 +154,7 @@ def test_mixtures_may_be_mixed() -> None:
         ),
         (
             {"arithmetic": {"train_size": 0}},
-            "config: task.parts.arithmetic: train_size and held_out_size must be at least 1",
+            "config: task.parts.arithmetic: train_size must be at least 1",
         ),
         ({"jsonl": {}}, "config: task.parts.jsonl.train_file must be given for jsonl"),
         ({"tools": {"weight": 0}}, "config: task.parts.tools.weight = 0 must be a number above 0"),
@@ -167,7 +167,7 @@ def test_mixtures_may_be_mixed() -> None:
         ),
         (
             {"g": {"name": "reasoning_gym:chain_sum", "dataset": "lcm"}},
-            "config: task.parts.g.dataset is given already by its name 'reasoning_gym:chain_sum'",
+            "config: task.parts.g.dataset is already set by the name 'reasoning_gym:chain_sum'",
         ),
     ],
     ids=str,

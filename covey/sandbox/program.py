@@ -42,7 +42,7 @@ _HEADER = re.compile(
 )
 
 
-def run(
+def run_program(
     program: str, cases: Sequence[Case], *, limits: Limits | None = None, unsafe: bool = False
 ) -> list[Outcome]:
     """Run a Python program once a case and tell how each ended.
@@ -77,7 +77,7 @@ def mark() -> str:
 
 def require_isolation() -> None:
     """Raise ConfigError unless programs can be run in isolation here."""
-    reason = _why_not()
+    reason = isolation_problem()
     if reason:
         raise ConfigError(
             f"sandbox: programs cannot be isolated here: {reason}; `apt install bubblewrap` "
@@ -87,7 +87,7 @@ def require_isolation() -> None:
 
 
 @cache
-def _why_not() -> str:
+def isolation_problem() -> str:
     if not sys.platform.startswith("linux"):
         return f"this is {sys.platform}, not Linux"
     if not shutil.which("bwrap"):
@@ -95,7 +95,7 @@ def _why_not() -> str:
     if filter_program() is None:
         return "the system calls of this kind of machine are not known"
     try:
-        outcome = run("", [Case(call="6 * 7")])[0]
+        outcome = run_program("", [Case(call="6 * 7")])[0]
     except (RewardError, OSError) as error:
         return str(error)
     return "" if outcome.value == b"42" else f"a trial run was {outcome.ended}"
