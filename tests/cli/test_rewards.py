@@ -380,7 +380,7 @@ def test_programs_are_not_judged_without_isolation(arguments: list[str], here: P
 
     assert wait(forked(work, here / "output")) == 2
     (line,) = (here / "output").read_text().splitlines()
-    assert "there is no bwrap; `apt install bubblewrap`" in line
+    assert "bwrap is not installed; run `apt install bubblewrap`" in line
     assert "unsafe = true" in line
 
 

@@ -193,7 +193,7 @@ def request(seed: int, temperature: float = 1.0) -> LogpRequest:
 
 
 class Slow(Batcher):
-    """A worker that begins when it is told."""
+    """A batcher that starts on command."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.go, self.sizes = threading.Event(), []

@@ -296,7 +296,7 @@ for path in {paths}:
     assert not any(Path(path).exists() for path in ("/x", "/usr/x", "/etc/x", "/dev/x"))
 
 
-def test_nobody_else_can_be_killed_or_seen() -> None:
+def test_no_process_outside_can_be_killed_or_seen() -> None:
     program = f"""
 attempt(os.kill, {os.getpid()}, 9)
 attempt(os.kill, {os.getppid()}, 9)
@@ -372,7 +372,7 @@ print(failure(libc.umount(b"/proc/1")))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_root_is_given_up_for_a_user_that_nobody_is() -> None:
+def test_root_becomes_a_user_id_of_its_own() -> None:
     outcome = attack("print(os.getresuid(), os.getresgid(), os.getgroups())")
     uid = outcome.stdout.split(b",")[0].strip(b"(")
     assert int(uid) > 1000

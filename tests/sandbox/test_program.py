@@ -314,7 +314,7 @@ def test_a_bubblewrap_that_fails_is_no_isolation(
 @pytest.mark.usefixtures("forget")
 @pytest.mark.parametrize(
     ("what", "value", "reason"),
-    [("platform", "darwin", "this is darwin"), ("machine", "s390x", "kind of machine")],
+    [("platform", "darwin", "this is darwin"), ("machine", "s390x", "no table of system calls")],
 )
 def test_other_systems_and_machines_are_refused(
     monkeypatch: pytest.MonkeyPatch, what: str, value: str, reason: str
@@ -329,9 +329,9 @@ def test_other_systems_and_machines_are_refused(
 
 
 @pytest.mark.skipif(not ISOLATED, reason="no isolation here")
-def test_the_answer_is_found_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isolation_is_checked_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     require_isolation()
-    monkeypatch.setattr(module, "run", None)
+    monkeypatch.setattr(module, "run_program", None)
     require_isolation()
 
 

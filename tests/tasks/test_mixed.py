@@ -43,7 +43,9 @@ def test_a_block_is_the_shortest_with_the_exact_proportions(
 
 @given(st.lists(st.floats(0.001, 1000), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=40)
-def test_proportions_are_right_to_a_thousandth_and_nobody_is_left_out(weights: list[float]) -> None:
+def test_proportions_are_exact_to_a_thousandth_and_no_part_is_left_out(
+    weights: list[float],
+) -> None:
     counts = quotas(weights)
     assert min(counts) >= 1
     for weight, count in zip(weights, counts, strict=True):

