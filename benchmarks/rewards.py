@@ -44,7 +44,7 @@ def numbers(count: int) -> list[Job]:
         "The answer is {}.",
     ]
     return [
-        Job(prompt=prompt(n, str(n)), texts=(texts[n % 4].format(n + n % 3 // 2),), share=1.0)
+        Job(prompt=prompt(n, str(n)), texts=(texts[n % 4].format(n + n % 3 // 2),), progress=1.0)
         for n in range(count)
     ]
 
@@ -59,7 +59,7 @@ def formulas(count: int) -> list[Job]:
             (f"({n}, {n + 1})", f"({n}, {n + 2})"),
             (f"\\frac{{\\pi}}{{{n}}}", f"\\frac{{2\\pi}}{{{2 * n}}}"),
         ][n % 4]
-        jobs.append(Job(prompt=prompt(n, gold), texts=(f"\\boxed{{{given}}}",), share=1.0))
+        jobs.append(Job(prompt=prompt(n, gold), texts=(f"\\boxed{{{given}}}",), progress=1.0))
     return jobs
 
 
@@ -74,7 +74,7 @@ def equations(count: int) -> list[Job]:
                 f"\\{{{n + 5 + k % 2}, {n} + {k} - {k}\\}}",
                 f"{2 * n}x + 6y = 14 + {k % 2} + {k} - {k}",
             ][n % 3]
-            jobs.append(Job(prompt=prompt(n, gold), texts=(f"\\boxed{{{given}}}",), share=1.0))
+            jobs.append(Job(prompt=prompt(n, gold), texts=(f"\\boxed{{{given}}}",), progress=1.0))
     return jobs
 
 
@@ -84,7 +84,7 @@ def intervals(count: int) -> list[Job]:
         Job(
             prompt=prompt(n, f"x > {n}"),
             texts=(f"\\boxed{{({n + n % 2}, \\infty)}}",),
-            share=1.0,
+            progress=1.0,
         )
         for n in range(2, count + 2)
     ]
@@ -95,7 +95,9 @@ def programs(count: int) -> list[Job]:
     prompts = [*task.train(), *task.held_out()]
     asked = [(n, prompts[n % len(prompts)]) for n in range(count)]
     # There are fewer questions than answers, each of which is to be new.
-    return [Job(prompt=p, texts=(f"{p.info['solution']}\n# {n}\n",), share=1.0) for n, p in asked]
+    return [
+        Job(prompt=p, texts=(f"{p.info['solution']}\n# {n}\n",), progress=1.0) for n, p in asked
+    ]
 
 
 def rate(

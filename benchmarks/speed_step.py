@@ -32,7 +32,7 @@ from step_workers import PLAIN_TRL, Watch, stopwatch
 
 from covey.rewards.score import Score
 from covey.rollout.prompts import step_prompts
-from covey.tasks.task import Generated, asked
+from covey.tasks.task import Generated, chat_messages
 from covey.trust import trust
 from covey.types import Prompt
 
@@ -61,7 +61,7 @@ class Words:
 
     def _prompt(self, number: int) -> Prompt:
         text = prompt_text(number, words=self.words, vocabulary=self.vocabulary)
-        return Prompt(id=f"words/{number}", task=self.name, messages=asked(text), target="")
+        return Prompt(id=f"words/{number}", task=self.name, messages=chat_messages(text), target="")
 
 
 def even_words(text: str) -> float:

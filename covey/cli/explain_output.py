@@ -13,7 +13,7 @@ from rich.text import Text
 from covey.analysis.explain.recorded import Origin
 from covey.analysis.explain.step import ExplainedAnswer, ExplainedGroup, ExplainedToken, Explanation
 from covey.cli.screen import Screen, cell
-from covey.shown import printable
+from covey.escape import printable
 
 CHECKED = ("loss/policy_avg", "policy/clipfrac_avg", "optim/grad_norm")
 """Metrics by which learning a step again is held against the log."""

@@ -24,8 +24,8 @@ from covey.cli.screen import Screen
 from covey.cli.sft import sft_command
 from covey.cli.train import train_command
 from covey.errors import CoveyError, reason
-from covey.shown import printable
-from covey.trust import trust_ends_here
+from covey.escape import printable
+from covey.trust import scoped_trust
 
 INTERRUPTED = 130
 """The exit code after a second Ctrl-C."""
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code."""
     try:
-        with trust_ends_here():
+        with scoped_trust():
             result = typer.main.get_command(app).main(
                 args=arguments, prog_name="covey", standalone_mode=False
             )

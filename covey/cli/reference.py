@@ -96,7 +96,7 @@ def serve_command(
 
 
 def _serve(application: object, listener: socket.socket, settings: ServerSettings) -> None:
-    from covey.reference.connections import LINGER, Door, server
+    from covey.reference.connections import LINGER, ConnectionLimiter, make_server
 
     address, port = listener.getsockname()[:2]
     try:
@@ -106,12 +106,12 @@ def _serve(application: object, listener: socket.socket, settings: ServerSetting
     shown = f"[{address}]" if ":" in address else address
     # Connections are taken from here on, and answered a moment later.
     echo(f"covey: serving {settings.name} at http://{shown}:{port}")
-    door = Door(
+    limiter = ConnectionLimiter(
         most=settings.connections,
         head_seconds=settings.head_seconds,
-        answer_seconds=settings.timeout + LINGER,
+        request_seconds=settings.timeout + LINGER,
     )
-    server(application, door).run(sockets=[listener])
+    make_server(application, limiter).run(sockets=[listener])
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -128,7 +128,7 @@ def _scored(scorer: Scorer, cases: list[Case], show: bool) -> list[dict[str, Any
     """Return a row for every answer, in order."""
     from covey.scoring import Job
 
-    futures = [scorer.submit(Job(prompt=c.prompt, texts=(c.text,), share=1.0)) for c in cases]
+    futures = [scorer.submit(Job(prompt=c.prompt, texts=(c.text,), progress=1.0)) for c in cases]
     rows = []
     with Progress(console=Screen(stderr=True), disable=not show) as progress:
         for case, future in progress.track(zip(cases, futures, strict=True), total=len(cases)):

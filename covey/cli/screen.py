@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from covey.shown import printable
+from covey.escape import printable
 
 
 class Screen(Console):

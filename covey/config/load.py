@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from covey.config.renamed import check_names, translated
 from covey.config.schema import Config, Named
 from covey.errors import ConfigError, nearest, reason
-from covey.shown import is_hidden
+from covey.escape import is_hidden
 
 RECIPES = files("covey.config") / "recipes"
 DEEPEST = 16

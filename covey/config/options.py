@@ -41,6 +41,8 @@ def resolve_options(
     others = {key: value for key, value in section.options.items() if key not in parameters}
     if others and rest is None:
         key = next(iter(others))
+        if new := getattr(function, "renamed_options", {}).get(key):
+            raise ConfigError(f"config: {where}.{key} is called {where}.{new} now")
         what = f"{where}.{key} is not an option of {section.name}"
         raise ConfigError(f"config: {what}{nearest(key, parameters)}")
     resolved = {}

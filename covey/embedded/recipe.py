@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from covey.embedded import CHECKPOINT
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
-from covey.tasks.arithmetic import Sum, chain, question, written
+from covey.tasks.arithmetic import Sum, chain, format_sum, prompt_text
 from covey.training.optimizer import MasterAdamW, learning_rate
 from covey.training.policy import Policy
 from covey.training.sft_step import encode_example, learn, stack
@@ -169,7 +169,7 @@ def write_broken(working: Sequence[Worked], random: Random) -> str:
 
 
 def _steps(working: Sequence[Worked]) -> str:
-    return ";".join(written(w.sum, w.result) for w in working)
+    return ";".join(format_sum(w.sum, w.result) for w in working)
 
 
 def example(stage: Stage, random: Random) -> tuple[str, str]:
@@ -177,12 +177,12 @@ def example(stage: Stage, random: Random) -> tuple[str, str]:
     while True:
         sums = chain(random, random.randint(*stage.operations), held_out=False)
         if not stage.careless:
-            return question(sums), write_solution(correct_working(sums))
+            return prompt_text(sums), write_solution(correct_working(sums))
         working = careless_working(sums, random)
         if working is not None:
             broken = random.random() < BROKEN_FORMAT
             text = write_broken(working, random) if broken else write_solution(working)
-            return question(sums), text
+            return prompt_text(sums), text
 
 
 def stage_batch(model: LanguageModel, stage: Stage, random: Random) -> Batch:

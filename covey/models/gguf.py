@@ -25,10 +25,10 @@ from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 
 from covey.errors import ModelError
+from covey.escape import printable
 from covey.models.from_pretrained import NO_CODE, read_pretrained, read_tokenizer
 from covey.models.model_path import PACKAGED
 from covey.run.files import whole_folder
-from covey.shown import printable
 
 FORMAT = 1
 """Version of the conversion, part of the cached folder's name."""

@@ -22,7 +22,7 @@ from typing import Any
 import jinja2
 
 from covey.errors import ModelError
-from covey.interpreter import module_command
+from covey.subprocesses import module_command
 from covey.types import Message
 
 SECONDS = 5.0

@@ -1,4 +1,4 @@
-"""From the [reference] table to a reference policy."""
+"""From the [reference] section of the config to a reference policy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_reference(section: Section) -> None:
 def make_reference(
     config: Config, *, policy: LanguageModel, load: Callable[[], LanguageModel]
 ) -> Reference:
-    """Build the reference; `load` gives a second copy of the starting weights, if it is needed."""
+    """Build the reference. `load` loads a second copy of the starting weights, if needed."""
     section = config.reference
     check_reference(section)
     temperature, megabytes = config.rollout.temperature, config.train.logits_megabytes
@@ -64,7 +64,7 @@ def make_reference(
         )
     if section.kind == "adapter_off":
         _need_adapter(policy)
-    # The weights under a new adapter are those that training starts from; they are there already.
+    # Under a new adapter, the base weights are the starting weights: no second copy is needed.
     under = section.kind == "frozen" and policy.adapter and not adapter_base(config.model.path)
     if section.kind == "adapter_off" or under:
         return AdapterOffReference(
@@ -89,7 +89,7 @@ def _token(variable: str) -> str:
     token = os.environ.get(variable, "")
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"config: reference.token_env = {variable!r}: that environment variable holds no token"
+            f"config: reference.token_env = {variable!r}: the variable holds no valid token"
         )
     return token
 
@@ -105,6 +105,6 @@ def _need_adapter(policy: LanguageModel) -> None:
 def _need_no_adapter(policy: LanguageModel, kind: str) -> None:
     if policy.adapter is not None:
         raise ConfigError(
-            f"config: reference.kind = {kind!r} follows whole weights, not an adapter's; use "
-            "'adapter_off' or 'frozen' with one"
+            f"config: reference.kind = {kind!r} does not work with an adapter; use "
+            "'adapter_off' or 'frozen'"
         )

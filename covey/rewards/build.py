@@ -9,7 +9,6 @@ from typing import Any
 
 from covey.config.options import resolve_options
 from covey.config.schema import Named
-from covey.dotted import is_dotted, load_dotted
 from covey.errors import ConfigError, nearest
 from covey.rewards import seeds, templates
 from covey.rewards.answer import ExactText, FuzzyText, MathAnswer
@@ -27,6 +26,7 @@ from covey.rewards.score import Reward
 from covey.rewards.think_answer import ThinkAnswer
 from covey.rewards.tool_call import ToolCall
 from covey.rewards.user import as_reward
+from covey.trust import import_callable, is_import_path
 
 
 def mix(
@@ -112,8 +112,8 @@ def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
     """Return what makes the reward of this name: an entry of the registry, or a dotted path."""
     if name in REWARDS:
         return REWARDS[name]
-    if is_dotted(name):
-        return load_dotted(name, f"{where}.name")
+    if is_import_path(name):
+        return import_callable(name, f"{where}.name")
     raise ConfigError(f"config: {where}.name = {name!r} is not known{nearest(name, REWARDS)}")
 
 

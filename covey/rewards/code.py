@@ -17,7 +17,7 @@ from covey.sandbox import (
     matches,
     read_expected,
     require_isolation,
-    run,
+    run_program,
     same_output,
 )
 from covey.types import Prompt
@@ -152,7 +152,7 @@ class CodeTests:
         if not program.strip() or differ(inside(after_thinking(text), "answer")):
             parts = {"passed": 0.0, "runs": 0.0}
             return Score(reward=0.0, success=False, parts=parts, attempted=False)
-        outcomes = run(
+        outcomes = run_program(
             program, [case for case, _ in tests], limits=self._limits(), unsafe=self.unsafe
         )
         passed = sum(

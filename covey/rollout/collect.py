@@ -69,7 +69,7 @@ class _Scoring:
             self._submit(number, 0, tuple(texts[sample] for sample in range(self.group_size)))
 
     def _submit(self, number: int, sample: int, texts: tuple[str, ...]) -> None:
-        job = Job(prompt=self.prompts[number], texts=texts, share=self.share)
+        job = Job(prompt=self.prompts[number], texts=texts, progress=self.share)
         self.pending[number, sample] = self.scorer.submit(job)
 
     def results(self, number: int) -> list[ScoreResult]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from covey.escape import printable
 from covey.run.folder import RunFolder
-from covey.shown import printable
 
 HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """What the hub calls models that have a short name here."""

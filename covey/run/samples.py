@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 
-from covey.shown import printable
+from covey.escape import printable
 from covey.types import Group, Prompt, Rollout
 
 Judged = tuple[Prompt, Rollout]

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from covey.config import Config, parse_config
 from covey.config.options import choose, resolve_options
 from covey.config.schema import Named, Train
-from covey.dotted import is_dotted
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Engine, Sampling
@@ -27,11 +26,12 @@ from covey.reference.build import check_reference, make_reference
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.rewards.build import check_alone, make_reward, reward_options
 from covey.scoring import Scorer, make_scorer
-from covey.tasks import Task, bad_rows_of, find_task, is_own_task, make_task
+from covey.tasks import Task, bad_rows_of, find_task, is_user_task, make_task
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer, learning_rate
 from covey.training.policy import Policy
 from covey.training.update import UpdateSettings
+from covey.trust import is_import_path
 from covey.types import Prompt
 
 
@@ -62,9 +62,9 @@ def resolve(config: Config, *, imports: bool = True) -> Config:
     Without `imports` no code of the user's own is loaded: its options stay as they were given.
     """
     own = {
-        "task": is_own_task(config.task.name),
-        "reward": is_dotted(config.reward.name),
-        "objective": is_dotted(config.objective.name),
+        "task": is_user_task(config.task.name),
+        "reward": is_import_path(config.reward.name),
+        "objective": is_import_path(config.objective.name),
     }
     options = {
         where: options_of(config)

@@ -94,7 +94,7 @@ def prepare(
         batch = replace(batch, old_logp=old.logp, entropy=old.entropy)
     if objective.needs_reference:
         assert reference is not None, "an objective with a penalty is given a reference"
-        with reference.at_work():
+        with reference.loaded():
             ref = whole_batch(batch, settings.micro_batch_tokens, reference.logp)
         batch = replace(batch, ref_logp=ref.logp)
     return batch

@@ -19,7 +19,7 @@ from covey.cli.main import run
 from covey.config import load_config
 from covey.rewards.build import REWARDS
 from covey.run.folder import RunFolder
-from covey.sandbox.run import _why_not
+from covey.sandbox.program import isolation_problem
 from covey.training.build import resolve
 from tests.processes import alive, forked, wait_until
 
@@ -80,7 +80,7 @@ def scorers_of(parent: int) -> list[int]:
                 words = (folder / "cmdline").read_bytes()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if int(stat[1]) == parent and b"covey.scoring.worker" in words:
+            if int(stat[1]) == parent and b"covey.scoring.pool_worker" in words:
                 found.append(int(folder.name))
     return found
 
@@ -375,12 +375,12 @@ def test_programs_are_not_judged_without_isolation(arguments: list[str], here: P
 
     def work() -> int:
         os.environ["PATH"] = str(here)
-        _why_not.cache_clear()
+        isolation_problem.cache_clear()
         return run(arguments)
 
     assert wait(forked(work, here / "output")) == 2
     (line,) = (here / "output").read_text().splitlines()
-    assert "there is no bwrap; `apt install bubblewrap`" in line
+    assert "bwrap is not installed; run `apt install bubblewrap`" in line
     assert "unsafe = true" in line
 
 

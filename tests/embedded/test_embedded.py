@@ -21,7 +21,7 @@ from covey.rollout.collect import Collector
 from covey.rollout.episode import encode_prompts
 from covey.scoring import InlineScorer
 from covey.tasks import Arithmetic
-from covey.tasks.arithmetic import parse_question
+from covey.tasks.arithmetic import parse_prompt
 
 TASK = Arithmetic(min_operations=2, max_operations=3)
 
@@ -62,7 +62,7 @@ def test_no_stage_contains_a_held_out_sum() -> None:
     for stage in recipe.STAGES:
         for _ in range(300):
             asked, told = recipe.example(stage, random)
-            sums = parse_question(asked)
+            sums = parse_prompt(asked)
             assert not any(s.held_out for s in sums)
             assert stage.operations[0] <= len(sums) <= stage.operations[1]
             if not stage.careless:

@@ -17,10 +17,10 @@ import transformers
 
 from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
-from covey.interpreter import module_command
 from covey.models import template_process as rendering
 from covey.models.chat_template import Renderer, Template, chat_text, make_renderer
 from covey.models.load_model import load_language_model
+from covey.subprocesses import module_command
 
 ASKED = {"role": "user", "content": "1+1?"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -168,4 +168,4 @@ def test_worker_processes_import_nothing_from_the_working_folder(tmp_path: Path)
         )
         assert b"Bad file descriptor" in done.stderr, done.stderr
     assert not (tmp_path / "touched").exists()
-    assert sys.executable in module_command("covey.scoring.worker")
+    assert sys.executable in module_command("covey.scoring.pool_worker")

@@ -394,9 +394,9 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_module.f.g", "objective.name = 'own_module.f.g': cannot import 'own_module.f': No module named 'own_module.f'; 'own_module' is not a package"),
         ("own_module:nope", "objective.name = 'own_module:nope': 'own_module' has no function 'nope'"),
         ("own_module:value", "objective.name = 'own_module:value': 'own_module' has no function 'value'"),
-        ("own_module:", "config: objective.name = 'own_module:' is no name such as 'module:function'"),
-        (":f", "config: objective.name = ':f' is no name such as 'module:function'"),
-        ("..f", "config: objective.name = '..f' is no name such as 'module:function'"),
+        ("own_module:", "config: objective.name = 'own_module:' is not a path like 'module:function'"),
+        (":f", "config: objective.name = ':f' is not a path like 'module:function'"),
+        ("..f", "config: objective.name = '..f' is not a path like 'module:function'"),
         ("own_raises:f", "objective.name = 'own_raises:f': cannot import 'own_raises': RuntimeError: first line second line"),
         ("own_unfinished:f", "objective.name = 'own_unfinished:f': cannot import 'own_unfinished': SyntaxError: invalid syntax (own_unfinished.py, line 1)"),
         ("own_leaves:f", "objective.name = 'own_leaves:f': cannot import 'own_leaves': SystemExit: 3"),
@@ -408,7 +408,7 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_module:open_ended", "objective.name = 'own_module:open_ended' must take options by keyword, unlike '**options'"),
         ("own_module:positional", "objective.name = 'own_module:positional' must take options by keyword, unlike 'strength'"),
         ("own_module:needy", "config: objective.strength must be given for own_module:needy"),
-        ("builtins:int", "config: objective.name = 'builtins:int' does not say what it takes"),
+        ("builtins:int", "config: objective.name = 'builtins:int' has no readable signature"),
     ],
 )  # fmt: skip
 def test_a_function_that_does_not_work_is_one_line(

@@ -126,7 +126,9 @@ def test_a_server_whose_model_gives_nan_says_so_and_the_run_stops(
         where = ("reference.kind=server", f"reference.url={server.url}")
         assert covey(arguments(tmp_path / "run", *where)) == 1
         said = capfd.readouterr().err.splitlines()[-1]
-        assert said.startswith(f"covey: reference: {server.url} answered 500: the model gives no")
+        assert said.startswith(
+            f"covey: reference: {server.url} replied 500: the model gives invalid"
+        )
         assert "of logp are not finite" in said
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import importlib.util
 import random
-import sys
 import time
 from typing import Any
 
@@ -366,8 +365,7 @@ def test_without_math_verify_or_isolation_the_reward_says_at_once_what_to_do(
             MathAnswer()
         assert right("18", "18", symbolic=False)
     # In the package the name `run` is the function's.
-    runs = sys.modules["covey.sandbox.run"]
-    monkeypatch.setattr(runs, "_why_not", lambda: "there is no bwrap")
+    monkeypatch.setattr("covey.sandbox.program.isolation_problem", lambda: "there is no bwrap")
     with pytest.raises(ConfigError, match=r"apt install bubblewrap.*unsafe = true.*symbolic = fal"):
         MathAnswer()
     assert not right(r"(3,\infty)", "x>3", symbolic=False)

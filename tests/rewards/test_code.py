@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -10,11 +9,10 @@ from covey.errors import ConfigError
 from covey.rewards.code import CodeTests, read_program, read_tests
 from covey.rewards.score import Score
 from covey.sandbox import Limits
-from covey.sandbox import run as run_function
+from covey.sandbox import program as sandbox
 from covey.types import Prompt
 
-sandbox = sys.modules[run_function.__module__]
-ISOLATED = not sandbox._why_not()
+ISOLATED = not sandbox.isolation_problem()
 CALLS = [
     {"call": "add(1, 2)", "expected": "3"},
     {"call": "add(-1, 1)", "expected": "0"},
@@ -285,14 +283,14 @@ def test_options_out_of_range_are_config_errors(options: dict[str, Any], message
 def test_without_isolation_it_is_refused_before_the_first_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sandbox._why_not.cache_clear()
+    sandbox.isolation_problem.cache_clear()
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     try:
         with pytest.raises(ConfigError, match=r"apt install bubblewrap.*unsafe = true"):
             CodeTests()
         assert CodeTests(unsafe=True)(prompt(CALLS), fence(RIGHT)) == score(1.0)
     finally:
-        sandbox._why_not.cache_clear()
+        sandbox.isolation_problem.cache_clear()
 
 
 def test_the_options_are_the_limits() -> None:

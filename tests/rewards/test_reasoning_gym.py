@@ -3,7 +3,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +140,7 @@ def test_nan_is_not_near_to_every_number() -> None:
 
 
 def test_without_isolation_it_says_at_once_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = sys.modules["covey.sandbox.run"]  # in the package the name is the function's
-    monkeypatch.setattr(runs, "_why_not", lambda: "there is no bwrap")
+    monkeypatch.setattr("covey.sandbox.program.isolation_problem", lambda: "there is no bwrap")
     with pytest.raises(ConfigError, match=r"apt install bubblewrap.*unsafe = true"):
         ReasoningGym()
     asked = GymTask(dataset="n_queens", train_size=2).train()[0]

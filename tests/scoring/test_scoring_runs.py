@@ -194,7 +194,7 @@ def processes() -> list[str]:
             words = (folder / "cmdline").read_bytes().decode().split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if stat[0] != "Z" and int(stat[1]) == os.getpid() and "covey.scoring.worker" in words:
+        if stat[0] != "Z" and int(stat[1]) == os.getpid() and "covey.scoring.pool_worker" in words:
             found.append(" ".join(words))
     return found
 
@@ -203,7 +203,7 @@ PROMPT = Prompt(id="p/1", task="t", messages=({"role": "user", "content": "1+1?"
 
 
 def job(*texts: str) -> Job:
-    return Job(prompt=PROMPT, texts=texts, share=1.0)
+    return Job(prompt=PROMPT, texts=texts, progress=1.0)
 
 
 def given(verdicts: Sequence[ScoreResult]) -> list[float | None]:

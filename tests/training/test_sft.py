@@ -219,7 +219,7 @@ def test_a_written_solution_is_right_to_the_reward(task: Any, reward: Reward) ->
         template = "<think>So it goes: {solution}</think><answer>{solution}</answer>"
     scorer = InlineScorer(reward)
     for prompt in task.train()[:50]:
-        job = Job(prompt=prompt, texts=(write_solution(prompt, template),), share=1.0)
+        job = Job(prompt=prompt, texts=(write_solution(prompt, template),), progress=1.0)
         assert scorer.submit(job).result()[0].score.success
 
 

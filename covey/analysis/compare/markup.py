@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from covey.shown import printable, printable_data
+from covey.escape import printable, printable_data
 
 
 class Html(str):

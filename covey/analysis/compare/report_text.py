@@ -30,7 +30,7 @@ from covey.analysis.compare.tables import (
     result_table,
 )
 from covey.analysis.compare.verdict import verdict
-from covey.shown import printable
+from covey.escape import printable
 
 
 def terminal_table(comparison: Comparison) -> RenderableType:

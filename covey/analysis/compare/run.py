@@ -18,8 +18,8 @@ from typing import Literal
 
 from covey.analysis.compare.jobs import Job, finished_runs, ready
 from covey.analysis.compare.record import RunOutcome, log_path, read_outcome, write_outcome
-from covey.interpreter import module_command
 from covey.run.folder import RunFolder
+from covey.subprocesses import module_command
 
 POLL_SECONDS = 0.2
 Status = Literal["waiting", "running", "done", "failed", "stopped"]

@@ -16,7 +16,7 @@ from rich.text import Text
 from covey.analysis.compare.jobs import Job
 from covey.analysis.compare.record import read_outcome
 from covey.analysis.compare.run import Running, Status
-from covey.shown import printable
+from covey.escape import printable
 
 TAIL_BYTES = 16_384
 PLAIN_SECONDS = 10.0

@@ -27,10 +27,10 @@ from covey.analysis.compare.record import FIRST_ANSWERS, RunOutcome, write_outco
 from covey.analysis.compare.shared import SharedEngine
 from covey.config import Config, parse_config
 from covey.errors import CoveyError
+from covey.escape import printable
 from covey.evaluate.evaluate import Evaluation
 from covey.run.folder import RunFolder
 from covey.run.provenance import describe_environment
-from covey.shown import printable
 from covey.stopping import stop_signal
 from covey.training.build import Parts, assemble, scorer_of
 from covey.training.loop import train

@@ -84,7 +84,7 @@ class Lab:
         return verdicts
 
     def _ask(self, case: Case) -> ScoreResult:
-        job = Job(prompt=case.prompt, texts=(case.text,), share=1.0)
+        job = Job(prompt=case.prompt, texts=(case.text,), progress=1.0)
         return self.scorer.submit(job).result()[0]
 
     def full_marks(self, score: Score | None) -> bool:
@@ -212,10 +212,10 @@ def check_bounds(lab: Lab) -> Check:
 def check_determinism(lab: Lab) -> Check:
     """The same answer has the same score, asked again in another order and another process."""
     lab.progress("everything once more")
-    with closing(lab.scorer.another()) as others:
+    with closing(lab.scorer.copy()) as others:
         futures = []
         for key in reversed(lab.seen):
-            job = Job(prompt=lab.prompts[key[0]], texts=(key[1],), share=1.0)
+            job = Job(prompt=lab.prompts[key[0]], texts=(key[1],), progress=1.0)
             futures.append((key, others.submit(job)))
         again = {key: future.result()[0].score for key, future in futures}
     changed = [key[0] for key, score in again.items() if score != lab.seen[key].score]
@@ -239,7 +239,8 @@ def check_time(lab: Lab, prompts: Sequence[Prompt], form: Form) -> list[Check]:
     )
     lab.progress("throughput")
     jobs = [
-        Job(prompt=p, texts=(form.render(thinking_of(p), gold_of(p)),), share=1.0) for p in prompts
+        Job(prompt=p, texts=(form.render(thinking_of(p), gold_of(p)),), progress=1.0)
+        for p in prompts
     ]
     done, started = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < THROUGHPUT_SECONDS:

@@ -6,7 +6,7 @@ import unicodedata
 import pytest
 
 from covey.config import toml_value
-from covey.shown import printable, printable_data, printable_line
+from covey.escape import printable, printable_data, printable_line
 
 # C0 but line end and tab, DEL, C1, and what turns the direction of text around.
 ORDERS = {

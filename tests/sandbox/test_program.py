@@ -13,13 +13,12 @@ import pytest
 
 import covey
 from covey.errors import ConfigError, RewardError
-from covey.sandbox import Case, Limits, isolation, require_isolation, run
-from covey.sandbox import run as run_function
+from covey.sandbox import Case, Limits, isolation, require_isolation, run_program
+from covey.sandbox import program as module
 from covey.sandbox.seccomp import filter_program
 from tests.processes import wait_until
 
-module = sys.modules[run_function.__module__]
-ISOLATED = not module._why_not()
+ISOLATED = not module.isolation_problem()
 BOTH = [
     pytest.param(True, id="unsafe"),
     pytest.param(
@@ -36,7 +35,7 @@ def test_a_call_gives_its_value_and_a_program_its_output(unsafe: bool) -> None:
         "import sys\ndef add(a, b): return a + b\nif __name__ == '__main__': print(input()[::-1])"
     )
     cases = [Case(call="add(1, 2)"), Case(stdin="abc\n"), Case(call="add([1], [(2.5, 'é')])")]
-    first, second, third = run(program, cases, unsafe=unsafe)
+    first, second, third = run_program(program, cases, unsafe=unsafe)
     assert (first.ended, first.exit_code, first.value, first.stdout) == ("exited", 0, b"3", b"")
     assert (second.stdout, second.value) == (b"cba\n", b"")
     assert third.value == b'["list", 1, ["tuple", 2.5, "\\u00e9"]]'
@@ -62,7 +61,7 @@ def test_a_call_gives_its_value_and_a_program_its_output(unsafe: bool) -> None:
     ],
 )
 def test_exit_codes_are_those_of_python(ending: str, code: int) -> None:
-    outcome = run(f"import os, sys\n{ending}", [Case()], unsafe=not ISOLATED)[0]
+    outcome = run_program(f"import os, sys\n{ending}", [Case()], unsafe=not ISOLATED)[0]
     assert (outcome.ended, outcome.exit_code) == ("exited", code)
     assert outcome.ran == (code == 0)
 
@@ -76,7 +75,7 @@ threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
 print("main", end=" ")
 sys.exit(0)
 """
-    assert run(program, [Case()], unsafe=unsafe)[0].stdout == b"main thread\nexit\n"
+    assert run_program(program, [Case()], unsafe=unsafe)[0].stdout == b"main thread\nexit\n"
 
 
 @pytest.mark.parametrize("unsafe", BOTH)
@@ -95,7 +94,9 @@ print(state)
 """
     names = ["a", "crash", "hang", "patch", "exit", "b"]
     limits = Limits(wall_seconds=0.5)
-    outcomes = run(program, [Case(stdin=name) for name in names], limits=limits, unsafe=unsafe)
+    outcomes = run_program(
+        program, [Case(stdin=name) for name in names], limits=limits, unsafe=unsafe
+    )
     assert [o.ended for o in outcomes] == ["exited", "killed", "timed out"] + ["exited"] * 3
     assert outcomes[0].stdout == outcomes[-1].stdout == b"none\n"
 
@@ -113,7 +114,7 @@ for _ in range(1500):
     os.chdir("d" * 9)
     os.chmod(".", 0o300)
 """
-    outcomes = run(program, [Case()] * 3)
+    outcomes = run_program(program, [Case()] * 3)
     assert [o.stdout for o in outcomes] == [b"\n"] * 3
     assert all(o.ran for o in outcomes)
     assert Path("/usr/bin").exists()
@@ -128,7 +129,7 @@ for kind in ("NOFILE", "CORE", "CPU"):
     resource.setrlimit(getattr(resource, f"RLIMIT_{{kind}}"), ({{"CORE": 0}}.get(kind, 60),) * 2)
 program = "import resource as r"
 call = "[r.getrlimit(k)[0] for k in (r.RLIMIT_NOFILE, r.RLIMIT_CORE, r.RLIMIT_CPU)]"
-print(run(program, [Case(call=call)], unsafe={unsafe})[0].value.decode())
+print(run_program(program, [Case(call=call)], unsafe={unsafe})[0].value.decode())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ('["list", 60, 0, 4]\n', "")
@@ -138,20 +139,20 @@ print(run(program, [Case(call=call)], unsafe={unsafe})[0].value.decode())
 def test_large_inputs_and_outputs_pass(unsafe: bool) -> None:
     text = "x" * 500_000
     program = "print(input())"
-    assert run(program, [Case(stdin=text)], unsafe=unsafe)[0].stdout.decode() == text + "\n"
-    unread = run("print('no')", [Case(stdin=text)], unsafe=unsafe)[0]
+    assert run_program(program, [Case(stdin=text)], unsafe=unsafe)[0].stdout.decode() == text + "\n"
+    unread = run_program("print('no')", [Case(stdin=text)], unsafe=unsafe)[0]
     assert (unread.stdout, unread.ran) == (b"no\n", True)
 
 
 def test_hashes_and_so_the_order_of_sets_are_the_same_in_every_run() -> None:
     program = "print(*{'one', 'two', 'three', 'four', 'five', 'six'})"
-    outputs = {run(program, [Case()], unsafe=not ISOLATED)[0].stdout for _ in range(3)}
+    outputs = {run_program(program, [Case()], unsafe=not ISOLATED)[0].stdout for _ in range(3)}
     assert len(outputs) == 1
 
 
 @pytest.mark.parametrize("unsafe", BOTH)
 def test_installed_packages_can_be_imported(unsafe: bool) -> None:
-    outcome = run("import numpy", [Case(call="numpy.arange(3).sum()")], unsafe=unsafe)[0]
+    outcome = run_program("import numpy", [Case(call="numpy.arange(3).sum()")], unsafe=unsafe)[0]
     assert outcome.value == b"3", outcome.stderr
 
 
@@ -159,7 +160,7 @@ def test_installed_packages_can_be_imported(unsafe: bool) -> None:
 def test_time_is_limited_for_each_case_and_for_all(unsafe: bool) -> None:
     began = time.monotonic()
     limits = Limits(wall_seconds=0.3, total_seconds=0.5)
-    outcomes = run("while True: pass", [Case()] * 4, limits=limits, unsafe=unsafe)
+    outcomes = run_program("while True: pass", [Case()] * 4, limits=limits, unsafe=unsafe)
     assert time.monotonic() - began < 10
     assert [o.ended for o in outcomes] == ["timed out"] * 4
     assert [o.seconds > 0.1 for o in outcomes] == [True, True, False, False]
@@ -168,7 +169,7 @@ def test_time_is_limited_for_each_case_and_for_all(unsafe: bool) -> None:
 @pytest.mark.parametrize("unsafe", BOTH)
 def test_processor_time_is_limited(unsafe: bool) -> None:
     limits = Limits(cpu_seconds=1, wall_seconds=9.0)
-    outcome = run("while True: pass", [Case()], limits=limits, unsafe=unsafe)[0]
+    outcome = run_program("while True: pass", [Case()], limits=limits, unsafe=unsafe)[0]
     assert (outcome.ended, outcome.exit_code) == ("timed out", -24)
 
 
@@ -183,7 +184,7 @@ except MemoryError: print("memory")
 sys.stdout.flush()
 while True: sys.stderr.write("x" * 1000)
 """
-    outcome = run(program, [Case()], limits=limits, unsafe=True)[0]
+    outcome = run_program(program, [Case()], limits=limits, unsafe=True)[0]
     assert (outcome.ended, outcome.stdout) == ("output limit", b"file\nmemory\n")
 
 
@@ -196,7 +197,7 @@ print(os.getcwd(), os.environ.get("COVEY_CANARY"))
 """
     os.environ["COVEY_CANARY"] = "yellow"
     try:
-        outcome = run(program, [Case()], unsafe=True)[0]
+        outcome = run_program(program, [Case()], unsafe=True)[0]
     finally:
         del os.environ["COVEY_CANARY"]
     folder, canary = outcome.stdout.decode().split()
@@ -220,13 +221,13 @@ def read(path: Path) -> str:
 @pytest.mark.skipif(not ISOLATED, reason="no isolation here")
 def test_many_threads_can_run_programs() -> None:
     with ThreadPoolExecutor(8) as pool:
-        outcomes = pool.map(lambda n: run("", [Case(call=f"{n} + 1")])[0].value, range(24))
+        outcomes = pool.map(lambda n: run_program("", [Case(call=f"{n} + 1")])[0].value, range(24))
         assert list(outcomes) == [b"%d" % (n + 1) for n in range(24)]
 
 
 @pytest.mark.skipif(not ISOLATED, reason="no isolation here")
 def test_a_sandbox_dies_with_the_process_that_started_it() -> None:
-    script = "from covey.sandbox import *; run('import time; time.sleep(1000)', [Case()], limits=Limits(wall_seconds=900., total_seconds=900.))"
+    script = "from covey.sandbox import *; run_program('import time; time.sleep(1000)', [Case()], limits=Limits(wall_seconds=900., total_seconds=900.))"
     process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(covey.__file__).parents[1])
     mark = f"covey-sandbox-of-{process.pid}"
 
@@ -244,7 +245,7 @@ def test_a_sandbox_dies_with_the_process_that_started_it() -> None:
 @pytest.mark.skipif(not ISOLATED or os.geteuid() != 0, reason="only root can become another user")
 def test_isolation_works_for_users_who_are_not_root(tmp_path: Path) -> None:
     python = "/usr/bin/python3"
-    script = "from covey.sandbox import *; require_isolation(); print(run('import os', [Case(call='os.getuid()')])[0].value)"
+    script = "from covey.sandbox import *; require_isolation(); print(run_program('import os', [Case(call='os.getuid()')])[0].value)"
     if not Path(python).exists():
         pytest.skip("no python that other users can run")
     probe = [python, "-c", "import sys, os; sys.exit(sys.version_info < (3, 11))"]
@@ -279,9 +280,9 @@ def test_isolation_works_for_users_who_are_not_root(tmp_path: Path) -> None:
 
 @pytest.fixture
 def forget() -> None:
-    module._why_not.cache_clear()
+    module.isolation_problem.cache_clear()
     yield
-    module._why_not.cache_clear()
+    module.isolation_problem.cache_clear()
 
 
 @pytest.mark.usefixtures("forget")
@@ -307,13 +308,13 @@ def test_a_bubblewrap_that_fails_is_no_isolation(
     with pytest.raises(ConfigError, match="No permissions to create new namespace"):
         require_isolation()
     with pytest.raises(RewardError, match="did not start: bwrap: No permissions"):
-        run("", [Case()])
+        run_program("", [Case()])
 
 
 @pytest.mark.usefixtures("forget")
 @pytest.mark.parametrize(
     ("what", "value", "reason"),
-    [("platform", "darwin", "this is darwin"), ("machine", "s390x", "kind of machine")],
+    [("platform", "darwin", "this is darwin"), ("machine", "s390x", "no table of system calls")],
 )
 def test_other_systems_and_machines_are_refused(
     monkeypatch: pytest.MonkeyPatch, what: str, value: str, reason: str
@@ -328,9 +329,9 @@ def test_other_systems_and_machines_are_refused(
 
 
 @pytest.mark.skipif(not ISOLATED, reason="no isolation here")
-def test_the_answer_is_found_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isolation_is_checked_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     require_isolation()
-    monkeypatch.setattr(module, "run", None)
+    monkeypatch.setattr(module, "run_program", None)
     require_isolation()
 
 
@@ -376,6 +377,6 @@ def test_an_installed_covey_keeps_its_answers_to_itself(monkeypatch: pytest.Monk
         isolation._file_system.cache_clear()
         try:
             program = "import os, other\nprint(other.value, os.listdir('/packages/0/covey'))"
-            assert run(program, [Case()])[0].stdout == b"7 []\n"
+            assert run_program(program, [Case()])[0].stdout == b"7 []\n"
         finally:
             isolation._file_system.cache_clear()

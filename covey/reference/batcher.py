@@ -1,4 +1,4 @@
-"""The thread that owns a server's model: what waits at the same time is computed together."""
+"""The batcher: the thread that owns a server's model and computes waiting requests together."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ import torch
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp
 from covey.models.micro_batches import micro_batches
-from covey.reference.wire import Request, joined, padded_tokens, to_device
+from covey.reference.wire import LogpRequest, joined, padded_tokens, to_device
 
 
 @dataclass(slots=True)
-class Work:
-    """A request on its way, and where its result goes."""
+class QueuedRequest:
+    """A request in the queue, and its result."""
 
-    request: Request
+    request: LogpRequest
     result: Future[LogProbs] = field(default_factory=Future)
 
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What the worker has done. Only its thread writes here."""
+    """Counters of finished work. Only the batcher's thread writes them."""
 
     batches: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
 
-class Busy(Exception):
-    """As many requests as may wait are waiting."""
+class QueueFullError(Exception):
+    """The queue is full."""
 
 
-class Worker:
-    """Computes requests in the order of their arrival, several in one batch if several wait.
+class Batcher:
+    """Computes requests in order of arrival, in one batch with others that wait.
 
-    Requests in a batch do not see each other, so a result does not depend on them, up to rounding:
-    in float32 on a CPU to 1e-5.
+    Rows of a batch do not attend to each other, so other requests change a result only by rounding:
+    in float32 on a CPU by up to 1e-5.
     """
 
     def __init__(
@@ -52,69 +52,69 @@ class Worker:
         self.max_tokens = max_tokens
         self.logits_megabytes = logits_megabytes
         self.counts = Counts()
-        self._queue: queue.Queue[Work] = queue.Queue(maxsize=waiting)
-        self._left_over: Work | None = None
+        self._queue: queue.Queue[QueuedRequest] = queue.Queue(maxsize=waiting)
+        self._left_over: QueuedRequest | None = None
         model.model.requires_grad_(False).eval()
         threading.Thread(target=self._run, name="reference", daemon=True).start()
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """The number of requests in the queue."""
         return self._queue.qsize()
 
-    def submit(self, request: Request) -> Future[LogProbs]:
-        """Hand over a request; Busy if too many wait."""
-        work = Work(request)
+    def submit(self, request: LogpRequest) -> Future[LogProbs]:
+        """Queue a request. Raises QueueFullError if too many wait."""
+        queued = QueuedRequest(request)
         try:
-            self._queue.put_nowait(work)
+            self._queue.put_nowait(queued)
         except queue.Full:
-            raise Busy from None
-        return work.result
+            raise QueueFullError from None
+        return queued.result
 
     def _run(self) -> None:
         if self.model.device.type == "cuda":
-            torch.cuda.set_device(self.model.device)  # every thread has a current device of its own
+            torch.cuda.set_device(self.model.device)  # the current device is per thread
         while True:
-            # Results that nobody waits for any more were cancelled, and are not computed.
-            works = [w for w in self._next() if w.result.set_running_or_notify_cancel()]
-            if works:
-                self._finish(works)
+            # Clients that gave up have cancelled their results, which are not computed.
+            batch = [q for q in self._next() if q.result.set_running_or_notify_cancel()]
+            if batch:
+                self._finish(batch)
 
-    def _next(self) -> list[Work]:
-        """Wait for a request, and take with it those that wait and fit."""
+    def _next(self) -> list[QueuedRequest]:
+        """Wait for a request, and return it with further requests that fit in the same batch."""
         first = self._left_over or self._queue.get()
         self._left_over = None
-        works, tokens = [first], padded_tokens(first.request.batch)
+        batch, tokens = [first], padded_tokens(first.request.batch)
         while not self._queue.empty():
-            work = self._queue.get()
-            tokens += padded_tokens(work.request.batch)
-            same = work.request.temperature == first.request.temperature
+            queued = self._queue.get()
+            tokens += padded_tokens(queued.request.batch)
+            same = queued.request.temperature == first.request.temperature
             if not same or tokens > self.max_tokens:
-                self._left_over = work
+                self._left_over = queued
                 break
-            works.append(work)
-        return works
+            batch.append(queued)
+        return batch
 
-    def _finish(self, works: list[Work]) -> None:
+    def _finish(self, batch: list[QueuedRequest]) -> None:
         started = time.perf_counter()
         try:
-            results = self._compute([w.request for w in works])
+            results = self._compute([queued.request for queued in batch])
         except Exception as error:
-            if len(works) == 1:
-                works[0].result.set_exception(error)
+            if len(batch) == 1:
+                batch[0].result.set_exception(error)
                 return
-            # Too large together, perhaps; each stands or falls alone.
-            for work in works:
-                self._finish([work])
+            # The batch may have been too large: compute each request alone.
+            for queued in batch:
+                self._finish([queued])
             return
         self.counts.batches += 1
         self.counts.seconds += time.perf_counter() - started
-        for work, result in zip(works, results, strict=True):
-            self.counts.tokens += int(work.request.batch.mask.sum())
-            work.result.set_result(result)
+        for queued, result in zip(batch, results, strict=True):
+            self.counts.tokens += int(queued.request.batch.mask.sum())
+            queued.result.set_result(result)
 
     @torch.no_grad()
-    def _compute(self, requests: Sequence[Request]) -> list[LogProbs]:
+    def _compute(self, requests: Sequence[LogpRequest]) -> list[LogProbs]:
         batch = joined([r.batch for r in requests])
         whole = LogProbs(logp=torch.zeros(batch.mask.shape), entropy=torch.zeros(batch.mask.shape))
         for index in micro_batches(batch, self.max_tokens):

@@ -1,8 +1,8 @@
-"""The system calls that programs in the sandbox may make: every other one is refused.
+"""The system calls that sandboxed programs may make; all others are refused.
 
-Enough for Python with threads, child processes, pipes, files, timers, numpy and sympy. A call is
-written as its name, then its number on x86-64 and on the machines that share the kernel's generic
-table; "-" where a machine does not have it.
+They suffice for Python with threads, child processes, pipes, files, timers, numpy and sympy. Each
+entry is a name with its number on x86-64 and in the kernel's generic table (arm64, riscv64); "-"
+means that the architecture does not have it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ set_robust_list=273/99 rseq=334/293 arch_prctl=158/- sched_yield=24/124 sched_ge
 sched_getattr=315/275 sched_getparam=143/121 sched_getscheduler=145/120
 sched_get_priority_max=146/125 sched_get_priority_min=147/126 sched_rr_get_interval=148/127
 getpriority=140/141 getcpu=309/168 restart_syscall=219/128 riscv_hwprobe=-/258
-# users and limits; the harness needs the ones that set, after it they have no right to
+# users and limits; the setters are for the harness, programs lack the capability
 getuid=102/174 geteuid=107/175 getgid=104/176 getegid=108/177 getgroups=115/158 getresuid=118/148
 getresgid=120/150 setgroups=116/159 setresuid=117/147 setresgid=119/149 getrlimit=97/163
 setrlimit=160/164 getrusage=98/165
@@ -48,7 +48,7 @@ setrlimit=160/164 getrusage=98/165
 rt_sigaction=13/134 rt_sigprocmask=14/135 rt_sigreturn=15/139 rt_sigpending=127/136
 rt_sigtimedwait=128/137 rt_sigsuspend=130/133 rt_sigqueueinfo=129/138 rt_tgsigqueueinfo=297/240
 sigaltstack=131/132 pause=34/-
-# time and chance
+# time and randomness
 time=201/- gettimeofday=96/169 clock_gettime=228/113 clock_getres=229/114 clock_nanosleep=230/115
 nanosleep=35/101 alarm=37/- getitimer=36/102 setitimer=38/103 timer_create=222/107
 timer_settime=223/110 timer_gettime=224/108 timer_getoverrun=225/109 timer_delete=226/111
@@ -59,17 +59,17 @@ clone=56/220 mmap=9/222 ioctl=16/29 prctl=157/167 prlimit64=302/261 setpriority=
 sched_setaffinity=203/122 sched_setattr=314/274 sched_setparam=142/118 sched_setscheduler=144/119
 socketpair=53/199
 """
-"""Calls that are allowed with some arguments only: `covey.sandbox.seccomp` says which."""
+"""Calls that are allowed with some arguments only; see `covey.sandbox.seccomp`."""
 MISSING = """
 clone3=435/435 openat2=437/437 futex_waitv=449/449 set_mempolicy_home_node=450/450
 """
-"""Calls that C libraries try first. They are said to be missing, so that older ones are used."""
+"""Calls that C libraries try first. They fail with ENOSYS, so that older calls are used."""
 NEWER = 453
-"""Calls from this number on are newer than this table, and are said to be missing too."""
+"""Calls from this number on are newer than this table, and fail with ENOSYS too."""
 
 
 def numbers(table: str, column: int) -> dict[str, int]:
-    """Read a table for one kind of machine: 0 is x86-64, 1 has the generic numbers.
+    """Parse a table for one column of numbers: 0 is x86-64, 1 is generic.
 
     >>> numbers("open=2/- close=3/57", 1)
     {'close': 57}

@@ -1,7 +1,7 @@
-"""A process that judges: `python -m covey.scoring.worker FD`.
+"""A worker process of a scoring pool: `python -m covey.scoring.pool_worker FD`.
 
-It is told the reward once, then gets lists of jobs and answers each job as it is done. Whatever a
-reward prints goes to standard error, so that it cannot end up in the conversation.
+It receives the reward once, then lists of jobs, and sends the result of each job when it is done.
+Output that a reward prints goes to standard error, away from the connection.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from covey.scoring.result import READY, Job, judge, judge_async
+from covey.scoring.job import READY, Job, score_job, score_job_async
 
 PR_SET_PDEATHSIG = 1
 
 
 def _prepare() -> None:
-    """Die with the parent, be the first to go when memory runs out, and keep off its terminal."""
+    """Die with the parent, be the OOM killer's first choice, and detach from the terminal."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -33,26 +33,26 @@ def _prepare() -> None:
     os.dup2(2, 1)
 
 
-def _answer_async(connection: Connection, reward: Any, jobs: list[Job], timeout: float) -> None:
-    """Judge jobs side by side, each under the time limit: None for one that takes longer."""
+def _score_async(connection: Connection, reward: Any, jobs: list[Job], timeout: float) -> None:
+    """Score jobs concurrently, each under the time limit. Send None for a job that times out."""
 
     async def one(number: int, job: Job) -> None:
-        verdicts = None
+        results = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                verdicts = await judge_async(reward, job)
-        connection.send((number, verdicts))
+                results = await score_job_async(reward, job)
+        connection.send((number, results))
 
-    async def together() -> None:
+    async def run_all() -> None:
         await asyncio.gather(*(one(number, job) for number, job in enumerate(jobs)))
 
-    asyncio.run(together())
+    asyncio.run(run_all())
 
 
 def serve(connection: Connection) -> None:
-    """Judge until the other side goes away."""
+    """Score jobs until the connection closes."""
     path, payload, gigabytes, timeout = connection.recv()
-    # The reward may stand in a module that only the parent's path leads to, or beside the user.
+    # The reward may be in a module on the parent's path, or in the working directory.
     sys.path[:] = [*path, os.getcwd()]
     limit, most = int(gigabytes * 2**30), resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
@@ -66,10 +66,10 @@ def serve(connection: Connection) -> None:
     while True:
         jobs: list[Job] = connection.recv()
         if getattr(reward, "is_async", False):
-            _answer_async(connection, reward, jobs, timeout)
+            _score_async(connection, reward, jobs, timeout)
             continue
         for number, job in enumerate(jobs):
-            connection.send((number, judge(reward, job)))
+            connection.send((number, score_job(reward, job)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Running a program that nobody trusts: one sandbox a program, one process in it a case."""
+"""Runs an untrusted program: one sandbox per program, and in it one process per case."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ _BOOTSTRAP = (
     "names['main'](job)"
 )
 _FLAGS = ("-S", "-s", "-P", "-B")
-"""Not -I, which would ignore the environment, and so the seed of hashes: sets have an order."""
+"""Not -I, which ignores the environment: PYTHONHASHSEED fixes the order of sets."""
 _START_SECONDS = 20.0
-"""How long a sandbox may take to start. On a machine out of breath that can be seconds."""
+"""Time limit for starting a sandbox, which takes seconds on a busy machine."""
 _GRACE_SECONDS = 0.5
-"""What the harness gets beyond its total time to end everything itself."""
+"""Extra time for the harness to end all processes itself."""
 _HEADER = re.compile(
     rb"([0-3]) (-?\d{1,9}) (\d{1,9}(?:\.\d{1,9})?) (\d{1,15}) (\d{1,15}) (\d{1,15})\n"
 )
 
 
-def run(
+def run_program(
     program: str, cases: Sequence[Case], *, limits: Limits | None = None, unsafe: bool = False
 ) -> list[Outcome]:
-    """Run a Python program once a case and tell how each ended.
+    """Run a Python program once per case, and return how each case ended.
 
-    `unsafe` runs it as an ordinary process, which can read, write and reach whatever its user can:
-    only the limits on time, and of each process by itself, hold.
+    `unsafe` runs it as an ordinary process with all rights of its user. Only the limits on time and
+    the limits of each single process hold then.
 
-    Raises RewardError where the sandbox itself could not be started.
+    Raises RewardError if the sandbox itself cannot start.
     """
     limits = limits or Limits()
     job = {
@@ -63,42 +63,43 @@ def run(
     }
     with _started(job, limits, unsafe) as process:
         most = len(cases) * (3 * limits.output_bytes + 100)
-        reply, complaint = _listen(process, limits.total_seconds + _GRACE_SECONDS, most)
+        reply, errors = _receive(process, limits.total_seconds + _GRACE_SECONDS, most)
     if not reply.startswith(harness.READY):
-        reason = complaint.decode(errors="replace").strip().rpartition("\n")[2]
-        raise RewardError(f"sandbox: did not start: {reason or 'no reason given'}")
+        reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise RewardError(f"sandbox: did not start: {reason or 'no reason was given'}")
     return _read_reports(reply[len(harness.READY) :], len(cases))
 
 
 def mark() -> str:
-    """What stands in the command line of every process that this process has in a sandbox."""
+    """Return the marker in the command line of every sandbox that this process starts."""
     return f"covey-sandbox-of-{os.getpid()}"
 
 
 def require_isolation() -> None:
-    """Raise ConfigError unless programs can be run in isolation here."""
-    reason = _why_not()
+    """Raise ConfigError if this machine cannot isolate programs."""
+    reason = isolation_problem()
     if reason:
         raise ConfigError(
-            f"sandbox: programs cannot be isolated here: {reason}; `apt install bubblewrap` "
-            "(0.7 or newer, and Linux must allow it namespaces), or set unsafe = true to run them "
-            "unprotected"
+            f"sandbox: programs cannot be isolated on this machine: {reason}; run `apt install "
+            "bubblewrap` (0.7 or newer; Linux must allow namespaces), or set unsafe = true to run "
+            "programs without protection"
         )
 
 
 @cache
-def _why_not() -> str:
+def isolation_problem() -> str:
+    """Return why programs cannot be isolated on this machine; empty if they can."""
     if not sys.platform.startswith("linux"):
         return f"this is {sys.platform}, not Linux"
     if not shutil.which("bwrap"):
-        return "there is no bwrap"
+        return "bwrap is not installed"
     if filter_program() is None:
-        return "the system calls of this kind of machine are not known"
+        return "its architecture has no table of system calls"
     try:
-        outcome = run("", [Case(call="6 * 7")])[0]
+        outcome = run_program("", [Case(call="6 * 7")])[0]
     except (RewardError, OSError) as error:
         return str(error)
-    return "" if outcome.value == b"42" else f"a trial run was {outcome.ended}"
+    return "" if outcome.value == b"42" else f"a test program {outcome.ended}"
 
 
 @cache
@@ -110,7 +111,7 @@ def _harness_code() -> Any:
 def _started(
     job: dict[str, Any], limits: Limits, unsafe: bool
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the harness with its job, and have it and all that it started gone in the end."""
+    """Start the harness with its job. On exit, all its processes are dead."""
     with contextlib.ExitStack() as stack:
         place = isolation.PLACE
         prefix: list[str] = []
@@ -146,7 +147,7 @@ def _started(
 
 @contextlib.contextmanager
 def _filter_file() -> Iterator[int]:
-    """A file descriptor from which the filter of system calls can be read, once."""
+    """Yield a file descriptor that holds the seccomp filter."""
     reads, writes = os.pipe()
     try:
         os.write(writes, filter_program() or b"")
@@ -156,34 +157,37 @@ def _filter_file() -> Iterator[int]:
         os.close(reads)
 
 
-def _listen(process: subprocess.Popen[bytes], seconds: float, most: int) -> tuple[bytes, bytes]:
-    """Return what the harness says, up to so many seconds after it is ready and so many bytes."""
+def _receive(process: subprocess.Popen[bytes], seconds: float, most: int) -> tuple[bytes, bytes]:
+    """Return both outputs of the harness: `most` bytes, until `seconds` after it is ready."""
     assert process.stdout
     assert process.stderr
-    heard: dict[IO[bytes], bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
+    received: dict[IO[bytes], bytearray] = {
+        process.stdout: bytearray(),
+        process.stderr: bytearray(),
+    }
     deadline = time.monotonic() + _START_SECONDS
     ready = False
     with selectors.DefaultSelector() as selector:
-        for file in heard:
+        for file in received:
             selector.register(file, selectors.EVENT_READ)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 data = os.read(key.fd, 1 << 16)
-                buffer = heard[key.fileobj]  # type: ignore[index]
+                buffer = received[key.fileobj]  # type: ignore[index]
                 buffer += data
                 if not data or len(buffer) > most + len(harness.READY):
                     selector.unregister(key.fileobj)
-            if not ready and heard[process.stdout].startswith(harness.READY):
+            if not ready and received[process.stdout].startswith(harness.READY):
                 ready = True
                 deadline = time.monotonic() + seconds
-    return bytes(heard[process.stdout]), bytes(heard[process.stderr])
+    return bytes(received[process.stdout]), bytes(received[process.stderr])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Make sure that everything is dead. All in the sandbox dies with its first process."""
+    """Kill the sandbox. All its processes die with the first one."""
     for pipe in (process.stdout, process.stderr):
         if pipe:
-            pipe.close()  # which ends a harness that is still alive
+            pipe.close()  # a harness that is still alive then exits
     if process.poll() is None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         with contextlib.suppress(OSError):
@@ -198,7 +202,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read_reports(data: bytes, cases: int) -> list[Outcome]:
-    """Read what the harness reported; cases without a report were killed with it."""
+    """Parse the reports of the harness. Cases without a report were killed with it."""
     outcomes: list[Outcome] = []
     at = 0
     while len(outcomes) < cases and (header := _HEADER.match(data, at)):
