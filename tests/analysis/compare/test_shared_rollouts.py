@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from covey.analysis.compare.shared import SharedEngine
+from covey.analysis.compare.shared_rollouts import SharedEngine
 from covey.config import load_config
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
@@ -24,10 +24,10 @@ SAMPLING = Sampling(samples=3, max_tokens=12, seed=4)
 
 
 class Counting:
-    """A sampler that counts how often it is asked."""
+    """An engine that counts its calls."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self.sampler = NativeEngine(model)
+        self.engine = NativeEngine(model)
         self.calls = 0
 
     def generate(
@@ -40,7 +40,7 @@ class Counting:
         finished: Callable[[int, Rollout], None] | None = None,
     ) -> list[list[Rollout]]:
         self.calls += 1
-        return self.sampler.generate(
+        return self.engine.generate(
             questions, step=step, sampling=sampling, version=version, finished=finished
         )
 
@@ -62,38 +62,38 @@ def asked(embedded: LanguageModel) -> list[Question]:
 
 @pytest.fixture
 def shared(counting: Counting, policy: Policy, tmp_path: Path) -> Callable[..., SharedEngine]:
-    def make(start: str = "weights", note: str = "note") -> SharedEngine:
+    def make(start: str = "weights", names: str = "names") -> SharedEngine:
         return SharedEngine(
-            sampler=counting,
+            engine=counting,
             policy=policy,
             folder=tmp_path / "shared",
             start=start,
-            note=tmp_path / note,
+            names_file=tmp_path / names,
         )
 
     return make
 
 
-def test_the_second_run_reads_what_the_first_has_sampled(
+def test_second_run_reads_the_rollouts_of_the_first(
     shared: Callable[..., SharedEngine], counting: Counting, asked: list[Question], tmp_path: Path
 ) -> None:
-    told: list[tuple[int, Rollout]] = []
+    received: list[tuple[int, Rollout]] = []
     first = shared().generate(asked, step=1, sampling=SAMPLING)
-    second = shared(note="second").generate(
+    second = shared(names="second").generate(
         asked,
         step=1,
-        sampling=replace(SAMPLING, slots=2),  # changes nothing, so it is no other answer
-        finished=lambda number, rollout: told.append((number, rollout)),
+        sampling=replace(SAMPLING, slots=2),  # changes no completion
+        finished=lambda number, rollout: received.append((number, rollout)),
     )
-    assert second == first  # every field of every answer, log-probabilities to the last bit
+    assert second == first  # every field of every rollout, log-probabilities to the last bit
     assert counting.calls == 1
-    assert told == [(number, r) for number, rollouts in enumerate(first) for r in rollouts]
-    assert (tmp_path / "note").read_text() == (tmp_path / "second").read_text()
+    assert received == [(number, r) for number, rollouts in enumerate(first) for r in rollouts]
+    assert (tmp_path / "names").read_text() == (tmp_path / "second").read_text()
     (file,) = (tmp_path / "shared").glob("*.jsonl")
     assert file.name.startswith("step-1-seed-4-")
 
 
-def test_whatever_decides_answers_makes_others(
+def test_everything_that_decides_rollouts_is_in_the_file_name(
     shared: Callable[..., SharedEngine], counting: Counting, asked: list[Question], tmp_path: Path
 ) -> None:
     usual: dict[str, Any] = {"questions": asked, "step": 1, "sampling": SAMPLING}
@@ -113,7 +113,7 @@ def test_whatever_decides_answers_makes_others(
     assert counting.calls == len(others) + 1 == len(list((tmp_path / "shared").glob("*.jsonl")))
 
 
-def test_nothing_is_shared_once_the_policy_has_learned(
+def test_nothing_is_shared_after_the_first_optimizer_step(
     shared: Callable[..., SharedEngine],
     counting: Counting,
     policy: Policy,
@@ -121,12 +121,12 @@ def test_nothing_is_shared_once_the_policy_has_learned(
     tmp_path: Path,
 ) -> None:
     greedy = replace(SAMPLING, samples=1, distribution=Distribution(temperature=0.0))
-    sampler = shared()
-    sampler.generate(asked, step=EVALUATION_STEP, sampling=greedy)
-    # Greedy answers draw nothing, so all seeds have the same.
-    sampler.generate(asked, step=EVALUATION_STEP, sampling=replace(greedy, seed=99))
+    engine = shared()
+    engine.generate(asked, step=EVALUATION_STEP, sampling=greedy)
+    # Greedy decoding draws nothing, so all seeds share its completions.
+    engine.generate(asked, step=EVALUATION_STEP, sampling=replace(greedy, seed=99))
     assert counting.calls == 1
-    policy.version = 1  # evaluations say version 0 whenever they are made
-    sampler.generate(asked, step=EVALUATION_STEP, sampling=greedy, version=0)
+    policy.version = 1  # evaluations always pass version 0
+    engine.generate(asked, step=EVALUATION_STEP, sampling=greedy, version=0)
     assert counting.calls == 2
-    assert not (tmp_path / "note").exists()  # evaluations are no first answers
+    assert not (tmp_path / "names").exists()  # evaluations are not part of the first step
