@@ -160,25 +160,22 @@ def _common_algorithm(given: Mapping[str, Any]) -> str:
 
 
 def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
-    """Return the common options that an arm keeps although its algorithm has other defaults.
+    """Return the given options that an arm keeps although its algorithm has other defaults.
 
     Option -> (value, default of the arm's algorithm). With a recipe for GRPO, for example,
     `--algorithms gspo` keeps the recipe's clip range, hundreds of times wider than GSPO's own.
     """
-    objective, common = config_of(design, arm).objective, _common_algorithm(design.given)
-    if objective.name == common:
-        return {}
+    common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
+    if name == common or arm.settings != algorithm_arm(design.given, name).settings:
+        return {}  # an arm of the user keeps no options of another algorithm
     given = design.given.get("objective", {})
-    automatic = arm.settings == algorithm_arm(design.given, objective.name).settings
-    chosen = [] if automatic else [text.partition("=")[0].strip() for text in arm.settings]
-    own = inspect.signature(algorithm(objective.name, objective.options)).parameters
+    own = inspect.signature(algorithm(name)).parameters
     other = inspect.signature(algorithm(common, given)).parameters
     return {
         key: (value, own[key].default)
         for key, value in given.items()
         # An option with the same default in both algorithms means the same in both.
         if key in own and own[key].default not in (value, other[key].default)
-        if f"objective.{key}" not in chosen and objective.options[key] == value
     }
 
 

@@ -121,15 +121,13 @@ def _kept_options(design: Design) -> Iterator[Row]:
     for arm in design.arms:
         if not (kept := kept_options(design, arm)):
             continue
-        values = [f"{key} = {toml_value(value)}" for key, (value, _) in kept.items()]
-        own = [f"{key} = {toml_value(default)}" for key, (_, default) in kept.items()]
-        name = [text for text in arm.settings if text.startswith("objective.name")]
-        settings = [f"objective.{text.replace(' ', '')}" for text in own]
+        values = ", ".join(f"objective.{key} = {toml_value(v)}" for key, (v, _) in kept.items())
+        own = ", ".join(f"{key} = {toml_value(default)}" for key, (_, default) in kept.items())
         yield from _finding(
             [arm],
-            title=f"{arm.name} keeps the recipe's objective.{', objective.'.join(values)}",
-            why=f"The recipe sets it for {recipe}; {arm.name}'s own default is {', '.join(own)}.",
-            remedy=f"for the default: --arm '{arm.name}-default: {', '.join([*name, *settings])}'",
+            title=f"{arm.name} keeps the recipe's {values}",
+            why=f"The recipe sets this for {recipe}; {arm.name}'s own default is {own}.",
+            remedy=f"for the defaults of {arm.name}: --arm '{arm.name}-default: {arm.settings[0]}'",
         )
 
 

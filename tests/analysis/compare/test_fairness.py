@@ -110,24 +110,22 @@ def test_findings_name_their_arms() -> None:
 
 
 def test_an_arm_that_keeps_the_clip_range_of_another_algorithm_is_a_finding() -> None:
-    clip = ("objective.clip_low=0.1", "objective.clip_high=0.1", "objective.beta=0.04")
-    own = parse_arm("own: objective.name=gspo, objective.clip_low=3e-4, objective.clip_high=4e-4")
-    half = parse_arm("half: objective.name=gspo, objective.clip_low=3e-4")
     request = Request(
-        source="arithmetic", algorithms=("grpo", "gspo", "dapo"), arms=(own, half), overrides=clip
+        source="arithmetic",
+        algorithms=("grpo", "gspo", "dapo"),
+        arms=(parse_arm("own: objective.name=gspo"),),
+        overrides=("objective.clip_low=0.1", "objective.clip_high=0.1", "objective.ddof=0"),
     )
     design = design_comparison(request)
     kept = [row for row in known_beforehand(design, arm_configs(design)) if "keeps" in row["title"]]
-    # The recipe's beta means the same in all of them, and `own` chose its clip range itself.
+    # ddof has the same default in all of them, and clip_low in grpo and dapo.
     assert [(row["arms"], row["title"]) for row in kept] == [
         ("gspo", "gspo keeps the recipe's objective.clip_low = 0.1, objective.clip_high = 0.1"),
         ("dapo", "dapo keeps the recipe's objective.clip_high = 0.1"),
-        ("half", "half keeps the recipe's objective.clip_high = 0.1"),
     ]
     assert kept[0]["why"] == (
-        "The recipe sets it for grpo; gspo's own default is clip_low = 0.0003, clip_high = 0.0004."
+        "The recipe sets this for grpo; gspo's own default is clip_low = 0.0003, clip_high = 0.0004."
     )
-    # The remedy is an arm that can be pasted.
     arm = parse_arm(kept[0]["remedy"].partition("--arm '")[2].removesuffix("'"))
     options = config_of_arm(design, arm).objective.options
     assert (options["clip_low"], options["clip_high"]) == (3e-4, 4e-4)
