@@ -56,9 +56,9 @@ LAYERS["cli"] = {*LAYERS, "cli"} - {""}
 LAYERS["__main__"] = {"cli"}
 
 NO_TORCH = [
-    "covey.analysis.compare.load",
-    "covey.analysis.compare.report",
-    "covey.analysis.compare.verdict",
+    "covey.analysis.compare.comparison_folder",
+    "covey.analysis.compare.report_files",
+    "covey.analysis.compare.conclusion",
     "covey.config",
     "covey.environments",
     "covey.errors",

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 from rich.table import Table
+from tests.analysis.compare.made import comparison, fill
 
-from covey.analysis.compare.report import terminal_table, write_reports
+from covey.analysis.compare.report_files import write_reports
+from covey.analysis.compare.report_text import terminal_report
 from covey.cli import main
 from covey.cli.main import run
 from covey.cli.screen import Screen, cell
 from covey.config import toml_value
 from covey.models.language_model import LanguageModel
-from tests.analysis.compare.made import comparison, fill
+from tests.analysis.compare.sample_comparison import comparison, fill
 
 # A title for the window, a cleared screen, colours in 8-bit codes, text turned around; and markup.
 HOSTILE = "\x1b]0;t\x07\x1b[2J\x9b1m\u202ee\u2066\u2069\u200e\u200f\u061c\x00\x7f\r\x08[red]x[/]"
@@ -163,7 +165,7 @@ def test_reports_of_a_comparison_hold_no_orders(tmp_path: Path) -> None:
         assert (r"\u001b]0;t" if name == "report.json" else r"x1b") in text
     assert json.loads((tmp_path / "report.json").read_text())["name"] == HOSTILE
     screen = Screen(file=io.StringIO(), width=200)
-    screen.print(terminal_table(made))
+    screen.print(terminal_report(made))
     assert ORDERS.findall(screen.file.getvalue()) == []
 
 

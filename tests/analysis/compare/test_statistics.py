@@ -110,7 +110,7 @@ def test_an_interval_from_seeds_alone_forgets_the_problems() -> None:
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_the_interval_for_other_problems_covers_where_arms_like_different_problems(
+def test_the_interval_for_difference_new_prompts_covers_where_arms_like_different_problems(
     seeds: int,
 ) -> None:
     one, other = (drawn(2000, seeds, mean=0.0, taste=1.0, training=0.1, seed=a) for a in (1, 2))

@@ -1,4 +1,4 @@
-"""First rollouts that several runs share, generated once.
+"""Shared rollouts: completions before the first optimizer step, generated once for all arms.
 
 Before the first optimizer step all runs of a seed have the same weights, the same prompts and the
 same random numbers, so their completions are the same: the first run that needs them stores them,
@@ -41,9 +41,9 @@ class SharedEngine:
     folder: Path
     start: str
     """What decides the starting policy: digest of its weights, its type, its adapter."""
-    note: Path
+    names_file: Path
     """The file that lists the stored completions of the first step."""
-    used: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     """Their names."""
     version: int = 0
 
@@ -69,9 +69,9 @@ class SharedEngine:
         source = _Recorder(requests)
         step = source.requests[0].address.step
         file = self.folder / f"{self._name(source.requests, requests.limits, step)}.jsonl"
-        if step != EVALUATION_STEP and file.stem not in self.used:
-            self.used.append(file.stem)
-            write_text(self.note, json.dumps(self.used) + "\n")
+        if step != EVALUATION_STEP and file.stem not in self.names:
+            self.names.append(file.stem)
+            write_text(self.names_file, json.dumps(self.names) + "\n")
         with _alone(file):
             if not file.exists():
                 self.engine.run(source)

@@ -2,31 +2,31 @@ from __future__ import annotations
 
 import re
 
-from covey.analysis.compare.curves import curve
-from covey.analysis.compare.outcome import Arm, Comparison, Outcome, Point
-from covey.analysis.compare.sections import _curve_table
+from covey.analysis.compare.comparison import Arm, Comparison, Point, RunResult
+from covey.analysis.compare.learning_curves import learning_curve
+from covey.analysis.compare.report_html import _curve_table
 
 
-def point(step: int, right: int, tokens: int | None = None) -> Point:
-    """An evaluation on four problems."""
-    answers = {str(number): number < right for number in range(4)}
+def point(step: int, correct: int, tokens: int | None = None) -> Point:
+    """An evaluation on four prompts."""
+    solved = {str(number): number < correct for number in range(4)}
     tokens = 100 * step if tokens is None else tokens
-    return Point(step=step, tokens=tokens, updates=4 * step, seconds=step / 2, right=answers)
+    return Point(step=step, tokens=tokens, updates=4 * step, seconds=step / 2, correct=solved)
 
 
-def comparison(*runs: Outcome) -> Comparison:
+def comparison(*runs: RunResult) -> Comparison:
     return Comparison(
         name="n", command="c", arms=(Arm(name="a", differences={}),), seeds=(1, 2, 3),
-        budget="steps", amount=20, outcomes=runs,
+        budget="steps", amount=20, runs=runs,
     )  # fmt: skip
 
 
-def run(seed: int, *points: Point, state: str = "done") -> Outcome:
-    return Outcome(arm="a", seed=seed, state=state, points=points)
+def run(seed: int, *points: Point, state: str = "done") -> RunResult:
+    return RunResult(arm="a", seed=seed, state=state, points=points)
 
 
-def test_the_mean_and_the_range_are_over_finished_seeds_alone() -> None:
-    drawn = curve(
+def test_mean_and_range_are_over_finished_seeds() -> None:
+    drawn = learning_curve(
         comparison(
             run(1, point(0, 0), point(10, 1), point(20, 4)),
             run(2, point(0, 0), point(10, 3), point(20, 2)),
@@ -44,9 +44,9 @@ def test_the_mean_and_the_range_are_over_finished_seeds_alone() -> None:
     ]
 
 
-def test_runs_that_end_at_different_steps_still_end_together() -> None:
+def test_ends_at_different_steps_are_averaged() -> None:
     # A budget of 2,000 tokens, which the seeds reach after 21 and 19 steps.
-    drawn = curve(
+    drawn = learning_curve(
         comparison(
             run(1, point(0, 0), point(10, 2, 950), point(20, 3, 1900), point(21, 4, 2000)),
             run(2, point(0, 0), point(10, 2, 1050), point(19, 2, 2020)),
@@ -61,8 +61,8 @@ def test_runs_that_end_at_different_steps_still_end_together() -> None:
     assert drawn.seeds == {1: (0.0, 0.5, 1.0), 2: (0.0, 0.5, 0.5)}
 
 
-def test_the_numbers_of_a_seed_are_those_of_its_mean() -> None:
-    drawn = curve(
+def test_table_shows_each_seed_at_the_steps_of_the_mean() -> None:
+    drawn = learning_curve(
         comparison(
             run(1, point(0, 0), point(5, 1), point(10, 3)),
             run(2, point(0, 1), point(6, 1), point(12, 2)),
@@ -81,7 +81,9 @@ def test_the_numbers_of_a_seed_are_those_of_its_mean() -> None:
 
 
 def test_an_arm_without_a_finished_run_has_lines_but_no_mean() -> None:
-    drawn = curve(comparison(run(1, point(0, 2), state="unfinished"), run(2, state="failed")), "a")
+    drawn = learning_curve(
+        comparison(run(1, point(0, 2), state="unfinished"), run(2, state="failed")), "a"
+    )
     assert drawn.mean == ()
     assert drawn.seeds == {}
     assert drawn.x["tokens"] == ()

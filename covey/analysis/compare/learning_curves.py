@@ -1,13 +1,12 @@
-"""Accuracy over the course of training, arm by arm, as what a chart draws."""
+"""Learning curves: held-out accuracy over training, per run and averaged per arm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
-from covey.analysis.compare.outcome import Comparison, Outcome, Point
+from covey.analysis.compare.comparison import Comparison, Point, RunResult
 
 AXES: Mapping[str, tuple[str, Callable[[Point], float]]] = MappingProxyType(
     {
@@ -17,12 +16,12 @@ AXES: Mapping[str, tuple[str, Callable[[Point], float]]] = MappingProxyType(
         "seconds": ("seconds of training", lambda point: point.seconds),
     }
 )
-"""What a learning curve may be drawn over: name -> its label, and how a point has it."""
+"""Possible x axes: name -> label, and its value at a point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One run's evaluations."""
+    """The evaluations of one run."""
 
     seed: int
     state: str
@@ -30,42 +29,27 @@ class Line:
     """By axis."""
     accuracy: tuple[float, ...]
 
-    def row(self) -> dict[str, Any]:
-        """Return plain data."""
-        x = {axis: list(values) for axis, values in self.x.items()}
-        return {"seed": self.seed, "state": self.state, "x": x, "accuracy": list(self.accuracy)}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """An arm's runs, and their mean where all of its finished runs were evaluated."""
+    """The runs of an arm, and their mean at the steps where all finished runs were evaluated."""
 
     arm: str
     lines: tuple[Line, ...]
     x: Mapping[str, tuple[float, ...]]
-    """Of the mean, by axis: seeds take different tokens and seconds, so this is a mean too."""
+    """Of the mean, by axis. Seeds take different tokens and seconds, so this is a mean too."""
     mean: tuple[float, ...]
     low: tuple[float, ...]
-    """The lowest of the finished runs: what was seen, not an interval."""
+    """Lowest of the finished runs: an observed range, not a confidence interval."""
     high: tuple[float, ...]
     seeds: Mapping[int, tuple[float | None, ...]]
-    """Of every run, where the mean is taken; None where it was not evaluated, or did not end."""
-
-    def row(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "arm": self.arm,
-            "lines": [line.row() for line in self.lines],
-            "x": {axis: list(values) for axis, values in self.x.items()},
-            **{name: list(getattr(self, name)) for name in ("mean", "low", "high")},
-        }
+    """Accuracies of every run at the steps of the mean; None where it was not evaluated."""
 
 
-def curve(comparison: Comparison, arm: str) -> Curve:
-    """Return the learning curve of an arm. Runs that did not finish have lines, but no mean."""
-    runs = [run for run in comparison.of(arm) if run.points]
-    finished = [run for run in runs if run.state == "done"]
-    columns = _columns(finished)
+def learning_curve(comparison: Comparison, arm: str) -> Curve:
+    """Return the learning curve of an arm. Unfinished runs have lines, but no mean."""
+    runs = [run for run in comparison.runs_of(arm) if run.points]
+    columns = _columns([run for run in runs if run.finished])
     values = [[point.accuracy for point in column] for column in columns]
     return Curve(
         arm=arm,
@@ -81,17 +65,17 @@ def curve(comparison: Comparison, arm: str) -> Curve:
     )
 
 
-def _at(run: Outcome, columns: Sequence[Sequence[Point]]) -> tuple[float | None, ...]:
-    """Return the accuracies of a run, column by column; the last of them is its end."""
+def _at(run: RunResult, columns: Sequence[Sequence[Point]]) -> tuple[float | None, ...]:
+    """Return the accuracies of a run by column; the last column is the end of the run."""
     by_step = {point.step: point.accuracy for point in run.points}
     earlier = (by_step.get(column[0].step) for column in columns[:-1])
-    return (*earlier, run.points[-1].accuracy if run.state == "done" else None)
+    return (*earlier, run.points[-1].accuracy if run.finished else None)
 
 
-def _columns(runs: Sequence[Outcome]) -> list[list[Point]]:
-    """Return the points that belong together: those of the same step, and the last of each run.
+def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:
+    """Return the points to average: those at the same step, and the last ones of all runs.
 
-    Runs with a budget of tokens end at different steps; their ends are still the same moment.
+    With a budget of tokens, runs end at different steps; their ends still belong together.
     """
     if not runs:
         return []
@@ -102,7 +86,7 @@ def _columns(runs: Sequence[Outcome]) -> list[list[Point]]:
     return [*([run[step] for run in by_step] for step in earlier), ends]
 
 
-def _line(run: Outcome) -> Line:
+def _line(run: RunResult) -> Line:
     return Line(
         seed=run.seed,
         state=run.state,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from covey.analysis.compare.digest import checkpoint_digest
+from covey.analysis.compare.run_process import checkpoint_digest
 
 WEIGHTS = {"b": torch.tensor([[1.0, -0.0]]), "a": torch.tensor([3, 4], dtype=torch.int64)}
 
@@ -19,7 +19,7 @@ def folder(path: Path, **files: dict[str, torch.Tensor]) -> Path:
     return path
 
 
-def test_the_digest_is_of_names_types_shapes_and_bytes(tmp_path: Path) -> None:
+def test_digest_covers_names_dtypes_shapes_and_bytes(tmp_path: Path) -> None:
     by_hand = hashlib.sha256(
         b"a I64 [2]\n" + b"\x03" + bytes(7) + b"\x04" + bytes(7)
         + b"b F32 [1, 2]\n" + bytes([0, 0, 0x80, 0x3F, 0, 0, 0, 0x80])
@@ -32,7 +32,7 @@ def test_the_digest_is_of_names_types_shapes_and_bytes(tmp_path: Path) -> None:
     assert checkpoint_digest(more) == by_hand
 
 
-def test_a_single_bit_is_another_digest(tmp_path: Path) -> None:
+def test_one_bit_changes_the_digest(tmp_path: Path) -> None:
     other = {**WEIGHTS, "b": torch.tensor([[1.0, 0.0]])}  # plus zero, not minus zero
     digests = [
         checkpoint_digest(folder(tmp_path / str(n), model=w))
@@ -41,7 +41,7 @@ def test_a_single_bit_is_another_digest(tmp_path: Path) -> None:
     assert digests[0] != digests[1]
 
 
-def test_a_file_that_was_cut_off_is_an_error(tmp_path: Path) -> None:
+def test_truncated_file_is_an_error(tmp_path: Path) -> None:
     path = folder(tmp_path / "one", model=WEIGHTS) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="ends too early"):

@@ -1,4 +1,4 @@
-"""Pieces of a web page. Whatever is not marked as markup is escaped when it is put in one."""
+"""HTML elements. Text that is not marked as `Html` is escaped."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from covey.escape import printable, printable_data
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is HTML already."""
 
     __slots__ = ()
 
 
 def safe(value: object) -> Html:
-    """Return markup as it is, and anything else escaped, with nothing hidden in it."""
+    """Return HTML unchanged and anything else escaped, with control characters made visible."""
     return value if isinstance(value, Html) else Html(escape(printable(str(value)), quote=True))
 
 
 def join(children: Iterable[object]) -> Html:
-    """Put pieces one after another."""
+    """Concatenate children."""
     return Html("".join(safe(child) for child in children))
 
 
@@ -34,17 +34,17 @@ def element(name: str, /, *children: object, **attributes: object) -> Html:
     >>> element("p", "1 < 2", class_="note")
     '<p class="note">1 &lt; 2</p>'
     """
-    given = "".join(
+    text = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(printable(str(value)), quote=True)}"'
         for key, value in attributes.items()
     )
-    return Html(f"<{name}{given}>{join(children)}</{name}>")
+    return Html(f"<{name}{text}>{join(children)}</{name}>")
 
 
 def table(
     caption: str, head: Sequence[object], rows: Iterable[Sequence[object]], *, note: str = ""
 ) -> Html:
-    """Return a table whose first column heads its rows, in a box that scrolls by itself."""
+    """Return a table whose first column heads its rows, in a box that scrolls."""
     heads = join(element("th", cell, scope="col") for cell in head)
     body = join(
         element(
@@ -60,32 +60,32 @@ def table(
         element("thead", element("tr", heads)),
         element("tbody", body),
     )
-    # Focusable, so that a keyboard can scroll what is too wide for a phone.
+    # Focusable, so that the keyboard can scroll a table that is wider than the screen.
     box = element("div", whole, class_="scroll", role="region", tabindex=0, aria_label=caption)
     return element("div", box, *([element("p", note, class_="note")] if note else []))
 
 
 def details(summary: object, *children: object) -> Html:
-    """Return what opens when its summary is pressed."""
+    """Return a section that unfolds when its summary is clicked."""
     return element("details", element("summary", summary), *children)
 
 
 def embedded_json(data: object, name: str) -> Html:
-    """Return data for a script to read. Nothing in it can end the element."""
+    """Return data for a script, escaped so that it cannot end the element."""
     text = json.dumps(printable_data(data), allow_nan=False).replace("<", "\\u003c")
     return Html(f'<script type="application/json" id="{name}">{text}</script>')
 
 
 def script(source: str) -> Html:
-    """Return a script of ours."""
+    """Return one of our scripts."""
     assert "</script" not in source.lower()
     return Html(f"<script>{source}</script>")
 
 
-def policy(scripts: Iterable[str]) -> Html:
-    """Return a rule for the browser: load nothing, and run no script but these.
+def security_policy(scripts: Iterable[str]) -> Html:
+    """Return a Content-Security-Policy that loads nothing and runs only these scripts.
 
-    Should an answer ever get into the page unescaped, it would still do nothing.
+    A completion that got into the page unescaped could still not do anything.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
@@ -94,7 +94,7 @@ def policy(scripts: Iterable[str]) -> Html:
     rules = {
         "default-src": ["'none'"],
         "style-src": ["'unsafe-inline'"],
-        "img-src": ["data:", "blob:"],  # saving a chart as a picture
+        "img-src": ["data:", "blob:"],  # to save a chart as an image
         "script-src": hashes or ["'none'"],
     }
     content = "; ".join(f"{name} {' '.join(values)}" for name, values in rules.items())
@@ -102,7 +102,7 @@ def policy(scripts: Iterable[str]) -> Html:
 
 
 def finite(value: Any) -> Any:
-    """Return plain data in which what JSON does not know, NaN and infinities, is None."""
+    """Return plain data with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {str(key): finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -9,13 +9,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from covey.analysis.compare.markup import (
+from covey.analysis.compare.html_elements import (
     Html,
     element,
     embedded_json,
     finite,
-    policy,
     script,
+    security_policy,
     table,
 )
 
@@ -41,7 +41,7 @@ class Reader(HTMLParser):
         self.text += data
 
 
-def test_text_is_escaped_wherever_it_is_put() -> None:
+def test_text_is_escaped_everywhere() -> None:
     read = Reader(element("p", EVIL, element("b", EVIL), title=EVIL))
     assert read.tags == ["p", "b"]
     assert read.text == EVIL + EVIL
@@ -51,11 +51,11 @@ def test_text_is_escaped_wherever_it_is_put() -> None:
     assert made.text.count(EVIL) == 5
 
 
-def test_markup_is_put_in_as_it_is_and_once() -> None:
+def test_html_is_not_escaped_again() -> None:
     assert element("p", Html("<b>x</b>"), "<") == "<p><b>x</b>&lt;</p>"
 
 
-def test_data_in_a_page_cannot_end_its_element_and_reads_back() -> None:
+def test_embedded_json_cannot_end_its_element_and_parses() -> None:
     data = {"name": EVIL, "comment": "<!-- <script>"}
     written = embedded_json(data, "d")
     inside = re.fullmatch(r'<script type="application/json" id="d">(.*)</script>', written)
@@ -64,19 +64,19 @@ def test_data_in_a_page_cannot_end_its_element_and_reads_back() -> None:
     assert json.loads(inside.group(1)) == data
 
 
-def test_a_script_that_would_end_early_is_a_mistake_of_ours() -> None:
+def test_script_that_would_end_early_fails() -> None:
     with pytest.raises(AssertionError):
         script("let x = '</SCRIPT>'")
 
 
-def test_the_policy_lets_run_what_it_is_told_and_load_nothing() -> None:
-    rule = policy(["let a = 1;"])
+def test_security_policy_runs_only_given_scripts_and_loads_nothing() -> None:
+    rule = security_policy(["let a = 1;"])
     digest = base64.b64encode(hashlib.sha256(b"let a = 1;").digest()).decode()
     assert f"script-src 'sha256-{digest}'" in rule
     assert "default-src 'none'" in rule
-    assert "script-src 'none'" in policy([])
+    assert "script-src 'none'" in security_policy([])
 
 
-def test_what_json_does_not_know_becomes_null_at_any_depth() -> None:
+def test_nonfinite_numbers_become_null_at_any_depth() -> None:
     found = finite({"a": [1.0, math.nan, (math.inf, {"b": -math.inf})], 2: "nan", "c": True})
     assert found == {"a": [1.0, None, [None, {"b": None}]], "2": "nan", "c": True}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from covey.analysis.compare.shared import SharedEngine
+from covey.analysis.compare.shared_rollouts import SharedEngine
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import RequestSource, Sampling
@@ -45,7 +45,7 @@ def prompts(embedded: LanguageModel) -> list[EncodedPrompt]:
 def shared(counting: Counting, tmp_path: Path) -> Callable[..., SharedEngine]:
     def make(start: str = "weights", note: str = "note") -> SharedEngine:
         return SharedEngine(
-            engine=counting, folder=tmp_path / "shared", start=start, note=tmp_path / note
+            engine=counting, folder=tmp_path / "shared", start=start, names_file=tmp_path / note
         )
 
     return make
@@ -62,7 +62,7 @@ def test_the_second_run_reads_what_the_first_has_generated(
     first = generate(prompts, engine=shared(), sampling=SAMPLING, **usual)
     second = generate(
         prompts,
-        engine=shared(note="second"),
+        engine=shared(names_file="second"),
         sampling=replace(SAMPLING, max_concurrent=2),  # changes no completion
         finished=lambda number, rollout: seen.append((number, rollout)),
         **usual,
