@@ -29,7 +29,8 @@ from scipy import stats
 from covey.analysis.compare.outcome import Arm, Comparison, Outcome, Point
 from covey.analysis.compare.statistics import LEVEL, power
 from covey.analysis.compare.verdict import PairVerdict, verdict
-from covey.run.files import append_line, read_lines
+from covey.run.files import append_line
+from covey.run.records import read_lines
 
 RESULT = Path(__file__).parent / "results" / "aa_study.json"
 SETTINGS: Mapping[str, Any] = {

@@ -95,7 +95,7 @@ def gather(folder: Path, comparison: Comparison) -> Evidence:
     runs = tuple(sorted(runs, key=lambda run: order.index(run.arm)))
     rows = {run.arm: _last_answers(folder, run) for run in runs}
     rows = {arm: answers for arm, answers in rows.items() if answers}
-    texts = {i: (r["prompt"], r["expected"]) for a in rows.values() for i, r in a.items()}
+    texts = {i: (r["prompt"], r["target"]) for a in rows.values() for i, r in a.items()}
     return Evidence(
         texts=texts,
         seed=seed if rows else None,
@@ -133,7 +133,7 @@ def side_by_side(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[A
     chosen = []
     for prompt_id, first in next(iter(rows.values())).items():
         mine = {arm: answers[prompt_id] for arm, answers in rows.items() if prompt_id in answers}
-        kind = _kind([bool(row["right"]) for row in mine.values()])
+        kind = _kind([bool(row["success"]) for row in mine.values()])
         if left[kind] > 0:
             left[kind] -= 1
             chosen.append(
@@ -141,7 +141,7 @@ def side_by_side(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[A
                     kind=kind,
                     prompt_id=prompt_id,
                     prompt=first["prompt"],
-                    expected=first["expected"],
+                    expected=first["target"],
                     answers={arm: _answer(row) for arm, row in mine.items()},
                 )
             )
@@ -157,8 +157,8 @@ def _kind(right: Sequence[bool]) -> str:
 
 def _answer(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "text": row["answer"],
-        "right": row["right"],
+        "text": row["completion"],
+        "right": row["success"],
         "tokens": row["tokens"],
         "finish": row["finish"],
     }

@@ -9,7 +9,7 @@ from covey.analysis.compare.outcome import Comparison, Outcome, Point
 from covey.analysis.compare.record import read_outcome, read_record, run_path
 from covey.config import parse_config, to_toml
 from covey.run.folder import RunFolder
-from covey.run.read_files import to_stderr
+from covey.run.records import to_stderr
 
 
 def load_comparison(folder: Path) -> Comparison:
@@ -73,5 +73,5 @@ def _point(step: int, steps: list[dict[str, Any]], items: list[dict[str, Any]]) 
         updates=newest.get("updates") or 0,
         seconds=sum(row.get("time/total") or 0.0 for row in done if row["step"] > 1),
         # What could not be scored counts as wrong: nothing can stand in for it.
-        right={row["prompt_id"]: bool(row["right"]) for row in items},
+        right={row["prompt_id"]: bool(row["success"]) for row in items},
     )

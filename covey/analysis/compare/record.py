@@ -27,7 +27,7 @@ from covey.analysis.compare.outcome import Arm, BudgetKind, State
 from covey.config import toml_lines, toml_value
 from covey.errors import RunError
 from covey.run.files import write_text
-from covey.run.read_files import Shape, is_missing, read_object, to_stderr
+from covey.run.records import Shape, is_missing, read_object, to_stderr
 
 RECORD_FILE, OUTCOME_FILE = "comparison.toml", "outcome.json"
 FIRST_ANSWERS = "first_answers.json"

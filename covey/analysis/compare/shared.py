@@ -21,7 +21,7 @@ from typing import Any
 from covey.engines.protocol import Engine, Question, Sampling
 from covey.evaluate.evaluate import EVALUATION_STEP
 from covey.run.files import write_text
-from covey.run.read_files import read_lines
+from covey.run.records import read_lines
 from covey.training.policy import Policy
 from covey.types import Rollout
 
