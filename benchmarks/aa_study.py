@@ -31,7 +31,7 @@ from covey.analysis.compare.conclusion import conclude
 from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.statistics import LEVEL, power
 from covey.run.files import append_line
-from covey.run.read_files import read_lines
+from covey.run.records import read_lines
 
 RESULT = Path(__file__).parent / "results" / "aa_study.json"
 SETTINGS: Mapping[str, Any] = {

@@ -72,7 +72,7 @@ def explain_command(
         raise ConfigError("--set gives options to the algorithms of --replay, which is not there")
     run = RunFolder.open(path)
     tell_edited(run)
-    run.answers(step)  # a step that is not there is said before anything is loaded
+    run.require_rollouts(step)  # a step that is not there is said before anything is loaded
     if algorithms is not None:
         _replay(run, step, algorithms, options or [], exact, as_json)
         return

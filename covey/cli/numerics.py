@@ -24,7 +24,7 @@ from covey.cli.startup import (
 )
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder
-from covey.run.read_files import to_stderr
+from covey.run.records import to_stderr
 from covey.run.resume import last_good
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ class ItemCompletion:
     def row(self) -> dict[str, Any]:
         """Return plain data."""
         row = asdict(self)
-        row["right"] = row.pop("correct")
+        row["success"] = row.pop("correct")
         return row
 
 
@@ -74,9 +74,9 @@ class Item:
         return {
             "prompt_id": self.prompt.id,
             "prompt": self.prompt.text,
-            "expected": self.prompt.target,
+            "target": self.prompt.target,
             **{name: value for name, value in self.greedy.row().items() if name != "text"},
-            "answer": self.greedy.text,
+            "completion": self.greedy.text,
             "values": self.values(),
             "samples": [sample.row() for sample in self.samples],
             "info": dict(self.prompt.info),

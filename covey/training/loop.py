@@ -17,7 +17,7 @@ from covey.rollout.source import SynchronousSource
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
 from covey.run.resume import Start, start_of
-from covey.run.samples import review
+from covey.run.samples import samples_page
 from covey.stopping import GivenUp, StopSignal
 from covey.training.budget import Budget, Used
 from covey.training.build import Parts
@@ -135,8 +135,8 @@ def _step(
         run.write_rollouts(state.step, collected.groups, advantages)
     samples_every = parts.config.save.samples_every
     if samples_every and state.step % samples_every == 0:
-        page = review(state.step, collected.groups, parts.config.save.samples_shown)
-        run.write_review(state.step, page)
+        page = samples_page(state.step, collected.groups, parts.config.save.samples_shown)
+        run.write_samples(state.step, page)
     run.log_step(metrics)
     reporter.step(metrics)
     if skipped := skipped_steps(metrics):

@@ -10,7 +10,7 @@ from typing import Any
 
 from covey.errors import RunError
 from covey.run.folder import RunFolder
-from covey.run.read_files import Note
+from covey.run.records import Note
 from covey.run.resume import Start, offer, put_aside_after
 from covey.training.budget import Used
 from covey.training.build import Parts

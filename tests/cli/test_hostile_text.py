@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 from rich.table import Table
-from tests.analysis.compare.made import comparison, fill
 
 from covey.analysis.compare.report_files import write_reports
 from covey.analysis.compare.report_text import terminal_report
@@ -141,7 +140,7 @@ def test_what_a_run_prints_and_writes_for_people_holds_no_orders(hostile: tuple[
     path, printed = hostile
     assert "bad rows skipped" in printed
     assert r"\x1b" in printed
-    pages = [page.read_text(encoding="utf-8") for page in path.glob("review/*.md")]
+    pages = [page.read_text(encoding="utf-8") for page in path.glob("samples/*.md")]
     config = (path / "config.toml").read_text(encoding="utf-8")
     assert len(pages) == 2
     for text in (printed, config, *pages):

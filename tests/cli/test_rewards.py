@@ -406,7 +406,7 @@ def test_a_file_is_scored_in_its_order(here: Path, capsys: pytest.CaptureFixture
     summary = json.loads(capsys.readouterr().out)
     rows = [json.loads(line) for line in (here / "scores.jsonl").read_text().splitlines()]
     assert [row["reward"] for row in rows] == [*map(float, range(20)), None, 2028.0]
-    assert (summary["answers"], summary["unscored"]) == (22, 1)
+    assert (summary["completions"], summary["unscored"]) == (22, 1)
     assert summary["mean_reward"] == summary["parts"]["n"] == pytest.approx((190 + 2028) / 21)
     assert summary["success"] == pytest.approx(20 / 21)
     assert "could not convert string to float: 'word'" in summary["first_error"]

@@ -114,18 +114,18 @@ def test_the_model_card_describes_the_model(finished: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("file", [False, True])
 def test_the_card_of_an_sft_run_does_not_mention_rl(file: bool, tmp_path: Path) -> None:
     settings = ["sft.steps=2", "sft.evaluate_every=0", "sft.solutions=4"]
-    origin = "from worked solutions of task `arithmetic`"
+    origin = "on worked solutions of task `arithmetic`"
     if file:
         answers = tmp_path / "answers.jsonl"
         answers.write_text(json.dumps({"question": "1+1", "completion": "2"}) + "\n")
         settings.append(f"sft.file='{answers}'")
-        origin = f"from the answers in `{answers}`"
+        origin = f"on the completions in `{answers}`"
     overrides = [word for setting in settings for word in ("--set", setting)]
     assert run(["sft", "--run", str(tmp_path / "warm"), *overrides]) == 0
     assert run(["export", str(tmp_path / "warm"), str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
     said = card.partition("## Configuration")[0]
-    assert f"`embedded` after 2 steps of supervised learning with Covey, {origin}." in said
+    assert f"`embedded` after 2 steps of supervised fine-tuning with Covey, {origin}." in said
     assert "tags:\n- covey\n- sft\n---" in said
     assert not any(word in said for word in ("reinforcement", "grpo", "algorithm"))
 
@@ -154,7 +154,7 @@ def test_an_adapter_is_merged(tmp_path: Path) -> None:
     assert state.keys() == start.keys()
     assert any(not torch.equal(state[name], start[name]) for name in state)
     assert not (out / "merged").exists()
-    assert "adapter is part of the weights" in (out / "README.md").read_text()
+    assert "adapter is merged into the weights" in (out / "README.md").read_text()
 
 
 def test_all_stop_tokens_and_a_padding_token_are_exported(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_failed_export_is_a_one_line_error_and_leaves_nothing(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["export", str(finished), str(tmp_path / "a"), "--step", "9"]) == 1
-    assert "has checkpoints of the steps 2, 3" in capsys.readouterr().err
+    assert "has checkpoints of steps 2, 3" in capsys.readouterr().err
     assert run(["export", "embedded", str(tmp_path / "a"), "--step", "9"]) == 1
     assert "--step 9 needs a run" in capsys.readouterr().err
     (tmp_path / "full").mkdir()

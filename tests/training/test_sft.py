@@ -382,7 +382,7 @@ def test_the_two_kinds_of_runs_are_not_mixed_up(
     whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert covey(["train", "--resume", str(whole)]) == 1
-    assert "is a warm-up; go on with: covey sft --resume" in capsys.readouterr().err
+    assert "is an SFT run; resume it with: covey sft --resume" in capsys.readouterr().err
     assert covey(["sft", "--resume", str(whole), "--set", "seed=1"]) == 2
     assert "give it alone" in capsys.readouterr().err
     assert covey(["runs", str(whole.parent), "--json"]) == 0

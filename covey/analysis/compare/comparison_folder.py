@@ -29,7 +29,7 @@ from covey.config.renamed import check_names, new_setting, translated
 from covey.errors import RunError
 from covey.run.files import write_text
 from covey.run.folder import RunFolder
-from covey.run.read_files import Shape, is_missing, read_object, to_stderr
+from covey.run.records import Shape, is_missing, read_object, to_stderr
 
 DESIGN_FILE, OUTCOME_FILE = "comparison.toml", "outcome.json"
 FIRST_ROLLOUTS_FILE = "first_rollouts.json"
@@ -230,5 +230,5 @@ def _point(step: int, steps: list[dict[str, Any]], items: list[dict[str, Any]]) 
         updates=newest.get("updates") or 0,
         seconds=sum(row.get("time/total") or 0.0 for row in done if row["step"] > 1),
         # A completion that could not be scored counts as incorrect.
-        correct={row["prompt_id"]: bool(row["right"]) for row in items},
+        correct={row["prompt_id"]: bool(row["success"]) for row in items},
     )

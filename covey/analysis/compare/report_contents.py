@@ -95,7 +95,7 @@ def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
         conclusion=conclude(comparison),
         curves=tuple(learning_curve(comparison, arm.name) for arm in comparison.arms),
         agreement=prompt_agreement(comparison),
-        texts={i: (r["prompt"], r["expected"]) for a in rows.values() for i, r in a.items()},
+        texts={i: (r["prompt"], r["target"]) for a in rows.values() for i, r in a.items()},
         example_seed=seed if rows else None,
         examples=choose_examples(rows),
         health=_health(folder, comparison),
@@ -126,7 +126,7 @@ def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tupl
     chosen = []
     for prompt_id, first in next(iter(rows.values())).items():
         mine = {arm: items[prompt_id] for arm, items in rows.items() if prompt_id in items}
-        correct = [bool(row["right"]) for row in mine.values()]
+        correct = [bool(row["success"]) for row in mine.values()]
         kind = "all correct" if all(correct) else "arms differ" if any(correct) else "all incorrect"
         if left[kind] > 0:
             left[kind] -= 1
@@ -135,7 +135,7 @@ def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tupl
                     kind=kind,
                     prompt_id=prompt_id,
                     prompt=first["prompt"],
-                    target=first["expected"],
+                    target=first["target"],
                     completions={arm: _completion(row) for arm, row in mine.items()},
                 )
             )
@@ -145,8 +145,8 @@ def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tupl
 
 def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "text": row["answer"],
-        "correct": row["right"],
+        "text": row["completion"],
+        "correct": row["success"],
         "tokens": row["tokens"],
         "finish": row["finish"],
     }

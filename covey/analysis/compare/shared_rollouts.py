@@ -29,7 +29,7 @@ from covey.engines.protocol import (
 )
 from covey.evaluate.evaluate import EVALUATION_STEP
 from covey.run.files import write_text
-from covey.run.read_files import read_lines
+from covey.run.records import read_lines
 from covey.types import VersionSpan
 
 

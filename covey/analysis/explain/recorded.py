@@ -21,7 +21,7 @@ from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference
 from covey.run.folder import RunFolder
-from covey.run.read_files import to_stderr
+from covey.run.records import to_stderr
 from covey.run.resume import last_good
 from covey.training.budget import Budget, Used
 from covey.training.build import (
@@ -76,7 +76,7 @@ class Recorded:
 
 def read_step(run: RunFolder, step: int) -> Recorded:
     """Read the answers of a step back."""
-    rows = run.answers(step)
+    rows = run.require_rollouts(step)
     numbered = list(zip(rows, itertools.accumulate(_begins(rows)), itertools.count(1)))
     answers = tuple(
         Answer(

@@ -20,8 +20,8 @@ from covey.run.metrics import meaning
 
 def line(prompt_id: str, right: bool | None) -> dict[str, Any]:
     return {
-        "prompt_id": prompt_id, "prompt": f"{prompt_id}?", "expected": "7", "answer": f"= {right}",
-        "right": right, "reward": 1.0, "tokens": 3, "finish": "stop", "values": {}, "samples": [], "info": {},
+        "prompt_id": prompt_id, "prompt": f"{prompt_id}?", "target": "7", "completion": f"= {right}",
+        "success": right, "reward": 1.0, "tokens": 3, "finish": "stop", "values": {}, "samples": [], "info": {},
     }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def folder(tmp_path: Path) -> Path:
         for seed in (1, 2):
             run = tmp_path / f"runs/{arm}/seed-{seed}"
             (run / "evaluations").mkdir(parents=True)
-            rows = [line("p0", True) | {"answer": f"{arm}{seed}"}]
+            rows = [line("p0", True) | {"completion": f"{arm}{seed}"}]
             (run / "evaluations/000020.jsonl").write_text(
                 "".join(json.dumps(r) + "\n" for r in rows)
             )
