@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -17,11 +17,9 @@ from covey.run.edited_config import edited_settings
 from covey.trust import trust
 
 if TYPE_CHECKING:
-    from covey.engines.protocol import Engine
     from covey.run.folder import RunFolder
-    from covey.scoring import Scorer
-    from covey.training.build import Parts
-    from covey.training.report import Reporter
+    from covey.run.trackers import Tracker
+    from covey.training.build import Components, Parts
 
 
 Source = Annotated[
@@ -123,23 +121,7 @@ def resolved(
     return resolve(config, imports=imports)
 
 
-class Begun(Protocol):
-    """The parts of a run that its opening notes are about."""
-
-    @property
-    def bad_rows(self) -> tuple[str, ...]:
-        """One line for every row of the data that was skipped."""
-
-    @property
-    def scorer(self) -> Scorer:
-        """Who judges."""
-
-    @property
-    def sampler(self) -> Engine:
-        """Who writes answers."""
-
-
-def tell_notes(reporter: Reporter, folder: RunFolder, parts: Begun) -> None:
+def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
     """Say how answers are written, what differs from when the run was started, what was skipped."""
     import torch
 
@@ -171,7 +153,7 @@ def tell_edited(folder: RunFolder) -> None:
         typer.echo(f"covey: {changed}", err=True)
 
 
-def tell_findings(reporter: Reporter, parts: Parts, not_own: Collection[str] = ()) -> None:
+def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
     """Say which settings do nothing or may harm; what is merely the same is for `covey plan`.
 
     `not_own` are settings that the user did not make, and is not told about.

@@ -22,7 +22,7 @@ from covey.models.language_model import LanguageModel, packed_forward
 from covey.models.layout import pack_for
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.policy_files import save_policy
+from covey.training.checkpoint import save_policy
 from covey.types import Batch, HostRows
 from tests.conftest import ARCHITECTURES, build, make_batch
 

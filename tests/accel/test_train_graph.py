@@ -30,7 +30,7 @@ from covey.models.logp import LogProbs, device_hidden, in_places
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.update import UpdateSettings, update
+from covey.training.step import StepSettings, update
 from covey.types import Batch, HostRows
 from tests.conftest import build
 
@@ -370,7 +370,7 @@ def test_where_memory_is_short_graphs_make_room(monkeypatch: pytest.MonkeyPatch)
 def test_an_update_by_passes_is_the_plain_update() -> None:
     objective = ALGORITHMS["grpo"](beta=0.0)
     batch = with_advantage(objective, shared_batch())
-    settings = UpdateSettings(
+    settings = StepSettings(
         mini_batches=1, epochs=2, micro_batch_tokens=30, old_logp_from_sampler=False,
         learning_rate=lambda _: 1e-3, seed=0,
     )  # fmt: skip

@@ -39,7 +39,7 @@ def test_every_algorithm_is_listed_whole_at_any_width(
     assert all(len(line) <= columns for line in table)
     if columns >= 80:
         # Names of pieces are not torn apart either.
-        used = {"sequence_mean_token_sum_norm", "entropy_shaped_answers", "clipped_without_marked"}
+        used = {"sequence_mean_token_sum_norm", "entropy_shaped_sequences", "clipped_without_marked"}
         assert used <= set(out.split())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from covey.cli.console import before_and_after
+from covey.run.trackers.console import before_and_after
 from covey.cli.main import run
 from covey.config import load_config
 from covey.rewards.build import REWARDS

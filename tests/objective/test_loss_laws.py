@@ -173,10 +173,10 @@ def test_law_8_clip_fractions_count_where_the_clipped_loss_is_the_larger(
     plain, held, counted = by_hand(objective, batch, step.logp)
     assert batch.advantage is not None
     larger = plain > held
-    if objective.per_answer:  # one vote an answer; its tokens agree
+    if objective.per_sequence:  # one vote an answer; its tokens agree
         larger, counted = larger.any(dim=1, keepdim=True), counted.any(dim=1, keepdim=True)
     good = (batch.advantage > 0)[:, : larger.shape[1]]
-    if objective.per_answer:
+    if objective.per_sequence:
         good = (batch.advantage > 0).any(dim=1, keepdim=True)
     numbers = summary(meter)
     for name, flags in (

@@ -214,9 +214,9 @@ def test_corrections_of_mean_one() -> None:
 @pytest.mark.parametrize(("kl", "expected"), [(0.1, 1.0), (0.11, 1.01), (5.0, 1.02), (0.0, 0.98)])
 def test_beta_follows_the_kl_by_a_fifth_at_most(kl: float, expected: float) -> None:
     # A tenth of the horizon's answers: a KL that is a tenth too large raises beta by a hundredth.
-    assert adapted_beta(1.0, kl, target=0.1, horizon=1000, answers=100) == pytest.approx(expected)
+    assert adapted_beta(1.0, kl, target=0.1, horizon=1000, rollouts=100) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("answers", [1000, 5000, 100_000])
 def test_beta_keeps_its_sign_however_many_answers_a_step_has(answers: int) -> None:
-    assert adapted_beta(1.0, 0.0, target=0.1, horizon=1000, answers=answers) == pytest.approx(0.8)
+    assert adapted_beta(1.0, 0.0, target=0.1, horizon=1000, rollouts=answers) == pytest.approx(0.8)

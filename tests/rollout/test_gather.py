@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.train.test_collate_update import make_policy, settings
 from tests.train.test_rewards_that_fail import Notes
 
-from covey.cli.console import PlainReporter
+from covey.run.trackers.console import ConsoleTracker
 from covey.config import load_config
 from covey.errors import RewardError
 from covey.objective import build as build_objective
@@ -29,8 +29,8 @@ from covey.training.build import Parts, assemble, resolve
 from covey.training.learn import learn
 from covey.training.loop import train
 from covey.training.policy import Policy
-from covey.training.state import State
-from covey.training.update import update
+from covey.training.checkpoint import State
+from covey.training.step import update
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.conftest import make_batch
 
@@ -172,7 +172,7 @@ def test_steps_without_an_update_are_reported_like_others(
     parts = replace(
         parts_with("filter.dynamic_sampling=true"), scorer=InlineScorer(as_reward(everything_right))
     )
-    train(parts, run, PlainReporter(run, Console(soft_wrap=True)), StopSignal())
+    train(parts, run, ConsoleTracker(run, Console(soft_wrap=True)), StopSignal())
     output = capsys.readouterr().out
     assert "nothing to learn" in output
     assert "step 2/2  reward 1.000  right 100.0%" in output
@@ -256,7 +256,7 @@ def test_an_advantage_of_ones_own_may_read_all_that_there_is(beta: float) -> Non
 
     parts = parts_with(f"objective.beta={beta}", "train.mini_batches=2")
     parts = replace(parts, objective=replace(parts.objective, advantage=advantage))
-    learn(parts, [told("odd", True, False, False, True)], State(beta=beta), parts.update_settings)
+    learn(parts, [told("odd", True, False, False, True)], State(beta=beta), parts.step_settings)
     assert seen == [(True, beta > 0)]
 
 
@@ -271,7 +271,7 @@ def test_beta_does_not_notice_that_answers_without_advantage_are_left_out() -> N
         )  # fmt: skip
         state, groups = State(beta=0.1), [told("odd", True, False, False, True)]
         for _ in range(3):
-            learn(parts, groups, state, parts.update_settings)
+            learn(parts, groups, state, parts.step_settings)
         betas.append(state.beta)
     assert betas[0] != 0.1
     assert betas[1] == pytest.approx(betas[0], rel=1e-4)
@@ -288,11 +288,11 @@ def test_one_pass_that_is_not_finite_leaves_an_adaptive_beta_alone(
     )
     with monkeypatch.context() as patch:
         patch.setattr(Policy, "logp", broken)
-        _, metrics = learn(parts, groups, state, parts.update_settings)
+        _, metrics = learn(parts, groups, state, parts.step_settings)
     assert metrics["optim/skipped"] == 1
     assert math.isnan(metrics["objective/kl_avg"])
     assert state.beta == 0.1
-    _, metrics = learn(parts, groups, state, parts.update_settings)
+    _, metrics = learn(parts, groups, state, parts.step_settings)
     assert metrics["optim/skipped"] == 0
 
 
@@ -319,7 +319,7 @@ def test_old_logp_is_taken_of_rows_with_gradient_alone(name: str, rows: int) -> 
         )  # fmt: skip
         taken, backbone = [], parts.policy.model.backbone
         backbone.register_forward_hook(lambda *_, _t=taken: _t.append(torch.is_grad_enabled()))
-        learn(parts, groups, State(beta=0.0), parts.update_settings)
+        learn(parts, groups, State(beta=0.0), parts.step_settings)
         assert taken.count(False) == (rows if skip else 8)  # a pass for every row
         weights.append([p.detach().clone() for p in parts.policy.model.model.parameters()])
     for a, b in zip(*weights, strict=True):
@@ -349,7 +349,7 @@ def test_a_batch_of_nothing_but_truncated_answers_has_a_gradient_of_zero() -> No
 
 
 def test_beta_follows_the_kl() -> None:
-    adapt = lambda kl: adapted_beta(0.1, kl, target=0.02, horizon=1000, answers=100)  # noqa: E731
+    adapt = lambda kl: adapted_beta(0.1, kl, target=0.02, horizon=1000, rollouts=100)  # noqa: E731
     assert adapt(0.02) == pytest.approx(0.1)
     assert adapt(0.022) == pytest.approx(0.1 * 1.01)
     assert adapt(9.0) == pytest.approx(0.1 * 1.02)

@@ -18,7 +18,7 @@ from covey.config.schema import StopAfter, Train
 from covey.errors import ConfigError, RunError
 from covey.training.budget import PATIENCE, Budget, Used
 from covey.training.build import total_updates
-from covey.training.update import UpdateSettings
+from covey.training.step import StepSettings
 
 
 def used(steps: int = 0, tokens: int = 0, updates: int = 0) -> Used:
@@ -59,7 +59,7 @@ def test_a_budget_of_updates_gives_up_when_there_is_nothing_to_learn() -> None:
 
 
 def test_the_learning_rate_follows_the_tokens_that_are_spent() -> None:
-    settings = UpdateSettings(
+    settings = StepSettings(
         mini_batches=2, epochs=1, micro_batch_tokens=1, old_logp_from_sampler=True,
         learning_rate=lambda v: 1 - v / 20, seed=0,
     )  # fmt: skip

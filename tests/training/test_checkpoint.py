@@ -14,7 +14,7 @@ from tests.policy.test_adapter import learn, policy_of
 
 from covey.errors import RunError
 from covey.training.policy import Policy
-from covey.training.policy_files import load_policy, save_policy
+from covey.training.checkpoint import load_policy, save_policy
 from tests.conftest import ARCHITECTURES, build
 
 SMALL = {

@@ -13,7 +13,7 @@ from covey.rollout.filter import Selected, select
 from covey.training.collate import collate
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.update import UpdateSettings, prepare, update
+from covey.training.step import StepSettings, prepare, update
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import build, make_batch
 
@@ -28,8 +28,8 @@ def rollout(tokens: int, reward: float | None, sample: int = 0) -> Rollout:
     )  # fmt: skip
 
 
-def settings(**changes: object) -> UpdateSettings:
-    base = UpdateSettings(
+def settings(**changes: object) -> StepSettings:
+    base = StepSettings(
         mini_batches=1, epochs=1, micro_batch_tokens=10_000, old_logp_from_sampler=False,
         learning_rate=lambda version: 1e-3, seed=0,
     )  # fmt: skip

@@ -21,8 +21,8 @@ from covey.training import update as updating
 from covey.training.build import assemble, resolve
 from covey.training.loop import train
 from covey.training.optimizer import Stepped
-from covey.training.row_facts import RowFacts
-from covey.training.update import prepare, update
+from covey.training.step import RowFacts
+from covey.training.step import prepare, update
 from covey.types import Batch, HostRows, Totals
 from tests.conftest import make_batch
 from tests.reporters import Notes

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from covey.cli.console import summary
+from covey.run.trackers.console import summary
 from covey.cli.main import run as covey
 from covey.config import load_config, parse_config
 from covey.engines.draw import Distribution
@@ -37,7 +37,7 @@ from covey.training.optimizer import MasterAdamW, Stepped
 from covey.training.policy import Policy
 from covey.training.sft import SftParts, build_sft, run_sft, step_examples
 from covey.training.sft_data import Solutions, solutions_of, write_solution
-from covey.training.sft_step import Example, encode_example, learn, stack
+from covey.training.sft import Example, encode_example, learn, stack
 from covey.types import Prompt
 from tests.conftest import build
 from tests.processes import forked, wait_until

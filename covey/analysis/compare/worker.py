@@ -13,11 +13,9 @@ import sys
 import threading
 import tomllib
 import traceback
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,6 +28,7 @@ from covey.errors import CoveyError
 from covey.evaluate.evaluate import Evaluation
 from covey.run.folder import RunFolder
 from covey.run.provenance import describe_environment
+from covey.run.trackers import Tracker
 from covey.shown import printable
 from covey.stopping import stop_signal
 from covey.training.build import Parts, assemble, scorer_of
@@ -40,26 +39,19 @@ DONE, FAILED, STOPPED = 0, 1, 3
 LONGEST_ERROR = 300
 
 
-@dataclass(slots=True)
-class LogReporter:
-    """Somebody who writes down notes and evaluations."""
+class LogTracker(Tracker):
+    """Notes and evaluations in the log of the process."""
 
-    def started(self, *, steps: int, done: int, answers: int) -> None:
-        """Say where the run stands."""
-        self.note(f"after step {done} of {steps}, {answers} answers a step")
+    def started(self, *, steps: int, done: int, rollouts: int) -> None:
+        """Print where the run is."""
+        self.note(f"after step {done} of {steps}, {rollouts} rollouts a step")
 
-    def sampled(self, answers: int) -> None:
-        """Single answers are not followed."""
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """Steps are in steps.jsonl."""
-
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Write an evaluation."""
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Print an evaluation."""
         self.note(f"step {step}: {evaluation.estimates['greedy'].value:.1%}")
 
     def note(self, text: str) -> None:
-        """Write a line."""
+        """Print a line."""
         print(printable(text), flush=True)
 
 
@@ -115,10 +107,10 @@ def work(job: Job) -> int:
             start=job.start,
             note=folder.path / FIRST_ANSWERS,
         )
-        reporter = LogReporter()
-        reporter.note(f"sampling: {sampler.way}")
+        log = LogTracker()
+        log.note(f"sampling: {sampler.way}")
         with folder.locked(), stop_signal() as stop:
-            train(replace(parts, sampler=sampler), folder, reporter, stop)
+            train(replace(parts, sampler=sampler), folder, [log], stop)
     if stop.received is not None:
         return STOPPED
     write_outcome(

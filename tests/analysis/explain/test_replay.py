@@ -217,7 +217,7 @@ def test_cosines_are_those_of_gradients_taken_one_by_one(recorded_run: RunFolder
     from covey.reference.build import make_reference
     from covey.training.build import load_model
     from covey.training.collate import collate
-    from covey.training.update import prepare
+    from covey.training.step import prepare
 
     trainee = bring_back(recorded_run, 2)
     parameters = list(trainee.policy.optimizer.parameters.values())

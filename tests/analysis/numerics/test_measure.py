@@ -17,7 +17,7 @@ from covey.models.logp import LogProbs
 from covey.rollout.gather import gather
 from covey.training.build import Parts, assemble, resolve, total_updates
 from covey.training.collate import collate
-from covey.training.state import State
+from covey.training.checkpoint import State
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.reporters import Notes
 
@@ -264,7 +264,7 @@ def test_after_the_end_of_a_schedule_answers_get_stale_at_its_peak() -> None:
     settings = ("optimizer.schedule=linear", "train.steps=1")
     early, over = parts_of(*settings), parts_of(*settings)
     over.policy.version = total_updates(over.config.train)
-    assert over.update_settings.learning_rate(over.policy.version) == 0
+    assert over.step_settings.learning_rate(over.policy.version) == 0
     reports = [
         measure(parts, State(beta=0.0), Notes(), updates=1, alone=2) for parts in (early, over)
     ]
