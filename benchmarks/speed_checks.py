@@ -25,7 +25,7 @@ from covey.models.language_model import wrap
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.collate import collate
 from covey.training.policy import Policy
-from covey.training.step import Seen, StepSettings, update
+from covey.training.step import Learner, Seen, StepSettings, optimize
 from covey.types import Batch, Group
 
 SHARP = 3.0
@@ -162,7 +162,7 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
     for _ in range(UPDATES):
         differences.clear()
         entropies.clear()
-        update(batch, policy=policy, objective=objective, settings=settings, step=0, watch=watch)
+        optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0, watch=watch)
     difference = torch.cat(differences)
     assert len(difference) == int(batch.mask.sum()), "every token was seen once"
     return {

@@ -37,7 +37,7 @@ from covey.objective import ALGORITHMS, with_advantage
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.step import StepSettings, update
+from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch
 
 
@@ -154,7 +154,7 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
 
     def once() -> float:
         return seconds_of(
-            lambda: update(batch, policy=policy, objective=objective, settings=settings, step=0),
+            lambda: optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0),
             device,
         )
 

@@ -47,8 +47,8 @@ class Objective:
     """An algorithm as a value: seven pieces, what goes with them, and what they need."""
 
     advantage: Callable[[Batch], torch.Tensor]
-    """[B, T] from the whole batch of a training step, one row for each rollout. It is computed
-    before old_logp and entropy are known, unless `reads` names one of them."""
+    """[B, T] from the whole batch of a training step, one row for each rollout. Where rows without
+    advantage are skipped, old_logp is not known yet unless `reads` names it."""
     ratio: Ratio
     """Log-ratio [B, T] from logp - old_logp and mask."""
     surrogate: Callable[[Tokens], Gain]

@@ -3,8 +3,8 @@
     groups -> collate -> old_logp, ref_logp -> advantage -> masks -> mini-batches -> weights
            -> row filter -> micro-batches -> loss -> backward -> optimizer step -> metrics
 
-Advantages that do not read the old policy come before its log-probabilities: rows that the filter
-leaves out then need none.
+With the row filter (filter.skip_zero_gradient), advantages that do not read the old policy come
+before its log-probabilities: rows without advantage then need none.
 """
 
 from __future__ import annotations
@@ -126,11 +126,12 @@ def filled_batch(learner: Learner, groups: Sequence[Group], step: int) -> Batch:
     """Collate groups, and fill in all that is computed over the whole batch."""
     batch = collate(groups, learner.policy.model.device)
     reads_old_policy = learner.objective.needs & {"old_logp", "old_entropy"}
-    if not reads_old_policy:
+    advantage_first = learner.skips_rows and not reads_old_policy
+    if advantage_first:
         batch = with_advantage(learner.objective, batch)
     batch = prepare(learner, batch)
     check_finite(batch, step)
-    if reads_old_policy:
+    if not advantage_first:
         batch = with_advantage(learner.objective, batch)
     return without_truncated(batch) if learner.settings.mask_truncated else batch
 

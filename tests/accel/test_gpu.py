@@ -20,7 +20,7 @@ from covey.objective import ALGORITHMS, policy_loss, with_advantage, with_weight
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.step import StepSettings, update
+from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch
 from tests.conftest import make_batch
 
@@ -215,7 +215,7 @@ def test_an_update_learns_and_measures() -> None:
     )  # fmt: skip
     batch = with_advantage(objective, shared_batch())
     before = batch_logp(model, batch).logp.detach()
-    metrics = update(batch, policy=policy, objective=objective, settings=settings, step=0)
+    metrics = optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0)
     after = batch_logp(model, batch).logp.detach()
     gain = ((after - before) * batch.advantage).where(batch.mask, 0.0).sum()
     assert float(gain) > 0

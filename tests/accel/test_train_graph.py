@@ -30,7 +30,7 @@ from covey.models.logp import LogProbs, device_hidden, in_places
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.step import StepSettings, update
+from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch, HostRows
 from tests.conftest import build
 
@@ -384,7 +384,7 @@ def test_an_update_by_passes_is_the_plain_update() -> None:
             logits_megabytes=MEGABYTES,
             passes=passes_of(model) if by_passes else None,
         )
-        metrics.append(update(batch, policy=policy, objective=objective, settings=settings, step=0))
+        metrics.append(optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0))
         weights.append([p.detach() for p in model.model.parameters()])
         if by_passes:
             assert any(bucket.ready is not None for bucket in policy.passes.buckets.values())

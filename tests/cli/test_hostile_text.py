@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 from rich.table import Table
-from tests.compare.made import comparison, fill
 
 from covey.analysis.compare.report import terminal_table, write_reports
 from covey.cli import main
@@ -20,6 +19,7 @@ from covey.cli.main import run
 from covey.cli.screen import Screen, cell
 from covey.config import toml_value
 from covey.models.language_model import LanguageModel
+from tests.analysis.compare.made import comparison, fill
 
 # A title for the window, a cleared screen, colours in 8-bit codes, text turned around; and markup.
 HOSTILE = "\x1b]0;t\x07\x1b[2J\x9b1m\u202ee\u2066\u2069\u200e\u200f\u061c\x00\x7f\r\x08[red]x[/]"

@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
-from tests.sampler.test_native import ragged_questions
+from tests.engines.native.test_engine import ragged_questions
 
 from covey.embedded import CHECKPOINT
 from covey.engines.draw import Distribution

@@ -8,14 +8,14 @@ import peft
 import pytest
 import torch
 import transformers
-from tests.policy.test_adapter import shaken, trained
-from tests.policy.test_checkpoint import RENAMED
 
 from covey.models.adapter import adapted_layers, add_adapter, load_adapter, save_adapter
 from covey.models.chat_template import Template
 from covey.models.language_model import load_language_model
 from covey.models.merge import merge_adapter, merged_state_dict
 from tests.conftest import build
+from tests.models.test_adapter import shaken, trained
+from tests.training.test_checkpoint import RENAMED
 
 IDS = torch.arange(6, 40)[None]
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.policy.test_adapter import policy_of
 
 from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
@@ -19,6 +18,7 @@ from covey.models.chat_template import Template
 from covey.models.export import export_model
 from covey.models.language_model import load_language_model
 from covey.training.checkpoint import save_policy
+from tests.models.test_adapter import policy_of
 
 LOST = "model.layers.0.mlp.down_proj.weight"
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from covey.objective.advantage import (
     ADVANTAGES,
-    rollout_rewards,
     batch_standardized,
     best_of_group,
     centered,
@@ -20,6 +19,7 @@ from covey.objective.advantage import (
     leave_one_out,
     per_token,
     returns,
+    rollout_rewards,
     standardized,
     sum_of_standardized,
     token_rewards,

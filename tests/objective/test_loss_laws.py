@@ -318,7 +318,7 @@ def test_law_14_no_token_loses_its_gradient_however_far_it_has_moved(
 @NAMED
 def test_the_penalty_is_only_asked_for_with_beta(case: str) -> None:
     objective, step = objective_of(case, beta=0.0), make_step(7)
-    assert not objective.needs_reference
+    assert "reference" not in objective.needs
     batch = ready(objective, Step(replace(step.batch, ref_logp=None), step.logp))
     assert policy_loss(objective, batch, step.logp).penalty is None
 
@@ -333,7 +333,7 @@ def test_a_penalty_in_the_reward_is_no_gradient_of_its_own(case: str, seed: int)
     assert policy_loss(objective, batch, step.logp).penalty is None
     free = replace(objective, beta=0.0)
     assert torch.equal(descend(objective, batch, step.logp)[1], descend(free, batch, step.logp)[1])
-    if not objective.needs_success:  # those ask only which answers are right
+    if "success" not in objective.needs:  # those read which rollouts succeed, and no reward
         plain = with_advantage(free, step.batch).advantage
         assert not torch.equal(batch.advantage, plain)
 

@@ -159,10 +159,11 @@ def test_ratios_are_bounded(name: str, x: float) -> None:
 )
 def test_weights_of_a_ragged_batch(name: str, expected: list[float]) -> None:
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
-    # Each group has another answer, of one token, elsewhere in the step.
+    # Each group has another rollout, of one token, elsewhere in the step.
     totals = Totals(sequences=5, tokens=7, groups=2, group_tokens={4: 6, 9: 1})
     options = {"length": 10} if name == "sequence_mean_token_sum_norm" else {}
-    weights = WEIGHTS[name](mask, torch.tensor([4, 4, 9]), totals, **options)
+    batch = replace(make_batch(rows=3), mask=mask, group=torch.tensor([4, 4, 9]))
+    weights = WEIGHTS[name](batch, totals, **options)
     assert weights.dtype == torch.float64
     wanted = [[w if m else 0.0 for m in r] for w, r in zip(expected, mask.tolist(), strict=True)]
     assert weights.tolist() == [pytest.approx(w) for w in wanted]

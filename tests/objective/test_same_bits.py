@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from covey.objective import build
-from covey.objective.masked import sequence_mean, row_mean, spread
+from covey.objective.masked import row_mean, sequence_mean, spread
 from tests.objective.laws import Step, gradient_of, make_step, outcome
 
 FAMILIES = [

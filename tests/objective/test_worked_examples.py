@@ -29,10 +29,10 @@ from covey.objective import (
     with_weight,
 )
 from covey.objective.advantage import (
-    rollout_rewards,
     centered,
     per_token,
     returns,
+    rollout_rewards,
     standardized,
     sum_of_standardized,
     token_rewards,

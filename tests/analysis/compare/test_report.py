@@ -31,7 +31,7 @@ from covey.analysis.compare.tables import (
     result_table,
 )
 from covey.errors import DiskError
-from tests.compare import made
+from tests.analysis.compare import made
 
 # Attributes by which a page may load something.
 LOADING = {

@@ -15,11 +15,12 @@ from covey.config import load_config
 from covey.embedded import CHECKPOINT
 from covey.models.logp import LogProbs
 from covey.rollout.gather import gather
-from covey.training.build import Parts, assemble, resolve, total_updates
-from covey.training.collate import collate
+from covey.training.build import Parts, assemble, resolve
 from covey.training.checkpoint import State
+from covey.training.collate import collate
+from covey.training.schedule import total_updates
 from covey.types import Batch, Group, Prompt, Rollout
-from tests.reporters import Notes
+from tests.trackers import Notes
 
 SMALL = (
     "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_tokens=40", "train.micro_batch_tokens=150",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.plan.runs import Ran, ran
+
+from tests.analysis.plan.runs import Ran, ran
 
 PUBLISHED = (
     "rollout.prompts_per_step=2", "rollout.group_size=8", "objective.beta=0.04", "objective.clip_low=0.1",

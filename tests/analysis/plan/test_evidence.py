@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.plan.runs import ran, starting_weights
 
 from covey.analysis.plan.idle import NOTICEABLE_BETA
 from covey.analysis.plan.risk import FEWEST_PROMPTS, POINTS
@@ -14,9 +13,10 @@ from covey.evaluate.intervals import paired_difference
 from covey.objective import build, with_advantage
 from covey.objective.penalty import PENALTIES, adapted_beta
 from covey.rewards.length import Soft
-from covey.training.optimizer import learning_rate
-from covey.training.step import StepSettings
+from covey.training.schedule import learning_rate
+from covey.training.step import RowFacts, StepSettings
 from covey.types import Batch
+from tests.analysis.plan.runs import ran, starting_weights
 from tests.conftest import make_batch
 from tests.objective.laws import make_step, of_answer
 
@@ -185,7 +185,8 @@ def test_more_mini_batches_than_prompts_cut_every_group() -> None:
         mini_batches=4, epochs=1, micro_batch_tokens=999, old_logp_from_sampler=True,
         learning_rate=lambda _: 0.0, seed=0,
     )  # fmt: skip
-    steps = [batch.group[index] for index in settings.optimizer_steps(batch.group, step=1)]
+    facts = RowFacts.of(with_advantage(build("grpo", beta=0.0), batch), skip=False)
+    steps = [batch.group[index] for index in facts.mini_batches(settings, step=1)]
     assert [len(rows) for rows in steps] == [4, 4, 4, 4]
     assert all(len(rows.unique()) == 1 for rows in steps)  # half a group each
 

@@ -11,8 +11,6 @@ import transformers
 
 pytest.importorskip("triton")
 
-from tests.plan.test_memory import bytes_of, equal_rows, kept_bytes, llama
-
 from covey.accel import fused_forward as fused
 from covey.accel import fused_head as device_head
 from covey.accel.fused_parameters import join_weights
@@ -33,6 +31,7 @@ from covey.engines.native.kv_cache import KeyShape
 from covey.models.language_model import LanguageModel
 from covey.models.layout import pack_for
 from covey.training.build import resolve, sampling_of
+from tests.analysis.plan.test_memory import bytes_of, equal_rows, kept_bytes, llama
 from tests.conftest import build
 
 GPU = Device(kind="cuda", memory=139 * 2**30, name="an H200")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.policy.test_adapter import adapted, embedded_model, learn, policy_of, trained
 from tests.sampler.test_decoder import UNDERSTOOD, made
 from tests.sampler.test_native import ragged_questions
 
@@ -21,6 +20,7 @@ from covey.training.collate import collate
 from covey.training.policy import Policy
 from covey.types import Group
 from tests.conftest import build
+from tests.models.test_adapter import adapted, embedded_model, learn, policy_of, trained
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "qwen2", "qwen3"])
