@@ -141,7 +141,7 @@ def beside_sampling() -> dict[str, float]:
         slow.start()
         for round_number in range(3):
             for name, scorer in (("quick", InlineScorer(parts.scorer.reward)), ("slow", slow)):  # type: ignore[attr-defined]
-                collector = Collector(engine=parts.sampler, model=parts.policy.model, scorer=scorer)
+                collector = Collector(engine=parts.engine, model=parts.policy.model, scorer=scorer)
                 collected = collector.collect(prompts, sampling=parts.sampling, step=round_number)
                 best = seconds.get(name, float("inf"))
                 seconds[name] = min(best, collected.rollout_seconds)

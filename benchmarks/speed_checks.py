@@ -25,7 +25,7 @@ from covey.models.load_model import wrap
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.collate import collate
 from covey.training.policy import Policy
-from covey.training.update import Seen, UpdateSettings, update
+from covey.training.step import Learner, Seen, StepSettings, optimize
 from covey.types import Batch, Group
 
 SHARP = 3.0
@@ -142,7 +142,7 @@ def _sampler_and_trainer(sizes: Sizes, dtype: torch.dtype, scale: float) -> dict
 def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, float]:
     """Update a few times without moving, and return what the last pass of each token said."""
     objective = ALGORITHMS["grpo"](beta=0.0)
-    settings = UpdateSettings(
+    settings = StepSettings(
         mini_batches=1,
         epochs=1,
         micro_batch_tokens=budget,
@@ -162,7 +162,7 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
     for _ in range(UPDATES):
         differences.clear()
         entropies.clear()
-        update(batch, policy=policy, objective=objective, settings=settings, step=0, watch=watch)
+        optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0, watch=watch)
     difference = torch.cat(differences)
     assert len(difference) == int(batch.mask.sum()), "every token was seen once"
     return {

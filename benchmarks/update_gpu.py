@@ -37,7 +37,7 @@ from covey.objective import ALGORITHMS, with_advantage
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.update import UpdateSettings, update
+from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch
 
 
@@ -147,14 +147,14 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
     policy = make_policy(shape.config, setting)
     objective = ALGORITHMS["grpo"](beta=0.0)
     batch = with_advantage(objective, make_batch(shape, setting.group, device))
-    settings = UpdateSettings(
+    settings = StepSettings(
         mini_batches=1, epochs=1, micro_batch_tokens=budget, old_logp_from_sampler=True,
         learning_rate=lambda _: 1e-6, seed=0,
     )  # fmt: skip
 
     def once() -> float:
         return seconds_of(
-            lambda: update(batch, policy=policy, objective=objective, settings=settings, step=0),
+            lambda: optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0),
             device,
         )
 

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from covey.cli.console import evaluation_line
 from covey.cli.screen import cell
 from covey.evaluate import Comparison, Estimate, by_category, compare, estimates
 from covey.evaluate.evaluate import Evaluation
+from covey.run.trackers.console import evaluation_line
 
 SHOWN = 5
 """Prompts listed by id; --json and --out have all."""

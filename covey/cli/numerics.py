@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,11 +25,11 @@ from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder
 from covey.run.records import to_stderr
 from covey.run.resume import last_good
+from covey.run.trackers import Tracker
 
 if TYPE_CHECKING:
     from covey.analysis.numerics.measure import Report
     from covey.config import Config
-    from covey.evaluate.evaluate import Evaluation
 
 Target = Annotated[
     str | None,
@@ -95,7 +94,7 @@ def numerics_command(
 def _measured(config: Config, run: RunFolder | None, updates: int | None, say: Say) -> Report:
     from covey.analysis.numerics.measure import default_updates, measure
     from covey.training.build import assemble
-    from covey.training.state import State, load_state
+    from covey.training.checkpoint import State, load
 
     say(f"loading {config.model.path}")
     parts = assemble(config)
@@ -103,35 +102,26 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
         state = State(beta=parts.objective.beta)
         found = None if run is None else last_good(run, note=to_stderr)
         if found is not None and found.checkpoint is not None:
-            state = load_state(parts, found.step, found.checkpoint)
+            state = load(parts.policy, parts.reference, found.checkpoint, found.step)
         wanted = default_updates(config) if updates is None else updates
         answers = config.rollout.prompts_per_step * config.rollout.group_size
         return measure(parts, state, _Notes(say, answers), updates=wanted)
 
 
-class _Notes:
-    """Hands on what the user should read, and how far it is."""
+class _Notes(Tracker):
+    """Shows what the user should read, and how far sampling is."""
 
-    def __init__(self, say: Say, answers: int) -> None:
+    def __init__(self, say: Say, completions: int) -> None:
         self.say = say
-        self.answers = answers
+        self.completions = completions
         self.written = 0
 
-    def started(self, *, steps: int, done: int, answers: int) -> None:
-        """There is no run."""
-
-    def sampled(self, answers: int) -> None:
-        """Count them; what comes after the last one is measuring."""
-        self.written += answers
-        done = self.written >= self.answers
-        self.say("measuring" if done else f"answers: {self.written} of {self.answers}")
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """There are none."""
-
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """There are none."""
+    def sampled(self, count: int) -> None:
+        """Count completions; what comes after the last one is measuring."""
+        self.written += count
+        done = self.written >= self.completions
+        self.say("measuring" if done else f"completions: {self.written} of {self.completions}")
 
     def note(self, text: str) -> None:
-        """Say it on stderr."""
+        """Print it on stderr."""
         echo(text, err=True)

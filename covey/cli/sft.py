@@ -106,13 +106,14 @@ def _resume(path: Path, step: int | None) -> None:
 
 
 def _run(parts: SftParts, folder: RunFolder, start: Start) -> None:
-    from covey.cli.console import make_reporter
+    from covey.cli.screen import Screen
+    from covey.run.trackers.console import console_tracker
     from covey.training.sft import run_sft
 
-    reporter = make_reporter(folder)
+    reporter = console_tracker(folder, Screen(soft_wrap=True))
     tell_notes(reporter, folder, parts)
-    with stop_signal() as stop, reporter:
-        done = run_sft(parts, folder, reporter, stop, start)
+    with stop_signal() as stop:
+        done = run_sft(parts, folder, [reporter], stop, start)
     reporter.finished(done, parts.steps, stop.received, command=KIND)
     if done < parts.steps:
         raise typer.Exit(stop.exit_code)

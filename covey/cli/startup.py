@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -17,11 +17,9 @@ from covey.run.folder import edited_settings
 from covey.trust import trust
 
 if TYPE_CHECKING:
-    from covey.engines.protocol import Engine
     from covey.run.folder import RunFolder
-    from covey.scoring import Scorer
-    from covey.training.build import Parts
-    from covey.training.report import Reporter
+    from covey.run.trackers import Tracker
+    from covey.training.build import Components, Parts
 
 
 Source = Annotated[
@@ -121,27 +119,11 @@ def resolved(
     return resolve(config, imports=imports)
 
 
-class Begun(Protocol):
-    """The parts of a run that its opening notes are about."""
-
-    @property
-    def bad_rows(self) -> tuple[str, ...]:
-        """One line for every row of the data that was skipped."""
-
-    @property
-    def scorer(self) -> Scorer:
-        """Who judges."""
-
-    @property
-    def sampler(self) -> Engine:
-        """Who writes answers."""
-
-
-def tell_notes(reporter: Reporter, folder: RunFolder, parts: Begun) -> None:
+def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
     """Report the engine's backend, changes since the run was started, and skipped rows."""
     import torch
 
-    reporter.note(f"sampling: {parts.sampler.info.backend}")
+    reporter.note(f"sampling: {parts.engine.info.backend}")
     environment = folder.environment()
     changed = edited_settings(folder, environment)
     if changed is not None:
@@ -169,7 +151,7 @@ def tell_edited(folder: RunFolder) -> None:
         typer.echo(f"covey: {changed}", err=True)
 
 
-def tell_findings(reporter: Reporter, parts: Parts, not_own: Collection[str] = ()) -> None:
+def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
     """Report settings that have no effect or may do harm; `covey plan` also lists equivalent ones.
 
     `not_own` are settings that the user did not choose, which are not reported.

@@ -123,18 +123,19 @@ def _resume(path: Path, step: int | None, print_config: bool) -> None:
 def _run(
     parts: Parts, folder: RunFolder, start: Start, not_own: frozenset[str] = frozenset()
 ) -> None:
-    from covey.cli.console import make_reporter
+    from covey.cli.screen import Screen
     from covey.rollout.prompts import prompt_notes
+    from covey.run.trackers.console import console_tracker
     from covey.training.loop import train
 
-    reporter = make_reporter(folder)
+    reporter = console_tracker(folder, Screen(soft_wrap=True))
     tell_notes(reporter, folder, parts)
     for note in prompt_notes(parts.policy.model, parts.train_prompts):
         reporter.note(note)
     if start.checkpoint is None:
         tell_findings(reporter, parts, not_own)
-    with stop_signal() as stop, reporter:
-        done = train(parts, folder, reporter, stop, start)
+    with stop_signal() as stop:
+        done = train(parts, folder, [reporter], stop, start)
     # A budget of tokens or updates ends where it ends; only a signal leaves steps undone.
     steps = parts.config.train.steps if stop.received else done
     reporter.finished(done, steps, stop.received)

@@ -32,9 +32,10 @@ from covey.embedded import CHECKPOINT
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.tasks.arithmetic import Sum, chain, format_sum, prompt_text
-from covey.training.optimizer import MasterAdamW, learning_rate
+from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.sft_step import encode_example, learn, stack
+from covey.training.schedule import learning_rate
+from covey.training.sft import encode_example, learn, stack
 from covey.types import Batch
 
 SEED = 0

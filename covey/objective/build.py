@@ -154,9 +154,9 @@ def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., 
 
 def _checked(name: str, objective: Objective) -> Objective:
     """Refuse what would silently not do what it says."""
-    by_answer = objective.per_answer and objective.ratio is not RATIOS["sequence_token"]
+    by_sequence = objective.per_sequence and objective.ratio is not RATIOS["sequence_token"]
     surrogate = getattr(objective.surrogate, "func", objective.surrogate)
-    if objective.top_entropy < 1.0 and (by_answer or surrogate is geometric_clipped):
+    if objective.top_entropy < 1.0 and (by_sequence or surrogate is geometric_clipped):
         raise ConfigError(
             f"objective.top_entropy of {name}: its gain is of whole answers, so tokens cannot be "
             "left out; gspo_token takes the ratio of the answer token by token"

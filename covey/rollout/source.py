@@ -15,8 +15,8 @@ from covey.types import Group, Prompt
 
 if TYPE_CHECKING:
     from covey.rewards import LengthPenalty
+    from covey.run.trackers import Tracker
     from covey.training.build import Parts
-    from covey.training.report import Reporter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class SynchronousSource:
     """Collects the groups of a step when the loop asks, with the weights of that moment."""
 
     parts: Parts
-    reporter: Reporter
+    reporter: Tracker
 
     def groups(self, step: int, *, share: float | None = None) -> StepRollouts:
         """Sample, score, penalize and filter; with dynamic sampling, until the step is full.
@@ -58,7 +58,7 @@ class SynchronousSource:
         share = (step - 1) / config.train.steps if share is None else share
         wanted, train_prompts = config.rollout.prompts_per_step, self.parts.train_prompts
         most_rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
-        self.parts.sampler.load_weights(policy.model.model.named_parameters, policy.version)
+        self.parts.engine.load_weights(policy.model.model.named_parameters, policy.version)
         prompts = step_prompts(train_prompts, seed=config.seed, step=step - 1, count=wanted)
         collected, rounds = Collected(), 0
         while True:
@@ -93,7 +93,7 @@ class SynchronousSource:
         """Sample and score one round of prompts, and apply the length penalty."""
         parts = self.parts
         collector = Collector(
-            engine=parts.sampler,
+            engine=parts.engine,
             model=parts.policy.model,
             scorer=parts.scorer,
             progress=self.reporter.sampled,

@@ -101,11 +101,11 @@ class RunFolder:
         """Append an evaluation."""
         append_line(self.path / "eval.jsonl", result)
 
-    def write_items(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Write what became of every held-out prompt at an evaluation."""
-        (self.path / "evaluations").mkdir(exist_ok=True)
+    def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows of a step to name/000012.jsonl; what JSON does not know becomes text."""
+        (self.path / name).mkdir(exist_ok=True)
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
-        write_text(self.path / "evaluations" / f"{step:06d}.jsonl", text)
+        write_text(self.path / name / f"{step:06d}.jsonl", text)
 
     def items(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return the readable rows of the evaluation after a step, one per held-out prompt."""
@@ -126,8 +126,15 @@ class RunFolder:
     def write_rollouts(
         self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
     ) -> None:
-        """Write the answers of a step, what a person reads first."""
-        lines = []
+        """Write the rollouts of a step."""
+        self.write_table("rollouts", step, self.rollout_rows(groups, advantages))
+
+    @staticmethod
+    def rollout_rows(
+        groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
+    ) -> list[dict[str, Any]]:
+        """Return the rollouts of a step as rows, with what a person reads first."""
+        rows = []
         for group, values in zip(groups, advantages, strict=True):
             for rollout, advantage in zip(group.rollouts, values, strict=True):
                 row = {
@@ -151,8 +158,8 @@ class RunFolder:
                     "task": group.prompt.task,
                     "info": dict(group.prompt.info),
                 }
-                lines.append(json.dumps(row, default=str) + "\n")
-        write_text(self.path / "rollouts" / f"{step:06d}.jsonl", "".join(lines))
+                rows.append(row)
+        return rows
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the rollouts of a step; [] if none were kept. RunError if one is damaged."""

@@ -1,16 +1,16 @@
-"""From a configuration to the parts of a run. Every name and option is checked here."""
+"""Building the parts of a run from its configuration. Every name and option is checked here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from covey.config import Config, parse_config
 from covey.config.options import choose, resolve_options
-from covey.config.schema import Named, Train
+from covey.config.schema import Named
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Engine, Sampling
@@ -27,33 +27,55 @@ from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.rewards.build import check_alone, make_reward, reward_options
 from covey.scoring import Scorer, make_scorer
 from covey.tasks import Task, bad_rows_of, find_task, is_user_task, make_task
+from covey.training.budget import Used
+from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
-from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer, learning_rate
+from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
+from covey.training.parallel import OneRank, World
 from covey.training.policy import Policy
-from covey.training.update import UpdateSettings
+from covey.training.schedule import schedule_of
+from covey.training.step import Learner, StepSettings
 from covey.trust import is_import_path
 from covey.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What a run is made of."""
+class Components:
+    """What every run is made of, whatever it is trained by."""
 
     config: Config
-    train_prompts: Sequence[Prompt]
     held_out_prompts: Sequence[Prompt]
     bad_rows: tuple[str, ...]
     """One line for every row of the data that was skipped."""
     scorer: Scorer
-    judge: Scorer
-    """Of evaluations. The scorer, but where several runs are to be measured alike."""
-    length_penalty: LengthPenalty
+    eval_scorer: Scorer
+    """Scores evaluations. The scorer itself, unless several runs must be measured alike."""
     policy: Policy
-    reference: Reference | None
-    sampler: Engine
+    reference: Reference | None = None
+    engine: Engine
     sampling: Sampling
+    world: World = field(default_factory=OneRank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts(Components):
+    """What a run of reinforcement learning is made of."""
+
+    train_prompts: Sequence[Prompt]
+    length_penalty: LengthPenalty
     objective: Objective
-    update_settings: UpdateSettings
+    step_settings: StepSettings
+
+    def learner_at(self, state: State) -> Learner:
+        """Return what the training step that begins at `state` works with."""
+        base = Learner(
+            policy=self.policy,
+            objective=self.objective,
+            settings=self.step_settings,
+            reference=self.reference,
+            world=self.world,
+        )
+        return learner_at(base, self.config, state)
 
 
 def resolve(config: Config, *, imports: bool = True) -> Config:
@@ -81,14 +103,14 @@ def resolve(config: Config, *, imports: bool = True) -> Config:
 
 
 def _check_old_logp(resolved: Config) -> None:
-    """Refuse the sampler's probabilities where they cannot stand for the trainer's."""
+    """Refuse the sampler's log-probabilities as old_logp where they cannot serve as such."""
     if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' does not go with rollout.top_k, top_p or min_p: "
             "the sampler's probabilities are then of a truncated distribution"
         )
     objective = objective_of(resolved)
-    taken = resolved.train.old_logp == "sampler" and not objective.needs_old_entropy
+    taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
     if taken and objective.corrects:
         raise ConfigError(
             "config: train.old_logp = 'sampler' leaves objective.correction and objective.veto "
@@ -97,7 +119,7 @@ def _check_old_logp(resolved: Config) -> None:
 
 
 def _length_defaults(config: Config) -> dict[str, int]:
-    """Return what stands in for lengths that were not given: parts of the longest completion."""
+    """Return defaults for options that are lengths: shares of the longest completion."""
     budget = config.rollout.max_tokens
     return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
 
@@ -133,7 +155,7 @@ _OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType
         "task": _task_options,
     }
 )
-"""How the options of each section that names a function are found out."""
+"""For each section that names a function: what finds its options."""
 
 
 def task_of(config: Config) -> Task:
@@ -191,16 +213,14 @@ def held_out_of(config: Config, task: Task) -> Sequence[Prompt]:
 
 
 def assemble(config: Config, reward: Reward | None = None) -> Parts:
-    """Build everything that a resolved configuration names, or with a reward made in Python."""
+    """Build everything that a resolved configuration names; `reward` replaces the reward."""
     task = task_of(config)
     train_prompts, held_out = task.train(), held_out_of(config, task)
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
     objective = objective_of(config)
     model = load_model(config)
-    reference = None
-    if objective.needs_reference:
-        reference = make_reference(config, policy=model, load=partial(load_model, config))
+    reference = reference_of(config, model, objective)
     engine, sampling, scorer = NativeEngine(model), sampling_of(config), scorer_of(config, reward)
     return Parts(
         config=config,
@@ -208,21 +228,28 @@ def assemble(config: Config, reward: Reward | None = None) -> Parts:
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
         scorer=scorer,
-        judge=scorer,
+        eval_scorer=scorer,
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
             **config.length_penalty.options
         ),
         policy=policy_of(config, model),
         reference=reference,
-        sampler=engine,
+        engine=engine,
         sampling=sampling,
         objective=objective,
-        update_settings=update_settings_of(config, sampling, exact_logp=engine.info.exact_logp),
+        step_settings=step_settings_of(config, sampling, exact_logp=engine.info.exact_logp),
     )
 
 
+def reference_of(config: Config, model: LanguageModel, objective: Objective) -> Reference | None:
+    """Build the reference policy, if the objective needs one."""
+    if "reference" not in objective.needs:
+        return None
+    return make_reference(config, policy=model, load=partial(load_model, config))
+
+
 def template_of(config: Config) -> Template:
-    """Build the template, which says how questions are put."""
+    """Build the template that turns messages into the model's prompt."""
     model = config.model
     return Template(
         form=model.template,
@@ -249,7 +276,7 @@ def load_model(config: Config) -> LanguageModel:
 
 
 def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
-    """Give the model the adapter that is asked for, if it does not come with it."""
+    """Give the model the adapter of the configuration, unless it has one already."""
     wanted = config.adapter
     if model.adapter is not None:
         if wanted.rank not in (0, model.adapter.r):
@@ -265,7 +292,7 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
         )
     if wanted.rank == 0 and wanted.also_train:
         raise ConfigError(
-            "config: adapter.also_train needs adapter.rank; without it all is trained"
+            "config: adapter.also_train needs adapter.rank; without a rank all weights are trained"
         )
     if wanted.rank == 0:
         return model
@@ -297,27 +324,30 @@ def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
     return MasterAdamW(parameters, **options)
 
 
-def total_updates(train: Train) -> int:
-    """Return how many optimizer steps a run takes; nominally, with a budget of tokens."""
-    return train.amount if train.budget == "updates" else train.steps * train.updates
+def step_settings_of(config: Config, sampling: Sampling, *, exact_logp: bool) -> StepSettings:
+    """Return how a batch is turned into optimizer steps, with the learning rate of the first.
 
-
-def update_settings_of(config: Config, sampling: Sampling, *, exact_logp: bool) -> UpdateSettings:
-    """Say how a batch is turned into optimizer steps; `exact_logp` is what the engine declares."""
+    `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp.
+    """
     exact = exact_logp and not sampling.distribution.truncates
     source = config.train.old_logp
-    return UpdateSettings(
+    return StepSettings(
         mini_batches=config.train.mini_batches,
         epochs=config.train.epochs,
         micro_batch_tokens=config.train.micro_batch_tokens,
         old_logp_from_sampler=source == "sampler" or (source == "auto" and exact),
-        learning_rate=partial(
-            learning_rate,
-            peak=config.optimizer.learning_rate,
-            schedule=config.optimizer.schedule,
-            warmup_steps=config.optimizer.warmup_steps,
-            total_steps=total_updates(config.train),
-        ),
+        learning_rate=schedule_of(config, Used()),
         seed=config.seed,
         skip_zero_gradient=config.filter.skip_zero_gradient,
+        mask_truncated=config.filter.mask_truncated,
+    )
+
+
+def learner_at(base: Learner, config: Config, state: State) -> Learner:
+    """Return a learner with the beta and the learning rate of the step that begins at `state`."""
+    rate = schedule_of(config, state.used(base.policy))
+    return replace(
+        base,
+        objective=replace(base.objective, beta=state.beta),
+        settings=replace(base.settings, learning_rate=rate),
     )

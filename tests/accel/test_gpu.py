@@ -21,7 +21,7 @@ from covey.objective import ALGORITHMS, policy_loss, with_advantage, with_weight
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.update import UpdateSettings, update
+from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch
 from tests.conftest import make_batch
 
@@ -210,13 +210,13 @@ def test_an_update_learns_and_measures() -> None:
     optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
     policy = Policy(model=model, optimizer=optimizer, temperature=1.0, logits_megabytes=8.0)
     objective = ALGORITHMS["grpo"](beta=0.0)
-    settings = UpdateSettings(
+    settings = StepSettings(
         mini_batches=1, epochs=1, micro_batch_tokens=100, old_logp_from_sampler=True,
         learning_rate=lambda _: 1e-3, seed=0,
     )  # fmt: skip
     batch = with_advantage(objective, shared_batch())
     before = batch_logp(model, batch).logp.detach()
-    metrics = update(batch, policy=policy, objective=objective, settings=settings, step=0)
+    metrics = optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0)
     after = batch_logp(model, batch).logp.detach()
     gain = ((after - before) * batch.advantage).where(batch.mask, 0.0).sum()
     assert float(gain) > 0

@@ -27,7 +27,7 @@ from covey.models.logp import LogProbs, packed_hidden, scatter_logp
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.update import UpdateSettings, update
+from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch, HostRows
 from tests.accel.test_fused_forward import CPU, SETTINGS, per_row, shared_batch
 from tests.conftest import build
@@ -370,7 +370,7 @@ def test_graphs_are_freed_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) 
 def test_an_update_with_graphs_equals_the_eager_update() -> None:
     objective = ALGORITHMS["grpo"](beta=0.0)
     batch = with_advantage(objective, shared_batch())
-    settings = UpdateSettings(
+    settings = StepSettings(
         mini_batches=1, epochs=2, micro_batch_tokens=30, old_logp_from_sampler=False,
         learning_rate=lambda _: 1e-3, seed=0,
     )  # fmt: skip
@@ -384,7 +384,7 @@ def test_an_update_with_graphs_equals_the_eager_update() -> None:
             logits_megabytes=MEGABYTES,
             passes=passes_of(model) if by_passes else None,
         )
-        metrics.append(update(batch, policy=policy, objective=objective, settings=settings, step=0))
+        metrics.append(optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0))
         weights.append([p.detach() for p in model.model.parameters()])
         if by_passes:
             assert any(bucket.ready is not None for bucket in policy.passes.buckets.values())

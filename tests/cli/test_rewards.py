@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from covey.cli.console import before_and_after
 from covey.cli.main import run
 from covey.config import load_config
 from covey.rewards.build import REWARDS
 from covey.run.folder import RunFolder
+from covey.run.trackers.console import before_and_after
 from covey.sandbox.program import isolation_problem
 from covey.training.build import resolve
 from tests.processes import alive, forked, wait_until

@@ -24,9 +24,9 @@ from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.models.logp import batch_logp
 from covey.models.merge import merge_adapter, merged_state_dict
+from covey.training.checkpoint import load_policy, save_policy
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.policy_files import load_policy, save_policy
 from covey.types import Batch
 from tests.conftest import build, make_batch, rollouts_of
 from tests.engines.native.test_engine import ragged_prompts

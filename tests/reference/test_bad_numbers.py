@@ -27,7 +27,7 @@ from covey.training.policy import LogProbs
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import make_batch
 from tests.reference.servers import HEALTH, connect, new_process
-from tests.reporters import Notes
+from tests.trackers import Notes
 
 SETTINGS = (
     "model.device=cpu", "train.steps=2", "evaluate.every=0", "rollout.prompts_per_step=2",
@@ -109,7 +109,7 @@ def test_a_run_with_a_nan_reference_stops_before_it_learns(
     folder = RunFolder.create(tmp_path / "run", "", {})
     words = "^step 1: log-probabilities from the reference are not finite for [0-9]+ of [0-9]+ tok"
     with closing(parts.scorer), pytest.raises(ModelError, match=words) as raised:
-        train(parts, folder, Notes(), StopSignal())
+        train(parts, folder, [Notes()], StopSignal())
     assert str(raised.value).endswith("No optimizer step was taken")
     assert parts.policy.version == 0
     assert folder.steps() == []
@@ -169,8 +169,8 @@ def test_an_optimizer_step_that_is_left_out_is_noted(tmp_path: Path) -> None:
     notes = Notes()
     folder = RunFolder.create(tmp_path / "run", "", {})
     with closing(parts.scorer):
-        train(parts, folder, notes, StopSignal())
+        train(parts, folder, [notes], StopSignal())
     assert folder.steps()[0]["optim/skipped"] == 1
     said = [note for note in notes.notes if "left out" in note]
     assert len(said) == 1
-    assert said[0].startswith("step 1: 1 optimizer steps were left out: their gradient was not")
+    assert said[0].startswith("step 1: 1 optimizer steps were skipped: their gradient was not")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from covey.cli.console import PlainReporter
 from covey.config import load_config
 from covey.errors import RewardError
 from covey.objective import build as build_objective
@@ -21,18 +20,18 @@ from covey.rewards import Score, ThinkAnswer, as_reward
 from covey.rollout.filter import Selected, is_mixed, select, without_truncated
 from covey.rollout.source import StepRollouts, SynchronousSource, penalized
 from covey.run.folder import RunFolder
+from covey.run.trackers.console import ConsoleTracker
 from covey.scoring import InlineScorer
 from covey.stopping import StopSignal
 from covey.training.build import Parts, assemble, resolve
-from covey.training.learn import learn
+from covey.training.checkpoint import State
 from covey.training.loop import train
 from covey.training.policy import Policy
-from covey.training.state import State
-from covey.training.update import update
+from covey.training.step import Learner, optimize, training_step
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.conftest import make_batch
-from tests.training.test_collate_update import make_policy, settings
-from tests.training.test_rewards_that_fail import Notes
+from tests.trackers import Notes
+from tests.training.test_step import make_policy, settings
 
 QUICK = ["train.steps=2", "rollout.prompts_per_step=6", "rollout.group_size=4", "evaluate.every=0"]
 
@@ -157,7 +156,7 @@ def test_a_step_without_anything_to_learn_is_logged_and_changes_nothing(tmp_path
     )
     before = [p.detach().clone() for p in parts.policy.model.model.parameters()]
     run, notes = RunFolder.create(tmp_path / "run", "", {}), Notes()
-    assert train(parts, run, notes, StopSignal()) == 2
+    assert train(parts, run, [notes], StopSignal()) == 2
     assert "nothing to learn" in notes.notes[0]
     first, second = run.steps()
     assert first["rollout/trained_groups"] == 0
@@ -177,7 +176,7 @@ def test_steps_without_an_update_are_reported_like_others(
         parts_with("filter.dynamic_sampling=true"),
         scorer=InlineScorer(as_reward(everything_correct)),
     )
-    train(parts, run, PlainReporter(run, Console(soft_wrap=True)), StopSignal())
+    train(parts, run, [ConsoleTracker(run, Console(soft_wrap=True))], StopSignal())
     output = capsys.readouterr().out
     assert "nothing to learn" in output
     assert "step 2/2  reward 1.000  right 100.0%" in output
@@ -186,7 +185,7 @@ def test_steps_without_an_update_are_reported_like_others(
 def test_a_step_of_masked_rollouts_keeps_its_beta(tmp_path: Path) -> None:
     options = ["objective.beta=0.1", "objective.kl_target=0.01", "rollout.max_tokens=1"]
     run = RunFolder.create(tmp_path / "run", "", {})
-    train(parts_with(*options, "filter.mask_truncated=true"), run, Notes(), StopSignal())
+    train(parts_with(*options, "filter.mask_truncated=true"), run, [Notes()], StopSignal())
     assert [row["objective/beta"] for row in run.steps()] == [0.1, 0.1]
     assert "objective/kl_avg" not in run.steps()[0]
 
@@ -195,7 +194,7 @@ def test_a_length_penalty_is_a_part_of_its_own_and_lowers_the_reward(tmp_path: P
     run = RunFolder.create(tmp_path / "run", "", {})
     parts = parts_with("length_penalty.name=soft", "rollout.max_tokens=30")
     assert parts.config.length_penalty.options == {"limit": 30, "cache": 6}
-    train(parts, run, Notes(), StopSignal())
+    train(parts, run, [Notes()], StopSignal())
     answers = run.rollouts(1)
     for answer in answers:
         penalty = -min(max(len(answer["tokens"]) - 24, 0), 6) / 6
@@ -240,10 +239,11 @@ def test_skipping_rows_without_gradient_changes_only_rounding(name: str) -> None
         policy.model.backbone.forward = lambda *a, _t=taken, _f=forward, **k: (
             _t.append(1) or _f(*a, **k)
         )
-        update(
-            with_advantage(objective, batch), policy=policy, objective=objective, step=1,
+        learner = Learner(
+            policy=policy, objective=objective,
             settings=settings(skip_zero_gradient=skip, micro_batch_tokens=1),
         )  # fmt: skip
+        optimize(learner, with_advantage(objective, batch), step=1)
         weights.append([p.detach().clone() for p in policy.model.model.parameters()])
         passes.append(len(taken))
     assert passes == [8, 4]
@@ -261,9 +261,8 @@ def test_a_custom_advantage_may_read_old_and_reference_logp(beta: float) -> None
 
     parts = parts_with(f"objective.beta={beta}", "train.mini_batches=2")
     parts = replace(parts, objective=replace(parts.objective, advantage=advantage))
-    learn(
-        parts, [differing("odd", True, False, False, True)], State(beta=beta), parts.update_settings
-    )
+    learner = parts.learner_at(State(beta=beta))
+    training_step(learner, [differing("odd", True, False, False, True)], 0)
     assert seen == [(True, beta > 0)]
 
 
@@ -278,7 +277,7 @@ def test_beta_is_the_same_without_the_rows_of_zero_advantage() -> None:
         )  # fmt: skip
         state, groups = State(beta=0.1), [differing("odd", True, False, False, True)]
         for _ in range(3):
-            learn(parts, groups, state, parts.update_settings)
+            state.beta = training_step(parts.learner_at(state), groups, 0).beta
         betas.append(state.beta)
     assert betas[0] != 0.1
     assert betas[1] == pytest.approx(betas[0], rel=1e-4)
@@ -295,11 +294,11 @@ def test_one_pass_that_is_not_finite_leaves_an_adaptive_beta_alone(
     )
     with monkeypatch.context() as patch:
         patch.setattr(Policy, "logp", broken)
-        _, metrics = learn(parts, groups, state, parts.update_settings)
+        _, metrics, state.beta = training_step(parts.learner_at(state), groups, 0)
     assert metrics["optim/skipped"] == 1
     assert math.isnan(metrics["objective/kl_avg"])
     assert state.beta == 0.1
-    _, metrics = learn(parts, groups, state, parts.update_settings)
+    _, metrics, _ = training_step(parts.learner_at(state), groups, 0)
     assert metrics["optim/skipped"] == 0
 
 
@@ -329,7 +328,7 @@ def test_old_logp_is_taken_of_rows_with_gradient_alone(name: str, rows: int) -> 
         )  # fmt: skip
         taken, backbone = [], parts.policy.model.backbone
         backbone.register_forward_hook(lambda *_, _t=taken: _t.append(torch.is_grad_enabled()))
-        learn(parts, groups, State(beta=0.0), parts.update_settings)
+        training_step(parts.learner_at(State(beta=0.0)), groups, 0)
         assert taken.count(False) == (rows if skip else 8)  # a pass for every row
         weights.append([p.detach().clone() for p in parts.policy.model.model.parameters()])
     for a, b in zip(*weights, strict=True):
@@ -340,10 +339,11 @@ def test_a_batch_without_any_gradient_still_takes_its_optimizer_steps() -> None:
     objective = build_objective("dapo")
     policy = make_policy()
     flat = replace(make_batch(rows=8), rewards=torch.ones(8, dtype=torch.float64))
-    metrics = update(
-        with_advantage(objective, flat), policy=policy, objective=objective, step=1,
+    learner = Learner(
+        policy=policy, objective=objective,
         settings=settings(skip_zero_gradient=True, mini_batches=2),
     )  # fmt: skip
+    metrics = optimize(learner, with_advantage(objective, flat), step=1)
     assert policy.version == 2
     assert metrics["optim/grad_norm"] == 0.0
 
@@ -353,13 +353,14 @@ def test_a_batch_of_truncated_rollouts_alone_has_a_gradient_of_zero() -> None:
     policy = make_policy()
     batch = replace(make_batch(rows=4), truncated=torch.ones(4, dtype=torch.bool))
     batch = without_truncated(with_advantage(objective, batch))
-    metrics = update(batch, policy=policy, objective=objective, settings=settings(), step=1)
+    learner = Learner(policy=policy, objective=objective, settings=settings())
+    metrics = optimize(learner, batch, step=1)
     assert metrics["optim/grad_norm"] == 0.0
     assert metrics["loss/policy_avg"] == 0.0
 
 
 def test_beta_follows_the_kl() -> None:
-    adapt = lambda kl: adapted_beta(0.1, kl, target=0.02, horizon=1000, answers=100)  # noqa: E731
+    adapt = lambda kl: adapted_beta(0.1, kl, target=0.02, horizon=1000, rollouts=100)  # noqa: E731
     assert adapt(0.02) == pytest.approx(0.1)
     assert adapt(0.022) == pytest.approx(0.1 * 1.01)
     assert adapt(9.0) == pytest.approx(0.1 * 1.02)
@@ -372,9 +373,9 @@ def test_an_adaptive_beta_is_logged_saved_and_resumed(tmp_path: Path) -> None:
     steps = {}
     for name, count in (("whole", 4), ("resumed", 2)):
         run = RunFolder.create(tmp_path / name, "", {})
-        train(parts_with(*options, f"train.steps={count}"), run, Notes(), StopSignal())
+        train(parts_with(*options, f"train.steps={count}"), run, [Notes()], StopSignal())
         steps[name] = run
-    train(parts_with(*options, "train.steps=4"), steps["resumed"], Notes(), StopSignal())
+    train(parts_with(*options, "train.steps=4"), steps["resumed"], [Notes()], StopSignal())
     betas = [row["objective/beta"] for row in steps["whole"].steps()]
     assert betas[0] == 0.1
     assert betas == sorted(betas)

@@ -34,7 +34,7 @@ from covey.training.loop import train
 from covey.training.report import flat_rewards
 from covey.types import Prompt
 from tests.processes import wait_until
-from tests.reporters import Notes
+from tests.trackers import Notes
 
 QUICK = (
     "model.device=cpu", "train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4",
@@ -165,7 +165,7 @@ def trained(
     parts, reporter = parts_with(*settings), reporter or Notes()
     run = RunFolder.create(path, "", {})
     with closing(parts.scorer):
-        train(parts, run, reporter, StopSignal())
+        train(parts, run, [reporter], StopSignal())
     return run, reporter.notes
 
 
@@ -573,7 +573,7 @@ def test_the_warning_comes_every_ten_steps_and_survives_a_resume(
     assert all("over 10 steps 100% of groups had equal rewards" in note for note in notes)
     assert all("the task is learned" in note for note in notes)
     again = Notes()
-    train(parts_with(*settings), run, again, StopSignal(), start_of(run, 15))
+    train(parts_with(*settings), run, [again], StopSignal(), start_of(run, 15))
     assert again.notes[1:] == notes[1:]
     assert "superseded/1" in again.notes[0]
     assert [metrics["step"] for metrics in run.steps()] == list(range(1, 24))

@@ -12,12 +12,12 @@ from covey.accel.fused_parameters import fuse_parameters
 from covey.errors import ConfigError
 from covey.models.language_model import LanguageModel
 from covey.reference.moving import MovingReference
+from covey.training.checkpoint import load_policy, save_policy
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.compact_step import adamw as step_of
 from covey.training.compact_step import keys_of, numbers_of, random_bits, rounded, split, whole
 from covey.training.optimizer import MasterAdamW, Optimizer
 from covey.training.policy import Policy
-from covey.training.policy_files import load_policy, save_policy
 from tests.conftest import build, make_batch
 
 SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "max_grad_norm": 1.0}

@@ -15,7 +15,7 @@ from covey.run.metrics import meaning
 from covey.stopping import StopSignal
 from covey.training.build import assemble, resolve
 from covey.training.loop import train
-from tests.training.test_rewards_that_fail import Notes
+from tests.trackers import Notes
 
 QUICK = [
     "train.steps=2", "rollout.prompts_per_step=6", "rollout.group_size=4", "evaluate.every=0", "save.every=0",
@@ -36,7 +36,7 @@ def test_an_algorithm_trains(name: str, more: list[str], tmp_path: Path) -> None
     parts = assemble(config)
     before = [p.detach().clone() for p in parts.policy.model.model.parameters()]
     run = RunFolder.create(tmp_path / "run", "", {})
-    train(parts, run, Notes(), StopSignal())
+    train(parts, run, [Notes()], StopSignal())
     rows = run.steps()
     assert len(rows) == 2
     for row in rows:

@@ -19,7 +19,7 @@ from covey.stopping import GivenUp, may_be_given_up, stop_signal
 from covey.training.build import assemble, resolve
 from covey.training.loop import train
 from tests.processes import forked, wait_until
-from tests.reporters import Notes
+from tests.trackers import Notes
 from tests.training.test_resume import wait
 
 SETTINGS = (
@@ -63,7 +63,7 @@ def test_a_run_whose_server_is_away_ends_soon_with_its_last_step_saved(
     def work() -> int:
         stuck = replace(parts, scorer=NeverAnswers(parts.scorer, left=2 * ANSWERS))
         with stop_signal() as stop:
-            assert train(stuck, folder, Notes(), stop) == 2
+            assert train(stuck, folder, [Notes()], stop) == 2
         return stop.exit_code
 
     child = forked(work, tmp_path / "output")

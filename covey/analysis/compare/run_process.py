@@ -108,10 +108,10 @@ def run_job(job: Job) -> int:
         stack.enter_context(closing(parts.scorer))
         # The common reward scores evaluations, whatever reward the arm is trained on.
         if (config.reward, config.scoring) != (common.reward, common.scoring):
-            parts = replace(parts, judge=stack.enter_context(closing(scorer_of(common))))
+            parts = replace(parts, eval_scorer=stack.enter_context(closing(scorer_of(common))))
         folder = _run_folder(job, config, parts)
         engine = SharedEngine(
-            engine=parts.sampler,
+            engine=parts.engine,
             folder=Path(job.shared),
             start=job.start,
             names_file=folder.path / FIRST_ROLLOUTS_FILE,
@@ -119,7 +119,7 @@ def run_job(job: Job) -> int:
         reporter = LogReporter()
         reporter.note(f"generation: {engine.info.backend}")
         with folder.locked(), stop_signal() as stop:
-            train(replace(parts, sampler=engine), folder, reporter, stop)
+            train(replace(parts, engine=engine), folder, reporter, stop)
     if stop.received is not None:
         return STOPPED
     write_outcome(
@@ -143,7 +143,7 @@ def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
     )
     environment |= {
         "reward": parts.scorer.identity,
-        "judge": parts.judge.identity,
+        "judge": parts.eval_scorer.identity,
         "reference": parts.reference.identity if parts.reference else None,
         "arm": job.arm,
         "key": job.key,

@@ -10,32 +10,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from covey.config import Config, load_config
 from covey.engines.native.engine import has_exact_logp
 from covey.errors import RunError
-from covey.objective import Objective
-from covey.reference import Reference
-from covey.reference.build import make_reference
 from covey.run.folder import RunFolder
 from covey.run.records import to_stderr
 from covey.run.resume import last_good
-from covey.training.budget import Budget, Used
+from covey.training import checkpoint
 from covey.training.build import (
+    learner_at,
     load_model,
     objective_of,
     policy_of,
+    reference_of,
     sampling_of,
-    update_settings_of,
+    step_settings_of,
 )
-from covey.training.learn import learn
+from covey.training.checkpoint import State
 from covey.training.policy import Policy
-from covey.training.policy_files import load_policy
-from covey.training.state import State, state_of
-from covey.training.update import UpdateSettings
+from covey.training.step import Learner, training_step
 from covey.types import Group, Prompt, Rollout
 
 
@@ -165,12 +161,18 @@ class Trainee:
     """The policy of a run as it was before a step, with all that learning needs."""
 
     config: Config
-    policy: Policy
-    objective: Objective
-    reference: Reference | None
+    learner: Learner
     state: State
-    settings: UpdateSettings
     origin: Origin
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the learner."""
+        return self.learner.policy
+
+    def learner_now(self) -> Learner:
+        """Return what the next step works with: its beta, and its learning rate."""
+        return learner_at(self.learner, self.config, self.state)
 
 
 def bring_back(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
@@ -191,17 +193,16 @@ def bring_back(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
 
 def _at_start(config: Config, step: int) -> Trainee:
     model, objective = load_model(config), objective_of(config)
-    reference = None
-    if objective.needs_reference:
-        reference = make_reference(config, policy=model, load=partial(load_model, config))
-    settings = update_settings_of(config, sampling_of(config), exact_logp=has_exact_logp(model))
-    return Trainee(
-        config=config,
+    learner = Learner(
         policy=policy_of(config, model),
         objective=objective,
-        reference=reference,
+        settings=step_settings_of(config, sampling_of(config), exact_logp=has_exact_logp(model)),
+        reference=reference_of(config, model, objective),
+    )
+    return Trainee(
+        config=config,
+        learner=learner,
         state=State(beta=objective.beta),
-        settings=settings,
         origin=Origin(
             checkpoint=0, path=config.model.path, learned_again=0, behind=max(0, step - 1)
         ),
@@ -209,12 +210,10 @@ def _at_start(config: Config, step: int) -> Trainee:
 
 
 def _at_checkpoint(trainee: Trainee, number: int, folder: Path, step: int) -> Trainee:
-    saved = load_policy(trainee.policy, folder)
-    if trainee.reference is not None:
-        trainee.reference.load(folder)
+    learner = trainee.learner
     return replace(
         trainee,
-        state=replace(state_of(saved, folder), step=number),
+        state=checkpoint.load(learner.policy, learner.reference, folder, number),
         origin=Origin(
             checkpoint=number, path=str(folder), learned_again=0, behind=step - 1 - number
         ),
@@ -226,16 +225,8 @@ def _caught_up(trainee: Trainee, run: RunFolder, step: int) -> Trainee:
     for number in range(state.step + 1, step):
         recorded = read_step(run, number)
         state.step = number
-        learn(trainee, recorded.groups, state, settings_at(trainee))
+        *_, state.beta = training_step(trainee.learner_now(), recorded.groups, number)
         state.episode += len(recorded.answers)
         state.tokens += recorded.tokens
     origin = replace(trainee.origin, learned_again=trainee.origin.behind, behind=0)
     return replace(trainee, origin=origin)
-
-
-def settings_at(trainee: Trainee) -> UpdateSettings:
-    """Return the settings of the next update; its learning rate may follow the tokens sampled."""
-    state, version = trainee.state, trainee.policy.version
-    # The step in progress has not been paid for yet.
-    used = Used(steps=max(0, state.step - 1), tokens=state.tokens, updates=version)
-    return Budget(settings=trainee.config.train).paced(trainee.settings, used)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from covey.analysis.explain.effect import effect
-from covey.analysis.explain.recorded import Recorded, Trainee, settings_at
+from covey.analysis.explain.recorded import Recorded, Trainee
 from covey.objective import Objective
-from covey.training.learn import learn, objective_now
-from covey.training.update import Seen
+from covey.training.step import Seen, training_step
 from covey.types import Batch
 
 
@@ -75,15 +74,18 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Watched, dict[str, fl
     state.step = recorded.step
     beta = recorded.metrics.get("objective/beta")
     state.beta = state.beta if beta is None else beta
-    settings = replace(settings_at(trainee), skip_zero_gradient=False)
+    learner = trainee.learner_now()
+    settings = replace(learner.settings, skip_zero_gradient=False)
     if not trainee.origin.exact:
         # What other weights once said would be taken for a move of the policy.
         settings = replace(settings, old_logp_from_sampler=False)
-    objective = objective_now(trainee, state)
+    learner = replace(learner, settings=settings)
     seen: list[Seen] = []
-    batch, metrics = learn(trainee, recorded.groups, state, settings, watch=seen.append)
+    batch, metrics, state.beta = training_step(
+        learner, recorded.groups, recorded.step, watch=seen.append
+    )
     assert batch is not None, "there are groups"
-    watched = Watched.blank(batch, objective)
+    watched = Watched.blank(batch, learner.objective)
     for one in seen:
         watched.see(one)
     return watched, metrics

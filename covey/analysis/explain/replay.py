@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -26,13 +25,12 @@ from covey.config import load_config
 from covey.errors import ConfigError
 from covey.models.logp import LogProbs
 from covey.objective import ALGORITHMS, Objective, algorithm, with_advantage
-from covey.reference.build import make_reference
 from covey.rollout.filter import without_truncated
 from covey.run.folder import RunFolder
-from covey.training.build import load_model, objective_of, resolve
+from covey.training.build import objective_of, reference_of, resolve
 from covey.training.collate import collate
 from covey.training.policy import Policy
-from covey.training.update import prepare, whole_batch
+from covey.training.step import prepare, whole_batch
 from covey.types import Batch
 
 
@@ -151,19 +149,14 @@ def _with_own_beta(
 
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
     """Fill in all that any of the algorithms may ask for, from the policy as it is."""
-    reference, config = trainee.reference, trainee.config
-    hungry = next((o for o in algorithms.values() if o.needs_reference), None)
+    model, reference = trainee.policy.model, trainee.learner.reference
+    hungry = next((o for o in algorithms.values() if "reference" in o.needs), None)
     if hungry is not None and reference is None:
-        load = partial(load_model, config)
-        reference = make_reference(config, policy=trainee.policy.model, load=load)
+        reference = reference_of(trainee.config, model, hungry)
     some = hungry or next(iter(algorithms.values()))
-    return prepare(
-        collate(recorded.groups, trainee.policy.model.device),
-        policy=trainee.policy,
-        objective=replace(some, needs_entropy=True),
-        reference=reference,
-        settings=trainee.settings,
-    )
+    objective = replace(some, reads=some.reads | {"old_entropy"})
+    learner = replace(trainee.learner, objective=objective, reference=reference)
+    return prepare(learner, collate(recorded.groups, model.device))
 
 
 def _with_advantage(trainee: Trainee, objective: Objective, base: Batch) -> Batch:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from covey.objective.masked import bounded, row_mean
-from covey.objective.ratio import PER_ANSWER, Ratio, token
+from covey.objective.ratio import PER_SEQUENCE, Ratio, token
 
 HARMLESS = (0.999, 0.0, 0.001)
 """At least this share effective, at most this share outside the clip range, and at most this far
@@ -34,7 +34,7 @@ class ClipRange:
     @property
     def per_answer(self) -> bool:
         """Whether all tokens of an answer share one ratio; then answers are counted."""
-        return self.ratio in PER_ANSWER
+        return self.ratio in PER_SEQUENCE
 
     def row(self) -> dict[str, Any]:
         """Return it as plain data."""

@@ -36,13 +36,12 @@ from covey.objective.ratio import one, token
 from covey.objective.surrogate import geometric_clipped, trust_mask
 from covey.rollout.episode import encode_prompts, generate
 from covey.rollout.source import SynchronousSource
+from covey.run.trackers import Tracker
 from covey.training.budget import Budget
 from covey.training.build import Parts
+from covey.training.checkpoint import State
 from covey.training.collate import collate
-from covey.training.learn import batch_of, objective_now
-from covey.training.report import Reporter
-from covey.training.state import State, used_by
-from covey.training.update import UpdateSettings, update
+from covey.training.step import Learner, filled_batch, optimize
 from covey.types import Batch, Group
 
 ALONE = 16
@@ -75,11 +74,11 @@ class Report:
 
 
 def measure(
-    parts: Parts, state: State, reporter: Reporter, *, updates: int, alone: int = ALONE
+    parts: Parts, state: State, reporter: Tracker, *, updates: int, alone: int = ALONE
 ) -> Report:
     """Sample the next step's answers and measure every cause; the weights have changed after."""
     budget = Budget(settings=parts.config.train)
-    used = used_by(parts, state)
+    used = state.used(parts.policy)
     source = SynchronousSource(parts, reporter)
     rollouts = source.groups(state.step + 1, share=budget.spent(used))
     groups = rollouts.selected.groups or rollouts.collected.groups
@@ -90,8 +89,7 @@ def measure(
         **_over_all(parts, groups, few, clip),
         **_over_solo(parts, few, solo, clip),
     }
-    settings = budget.paced(parts.update_settings, used)
-    stale, notes = _stale(parts, groups, state, settings, updates, clip)
+    stale, notes = _stale(parts, groups, state, updates, clip)
     if not _clips_ratios(parts):
         name = parts.config.objective.name
         notes = (*notes, f"outside: {name} has no clip range of ratios; that of grpo stands for it")
@@ -144,7 +142,7 @@ def _written_alone(parts: Parts, few: Sequence[Group], step: int) -> list[Group]
     model = parts.policy.model
     return generate(
         encode_prompts(model, [group.prompt for group in few]),
-        engine=parts.sampler,
+        engine=parts.engine,
         model=model,
         sampling=replace(parts.sampling, max_concurrent=1, group_size=len(few[0].rollouts)),
         step=step,
@@ -160,7 +158,7 @@ def _over_all(
     parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
     """Measure what needs the answers as they are; and of the few, the trainer's batch shape."""
-    policy, budget = parts.policy, parts.update_settings.micro_batch_tokens
+    policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     now = trainer_logp(policy, batch, budget)
     exact = policy.model.head.linear.weight.dtype in (torch.float32, torch.float64)
@@ -185,7 +183,7 @@ def _over_solo(
     parts: Parts, few: Sequence[Group], solo: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
     """Measure what needs answers that were written alone."""
-    policy, budget = parts.policy, parts.update_settings.micro_batch_tokens
+    policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     single, many = (collate(groups, policy.model.device) for groups in (solo, few))
     width = min(single.tokens.shape[1], many.tokens.shape[1])
     same = common_prefix(solo, few, single)[:, :width]
@@ -199,31 +197,25 @@ def _stale(
     parts: Parts,
     groups: Sequence[Group],
     state: State,
-    settings: UpdateSettings,
     updates: int,
     clip: ClipRange,
 ) -> tuple[list[Cause], tuple[str, ...]]:
     """Take real optimizer steps on the answers, and measure after each how far they are."""
-    policy, objective = parts.policy, objective_now(parts, state)
-    once, notes = _learning(parts, replace(settings, mini_batches=1, epochs=1))
-    batch = batch_of(parts, groups, state, replace(once, epochs=2))
-    before = trainer_logp(policy, batch, once.micro_batch_tokens)
+    policy = parts.policy
+    once, notes = _learning(parts, parts.learner_at(state))
+    twice = replace(once, settings=replace(once.settings, epochs=2))
+    batch = filled_batch(twice, groups, state.step)
+    tokens = once.settings.micro_batch_tokens
+    before = trainer_logp(policy, batch, tokens)
     found = []
     for number in range(updates + 1):
         if number:
-            update(
-                batch,
-                policy=policy,
-                objective=objective,
-                settings=once,
-                step=state.step + 1,
-                reference=parts.reference,
-            )
-        after = trainer_logp(policy, batch, once.micro_batch_tokens)
+            optimize(once, batch, state.step + 1)
+        after = trainer_logp(policy, batch, tokens)
         gap = gap_of(after - before, batch.mask, clip)
         found.append(Cause(name="staleness", gap=gap, updates=number))
     # A penalty or an entropy bonus may move the policy all the same.
-    still = objective.only_surrogate or found[-1].gap.max == 0
+    still = once.objective.only_surrogate or found[-1].gap.max == 0
     if still and not _teaches(batch):
         notes += (
             "staleness: no trained token has an advantage, so these steps taught nothing; a step "
@@ -232,13 +224,18 @@ def _stale(
     return (found[1:] or found), notes if updates else ()
 
 
-def _learning(parts: Parts, settings: UpdateSettings) -> tuple[UpdateSettings, tuple[str, ...]]:
-    """Give steps after the end of a schedule its peak rate: at a rate of 0 nothing gets stale."""
+def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]:
+    """Take one optimizer step to a batch, after the end of a schedule at its peak rate.
+
+    At a rate of 0 nothing gets stale.
+    """
     peak = parts.config.optimizer.learning_rate
-    if peak == 0 or settings.learning_rate(parts.policy.version) > 0:
-        return settings, ()
+    once = replace(learner.settings, mini_batches=1, epochs=1)
+    if peak == 0 or once.learning_rate(parts.policy.version) > 0:
+        return replace(learner, settings=once), ()
     note = f"staleness: the schedule has come to a rate of 0; these steps took its peak, {peak:g}"
-    return replace(settings, learning_rate=lambda version: peak), (note,)
+    at_peak = replace(once, learning_rate=lambda version: peak)
+    return replace(learner, settings=at_peak), (note,)
 
 
 def _teaches(batch: Batch) -> bool:

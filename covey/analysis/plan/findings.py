@@ -101,7 +101,7 @@ def _elsewhere(setup: Setup) -> dict[str, Any]:
     )
     if not config.filter.dynamic_sampling:
         del rest["select"]["max_rounds"]
-    if setup.one_update and not setup.objective.needs_old_logp:
+    if setup.one_update and "old_logp" not in setup.objective.needs:
         del rest["train"]["old_logp"]
     if normal_form(setup)["penalty"] is None:
         del rest["reference"]

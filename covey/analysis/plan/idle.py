@@ -93,10 +93,10 @@ def old_logp_unread(setup: Setup) -> Iterator[Finding]:
     source, objective = setup.config.train.old_logp, setup.objective
     if source == "auto":
         return
-    if objective.needs_old_entropy and source == "sampler":
+    if "old_entropy" in objective.needs and source == "sampler":
         why = "The algorithm reads the entropy of the sampling policy, which takes a forward pass "
         why += "of the trainer; old_logp comes out of it too."
-    elif setup.one_update and not objective.needs_old_logp and not objective.needs_old_entropy:
+    elif setup.one_update and not objective.needs & {"old_logp", "old_entropy"}:
         why = "With one update per rollout old_logp is logp itself."
     else:
         return

@@ -197,7 +197,7 @@ class _Facts:
         kind, phases, held = self.config.reference.kind, ALWAYS, weights * self.size
         why = f"{kind}: a second copy of the weights"
         under = self.shape.rank and kind == "frozen" and not adapter_base(self.config.model.path)
-        if not self.objective.needs_reference:
+        if "reference" not in self.objective.needs:
             held, why = 0, "none: the objective has no penalty"
         elif kind == "server" or kind == "adapter_off" or under:
             held, why = 0, f"{kind}: no copy here"
@@ -212,8 +212,9 @@ class _Facts:
         shape, size, config, device = self.shape, self.size, self.config, self.device.kind
         checkpointing = config.model.gradient_checkpointing
         how = f"{'packed' if batch.packed else 'padded'}{', recomputed' if checkpointing else ''}"
-        asked = self.objective.needs_reference and config.reference.kind != "server"
-        reads = config.train.updates > 1 or self.objective.reads_old_policy
+        asked = "reference" in self.objective.needs and config.reference.kind != "server"
+        old = self.objective.needs & {"old_logp", "old_entropy"}
+        reads = config.train.updates > 1 or bool(old)
         # What the policy reads by a graph is read where the activations are.
         reads = asked or (reads and not self.recorded)
         stays = " in a recorded graph, which stays" if self.recorded else ""

@@ -9,7 +9,7 @@ from covey.analysis.plan.finding import Finding, Rule, Setup, told
 from covey.analysis.plan.same import active_penalty
 from covey.objective import advantage, penalty, ratio
 from covey.objective import surrogate as gains
-from covey.training.build import total_updates
+from covey.training.schedule import total_updates
 
 COLD = 0.3
 """At this temperature and below, answers to a prompt mostly agree."""
@@ -96,7 +96,7 @@ def success_of_form(setup: Setup) -> Iterator[Finding]:
     """Things that ask who is right, of a reward that does not know."""
     config = setup.config
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
-    if setup.objective.needs_success:
+    if "success" in setup.objective.needs:
         users.append(f"objective.name = {config.objective.name!r}")
     if users and config.reward.name in OF_FORM:
         yield told(
@@ -139,7 +139,7 @@ def split_groups(setup: Setup) -> Iterator[Finding]:
     """Optimizer steps that are smaller than a group."""
     rollout, parts = setup.config.rollout, setup.config.train.mini_batches
     answers = rollout.prompts_per_step * rollout.group_size
-    if setup.objective.compares and parts > rollout.prompts_per_step:
+    if "groups" in setup.objective.needs and parts > rollout.prompts_per_step:
         yield told(
             "risk",
             "groups",

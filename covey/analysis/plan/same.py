@@ -18,14 +18,14 @@ from covey.errors import ConfigError
 from covey.objective import ALGORITHMS, Objective, advantage, algorithm, penalty, ratio, weights
 from covey.objective import surrogate as gains
 from covey.objective.compose import function_of, options_of
-from covey.objective.shaping import entropy_shaped_answers, entropy_shaped_tokens
+from covey.objective.shaping import entropy_shaped_sequences, entropy_shaped_tokens
 
 ONE_TO_AN_ANSWER = frozenset(
-    {*advantage.ADVANTAGES.values(), entropy_shaped_answers} - {advantage.returns_whitened}
+    {*advantage.ADVANTAGES.values(), entropy_shaped_sequences} - {advantage.returns_whitened}
 )
 """Advantages that all tokens of an answer share."""
 
-BLIND_TO_REWARD = frozenset({entropy_shaped_answers, entropy_shaped_tokens})
+BLIND_TO_REWARD = frozenset({entropy_shaped_sequences, entropy_shaped_tokens})
 """Advantages that ask who is right, and never how much reward there was."""
 
 THROUGH_LOGP = frozenset(

@@ -217,7 +217,7 @@ def test_cosines_are_those_of_gradients_taken_one_by_one(recorded_run: RunFolder
     from covey.reference.build import make_reference
     from covey.training.build import load_model
     from covey.training.collate import collate
-    from covey.training.update import prepare
+    from covey.training.step import Learner, prepare
 
     trainee = bring_back(recorded_run, 2)
     parameters = list(trainee.policy.optimizer.parameters.values())
@@ -226,10 +226,11 @@ def test_cosines_are_those_of_gradients_taken_one_by_one(recorded_run: RunFolder
     )
     gradients = []
     for objective in built.values():
-        batch = prepare(
-            collate(recorded.groups), policy=trainee.policy, objective=objective,
-            reference=reference, settings=replace(trainee.settings, old_logp_from_sampler=False),
-        )  # fmt: skip
+        settings = replace(trainee.learner.settings, old_logp_from_sampler=False)
+        learner = Learner(
+            policy=trainee.policy, objective=objective, settings=settings, reference=reference
+        )
+        batch = prepare(learner, collate(recorded.groups))
         batch = with_weight(objective, with_advantage(objective, batch))
         loss = policy_loss(objective, batch, *trainee.policy.logp(batch)).loss
         parts = torch.autograd.grad(loss, parameters)

@@ -15,11 +15,12 @@ from covey.config import load_config
 from covey.embedded import CHECKPOINT
 from covey.models.logp import LogProbs
 from covey.rollout.source import SynchronousSource
-from covey.training.build import Parts, assemble, resolve, total_updates
+from covey.training.build import Parts, assemble, resolve
+from covey.training.checkpoint import State
 from covey.training.collate import collate
-from covey.training.state import State
+from covey.training.schedule import total_updates
 from covey.types import Batch, Group, Prompt, Rollout
-from tests.reporters import Notes
+from tests.trackers import Notes
 
 SMALL = (
     "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_tokens=40", "train.micro_batch_tokens=150",
@@ -264,7 +265,7 @@ def test_after_the_end_of_a_schedule_answers_get_stale_at_its_peak() -> None:
     settings = ("optimizer.schedule=linear", "train.steps=1")
     early, over = parts_of(*settings), parts_of(*settings)
     over.policy.version = total_updates(over.config.train)
-    assert over.update_settings.learning_rate(over.policy.version) == 0
+    assert over.step_settings.learning_rate(over.policy.version) == 0
     reports = [
         measure(parts, State(beta=0.0), Notes(), updates=1, alone=2) for parts in (early, over)
     ]

@@ -14,7 +14,7 @@ from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training.build import assemble, resolve
 from covey.training.loop import train
-from tests.training.test_rewards_that_fail import Notes
+from tests.trackers import Notes
 
 SHORT = (
     "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluate.every=0", "save.every=0",
@@ -40,7 +40,7 @@ def ran(*settings: str, steps: int = 1) -> Ran:
     parts = assemble(resolve(load_config("arithmetic", overrides)))
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder.create(Path(folder) / "run", "", {})
-        train(parts, run, Notes(), StopSignal())
+        train(parts, run, [Notes()], StopSignal())
         rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in run.steps()]
     parameters = parts.policy.model.model.parameters()
     return Ran(rows, torch.cat([p.detach().flatten() for p in parameters]))

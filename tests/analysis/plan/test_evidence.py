@@ -13,8 +13,8 @@ from covey.evaluate.intervals import paired_difference
 from covey.objective import build, with_advantage
 from covey.objective.penalty import PENALTIES, adapted_beta
 from covey.rewards.length import Soft
-from covey.training.optimizer import learning_rate
-from covey.training.update import UpdateSettings
+from covey.training.schedule import learning_rate
+from covey.training.step import RowFacts, StepSettings
 from covey.types import Batch
 from tests.analysis.plan.runs import ran, starting_weights
 from tests.conftest import make_batch
@@ -181,11 +181,12 @@ def test_k1_in_the_loss_is_noise(kl: str, noise: bool) -> None:
 
 def test_more_mini_batches_than_prompts_cut_every_group() -> None:
     batch = with_rewards(*[0.0] * 16, groups=2)
-    settings = UpdateSettings(
+    settings = StepSettings(
         mini_batches=4, epochs=1, micro_batch_tokens=999, old_logp_from_sampler=True,
         learning_rate=lambda _: 0.0, seed=0,
     )  # fmt: skip
-    steps = [batch.group[index] for index in settings.optimizer_steps(batch.group, step=1)]
+    facts = RowFacts.of(with_advantage(build("grpo", beta=0.0), batch), skip=False)
+    steps = [batch.group[index] for index in facts.mini_batches(settings, step=1)]
     assert [len(rows) for rows in steps] == [4, 4, 4, 4]
     assert all(len(rows.unique()) == 1 for rows in steps)  # half a group each
 
@@ -201,7 +202,7 @@ def test_an_adaptive_beta_that_cannot_get_anywhere() -> None:
     def after(steps: int) -> float:
         beta = 1.0
         for _ in range(steps):
-            beta = adapted_beta(beta, 1e9, target=0.1, horizon=10_000.0, answers=128)
+            beta = adapted_beta(beta, 1e9, target=0.1, horizon=10_000.0, rollouts=128)
         return beta
 
     assert after(20) < NOTICEABLE_BETA < after(100)

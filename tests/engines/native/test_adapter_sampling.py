@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.policy.test_adapter import adapted, embedded_model, learn, policy_of, trained
 
 from covey.engines.native.decoder_parity import decode_with_cache, decoder_for
 from covey.engines.native.engine import NativeEngine
@@ -21,6 +20,7 @@ from covey.types import Group
 from tests.conftest import build, rollouts_of
 from tests.engines.native.test_engine import ragged_prompts
 from tests.engines.native.test_llama_decoder import UNDERSTOOD, made
+from tests.models.test_adapter import adapted, embedded_model, learn, policy_of, trained
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "qwen2", "qwen3"])

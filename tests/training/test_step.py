@@ -5,15 +5,15 @@ import pytest
 import torch
 
 from covey.models.logp import batch_logp
+from covey.objective import Objective, with_advantage
 from covey.objective import build as build_objective
-from covey.objective import with_advantage
 from covey.objective.diagnostics import Meter
 from covey.reference import FrozenReference
 from covey.rollout.filter import Selected, select
 from covey.training.collate import collate
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.update import UpdateSettings, prepare, update
+from covey.training.step import Learner, RowFacts, StepSettings, optimize, prepare
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import build, make_batch
 
@@ -28,12 +28,16 @@ def rollout(tokens: int, reward: float | None, sample: int = 0) -> Rollout:
     )  # fmt: skip
 
 
-def settings(**changes: object) -> UpdateSettings:
-    base = UpdateSettings(
+def settings(**changes: object) -> StepSettings:
+    base = StepSettings(
         mini_batches=1, epochs=1, micro_batch_tokens=10_000, old_logp_from_sampler=False,
         learning_rate=lambda version: 1e-3, seed=0,
     )  # fmt: skip
     return replace(base, **changes)
+
+
+def learner(policy: Policy, objective: Objective, **changes: object) -> Learner:
+    return Learner(policy=policy, objective=objective, settings=settings(**changes))
 
 
 def make_policy(name: str = "llama") -> Policy:
@@ -54,6 +58,7 @@ def test_collate_keeps_rows_masks_and_failures() -> None:
     assert batch.tokens.tolist() == [[9, 10, 11], [9, 0, 0], [9, 10, 0]]
     assert batch.mask.int().tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
     assert batch.group.tolist() == [0, 0, 1]
+    assert batch.rollout.tolist() == [0, 1, 2]
     assert batch.rewards.dtype == torch.float64
     assert batch.rewards[0] == 1.0
     assert math.isnan(batch.rewards[1])
@@ -72,7 +77,8 @@ def test_every_epoch_visits_every_row_once_and_keeps_groups_together(
 ) -> None:
     batch = make_batch(rows=12, groups=4)
     wanted = settings(mini_batches=mini_batches, epochs=epochs)
-    parts = list(wanted.optimizer_steps(batch.group, step=5))
+    batch = with_advantage(build_objective("grpo", beta=0.0), batch)
+    parts = list(RowFacts.of(batch, skip=False).mini_batches(wanted, step=5))
     assert len(parts) == mini_batches * epochs
     for epoch in range(epochs):
         rows = torch.cat(parts[epoch * mini_batches : (epoch + 1) * mini_batches])
@@ -91,9 +97,7 @@ def test_old_logp_is_computed_only_when_something_reads_it() -> None:
 
     def prepared(**changes: object):
         calls.clear()
-        return prepare(
-            batch, policy=policy, objective=objective, reference=None, settings=settings(**changes)
-        )
+        return prepare(learner(policy, objective, **changes), batch)
 
     assert prepared().old_logp is None
     assert not calls
@@ -111,16 +115,12 @@ def test_a_frozen_reference_is_the_starting_policy_and_stays_so() -> None:
     reference = FrozenReference(model=build("llama"), temperature=1.0, logits_megabytes=64.0)
     objective = build_objective("grpo", beta=0.1)
     batch = make_batch(rows=8)
-    fill = lambda: prepare(  # noqa: E731
-        batch, policy=policy, objective=objective, reference=reference, settings=settings()
-    )
+    learns = replace(learner(policy, objective), reference=reference)
+    fill = lambda: prepare(learns, batch)  # noqa: E731
     start = fill().ref_logp
     torch.testing.assert_close(start, batch_logp(policy.model, batch).logp.detach())
     for step in range(1, 4):
-        metrics = update(
-            with_advantage(objective, fill()), policy=policy, objective=objective,
-            settings=settings(), step=step,
-        )  # fmt: skip
+        metrics = optimize(learner(policy, objective), with_advantage(objective, fill()), step)
         assert (metrics["objective/kl_avg"] > 1e-6) == (step > 1)
     assert torch.equal(fill().ref_logp, start)
 
@@ -132,12 +132,8 @@ def test_metrics_and_weights_do_not_depend_on_the_token_budget(budget: int) -> N
     for tokens in (budget, 10_000):
         policy = make_policy()
         batch = make_batch(rows=10, longest=12)
-        change = settings(mini_batches=2, epochs=2, micro_batch_tokens=tokens)
-        batch = prepare(batch, policy=policy, objective=objective, reference=None, settings=change)
-        metrics = update(
-            with_advantage(objective, batch), policy=policy, objective=objective,
-            settings=change, step=1,
-        )  # fmt: skip
+        learns = learner(policy, objective, mini_batches=2, epochs=2, micro_batch_tokens=tokens)
+        metrics = optimize(learns, with_advantage(objective, prepare(learns, batch)), step=1)
         results.append((metrics, policy.model.head.linear.weight.detach().clone()))
     (first, weights), (second, expected) = results
     assert first == {
@@ -146,13 +142,13 @@ def test_metrics_and_weights_do_not_depend_on_the_token_budget(budget: int) -> N
     torch.testing.assert_close(weights, expected, atol=2e-5, rtol=0)
 
 
-def test_update_raises_the_probability_of_better_answers() -> None:
+def test_a_step_raises_the_probability_of_better_completions() -> None:
     policy = make_policy()
     objective = build_objective("grpo", beta=0.0)
     batch = with_advantage(objective, make_batch(rows=8, groups=2, seed=5))
     before = batch_logp(policy.model, batch).logp.detach()
     for step in range(5):
-        update(batch, policy=policy, objective=objective, settings=settings(), step=step)
+        optimize(learner(policy, objective), batch, step)
     change = (batch_logp(policy.model, batch).logp.detach() - before).sum(dim=1)
     advantage = batch.advantage.sum(dim=1)
     assert (change[advantage > 0.5] > 0).all()
@@ -178,10 +174,8 @@ def test_a_gradient_that_is_not_finite_is_counted_and_spoils_no_other_metric() -
     batch = with_advantage(objective, make_batch(rows=8, groups=2, seed=5))
     spoiled = batch.advantage.clone()
     spoiled[batch.group == 1] = math.inf
-    metrics = update(
-        replace(batch, advantage=spoiled.where(batch.mask, 0.0)), policy=policy,
-        objective=objective, settings=settings(mini_batches=2), step=1,
-    )  # fmt: skip
+    spoiled = replace(batch, advantage=spoiled.where(batch.mask, 0.0))
+    metrics = optimize(learner(policy, objective, mini_batches=2), spoiled, step=1)
     assert metrics["optim/skipped"] == 1
     assert math.isfinite(metrics["optim/grad_norm"])
     assert all(p.isfinite().all() for p in policy.model.model.parameters())
@@ -196,15 +190,15 @@ def test_rows_that_are_skipped_leave_no_ratios_behind() -> None:
         rewards=batch.rewards.where(batch.group == 0, 1.0),
         sampler_logp=batch_logp(policy.model, batch).logp.detach() + 0.5,
     )
-    still = settings(mini_batches=2, skip_zero_gradient=True, learning_rate=lambda version: 0.0)
-    batch = prepare(
-        with_advantage(objective, batch), policy=policy, objective=objective, reference=None,
-        settings=still,
+    still = learner(
+        policy, objective,
+        mini_batches=2, skip_zero_gradient=True, learning_rate=lambda version: 0.0,
     )  # fmt: skip
-    metrics = update(batch, policy=policy, objective=objective, settings=still, step=1)
+    batch = prepare(still, with_advantage(objective, batch))
+    metrics = optimize(still, batch, step=1)
     assert metrics["policy/ratio_min"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["policy/approxkl_avg"] == pytest.approx(0.0, abs=1e-9)
     flat = with_advantage(objective, replace(batch, rewards=torch.ones(8).double()))
-    nothing = update(flat, policy=policy, objective=objective, settings=still, step=1)
+    nothing = optimize(still, flat, step=1)
     assert nothing["loss/policy_avg"] == nothing["optim/grad_norm"] == 0.0
     assert "policy/ratio" not in nothing

@@ -15,17 +15,16 @@ from covey.objective import build as build_objective
 from covey.objective import with_advantage
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
-from covey.training import update as updating
+from covey.training import step as stepping
 from covey.training.build import assemble, resolve
 from covey.training.loop import train
 from covey.training.optimizer import Stepped
-from covey.training.row_facts import RowFacts
-from covey.training.update import prepare, update
+from covey.training.step import Learner, RowFacts, optimize, prepare
 from covey.types import Batch, HostRows, Totals
 from tests.analysis.plan.runs import SHORT
 from tests.conftest import make_batch
-from tests.reporters import Notes
-from tests.training.test_collate_update import settings
+from tests.trackers import Notes
+from tests.training.test_step import settings
 
 WAITS = {
     "tolist", "item", "cpu", "numpy", "nonzero", "unique", "masked_select",
@@ -74,7 +73,7 @@ class Still:
 
 def waits_of_an_update(monkeypatch: pytest.MonkeyPatch, mini_batches: int) -> Counter[str]:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(updating, "micro_batches", balanced_parts)
+    monkeypatch.setattr(stepping, "micro_batches", balanced_parts)
     batch = make_batch(rows=24, groups=12)
     names = [n for n in Batch.__slots__ if getattr(batch, n) is not None]
     there: dict[str, Any] = {n: getattr(batch, n).as_subclass(OnDevice) for n in names}
@@ -86,10 +85,10 @@ def waits_of_an_update(monkeypatch: pytest.MonkeyPatch, mini_batches: int) -> Co
         micro_batch_tokens=100,
     )  # fmt: skip
     objective = build_objective("grpo", beta=0.0)
-    batch = prepare(batch, policy=policy, objective=objective, reference=None, settings=asked)
-    batch = with_advantage(objective, batch)
+    learner = Learner(policy=policy, objective=objective, settings=asked)
+    batch = with_advantage(objective, prepare(learner, batch))
     OnDevice.waits.clear()
-    metrics = update(batch, policy=policy, objective=objective, settings=asked, step=1)
+    metrics = optimize(learner, batch, step=1)
     assert metrics["policy/ratio"] > 0
     return Counter(OnDevice.waits)
 
@@ -104,17 +103,17 @@ def test_an_update_waits_for_the_device_three_times_however_many_steps_it_takes(
 
 def test_totals_and_useful_rows_are_those_of_the_batch() -> None:
     batch = make_batch(rows=12, groups=4)
-    # One group is all alike, and one of the others' answers has no trained token.
+    # One group has equal rewards, and one row of the others has no trained token.
     flat = batch.rewards.where(batch.group != 2, 1.0)
     batch = replace(batch, rewards=flat, mask=batch.mask & (torch.arange(12) != 5)[:, None])
     batch = with_advantage(build_objective("grpo", beta=0.0), batch)
-    facts = RowFacts.of(batch)
+    facts = RowFacts.of(batch, skip=True)
     index = torch.tensor([11, 0, 5, 2, 6, 10])
     assert facts.totals(index) == Totals.of(batch.rows(index))
     assert batch.advantage is not None
     useful = [n for n, row in enumerate(index.tolist()) if batch.advantage[row].abs().sum() > 0]
-    assert facts.with_gradient(index).tolist() == useful == [0, 1]
-    assert facts.with_gradient(torch.tensor([2, 6, 10])).tolist() == [0]
+    assert facts.in_passes(index).tolist() == useful == [0, 1]
+    assert facts.in_passes(torch.tensor([2, 6, 10])).tolist() == [0]
 
 
 def test_all_rows_of_a_batch_are_the_batch_unless_it_has_padding_to_lose() -> None:
@@ -140,6 +139,6 @@ def test_a_run_keeps_the_collector_off_what_was_there_before(tmp_path: Path) -> 
 
     counts = Counts()
     parts = assemble(resolve(load_config("arithmetic", [*SHORT, "train.steps=1"])))
-    train(parts, RunFolder.create(tmp_path / "run", "", {}), counts, StopSignal())
+    train(parts, RunFolder.create(tmp_path / "run", "", {}), [counts], StopSignal())
     assert counts.frozen > 10_000
     assert gc.get_freeze_count() == 0
