@@ -91,9 +91,9 @@ def build_sft(config: Config) -> SftParts:
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
         scorer=scorer,
-        judge=scorer,
+        eval_scorer=scorer,
         policy=policy,
-        sampler=NativeEngine(model),
+        engine=NativeEngine(model),
         sampling=sampling_of(config),
     )
     try:
@@ -234,12 +234,11 @@ def stack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Ba
     """Make a batch of examples: completions of which every token is trained."""
     blank = Prompt(id="", task="", messages=(), target="")
     rollouts = [
-        Rollout(
+        Rollout.single_turn(
             prompt_id="",
             sample=0,
             prompt_tokens=example.prompt_tokens,
             tokens=example.tokens,
-            trained=(True,) * len(example.tokens),
             sampler_logp=(0.0,) * len(example.tokens),
             text="",
             finish="stop",

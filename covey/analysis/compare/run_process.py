@@ -15,9 +15,8 @@ import sys
 import threading
 import tomllib
 import traceback
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from covey.escape import printable
 from covey.evaluate.evaluate import Evaluation
 from covey.run.folder import RunFolder
 from covey.run.provenance import describe_environment
+from covey.run.trackers import Tracker
 from covey.stopping import stop_signal
 from covey.training.build import Parts, assemble, scorer_of
 from covey.training.loop import train
@@ -42,21 +42,14 @@ LONGEST_ERROR = 300
 CHUNK = 2**24
 
 
-@dataclass(slots=True)
-class LogReporter:
+class LogTracker(Tracker):
     """Prints the evaluations and notes of a run to its log."""
 
-    def started(self, *, steps: int, done: int, answers: int) -> None:
+    def started(self, *, steps: int, done: int, rollouts: int) -> None:
         """Print the progress so far."""
-        self.note(f"after step {done} of {steps}, {answers} completions per step")
+        self.note(f"after step {done} of {steps}, {rollouts} completions per step")
 
-    def sampled(self, answers: int) -> None:
-        """Ignore single completions."""
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """Ignore steps: they are in steps.jsonl."""
-
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Print the accuracy of an evaluation."""
         self.note(f"step {step}: {evaluation.estimates['greedy'].value:.1%}")
 
@@ -116,10 +109,10 @@ def run_job(job: Job) -> int:
             start=job.start,
             names_file=folder.path / FIRST_ROLLOUTS_FILE,
         )
-        reporter = LogReporter()
-        reporter.note(f"generation: {engine.info.backend}")
+        log = LogTracker()
+        log.note(f"generation: {engine.info.backend}")
         with folder.locked(), stop_signal() as stop:
-            train(replace(parts, engine=engine), folder, reporter, stop)
+            train(replace(parts, engine=engine), folder, [log], stop)
     if stop.received is not None:
         return STOPPED
     write_outcome(
