@@ -8,26 +8,13 @@ Shapes: N packed tokens, R key positions, H heads, K key-value heads, D head siz
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-
-class KeyIndex(NamedTuple):
-    """Where keys and values are written, and where their gradients come from."""
-
-    tokens: torch.Tensor
-    """[R] int32: the packed token of each key position."""
-    starts: torch.Tensor
-    """[rows] int32: the first key position of each row, with rows that share a prompt adjacent."""
-    begin: torch.Tensor
-    """[N] int32: the first entry of `starts` whose row holds the token."""
-    end: torch.Tensor
-    """[N] int32: the entry after the last."""
-    position: torch.Tensor
-    """[N] int32: a token's offset from its row's start."""
+from covey.accel.varlen_attention import KeyIndex
 
 
 @triton.jit

@@ -9,36 +9,13 @@ Shapes: W slots in use, S slots, P prompts, H heads, K key-value heads, D head s
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from covey.accel.kernels.decode_attention import LEAST_ROWS, online_softmax, tile_sizes
+from covey.accel.kernels.decode_attention import LEAST_ROWS, LayerCache, online_softmax, tile_sizes
 
 NO_WINDOW = 2**31 - 1
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of one layer, and where each slot finds its own."""
-
-    prompt_keys: torch.Tensor
-    """[P, K, C', D]."""
-    prompt_values: torch.Tensor
-    """[P, K, C', D]."""
-    prompt_row: torch.Tensor
-    """[S] int64: the prompt row of a slot."""
-    prompt_length: torch.Tensor
-    """[S] int64: the length of a slot's prompt."""
-    keys: torch.Tensor
-    """[S, K, C, D], of completions; written by the kernel."""
-    values: torch.Tensor
-    """[S, K, C, D], the same."""
-    place: torch.Tensor
-    """[S] int64: where the new key and value are written."""
-    active: torch.Tensor
-    """[S] bool: unfinished slots; the others are skipped."""
 
 
 @triton.jit
