@@ -86,20 +86,9 @@ def online_softmax(score, value, largest, total, result, precision: tl.constexpr
 
 @triton.jit
 def _attend(
-    keys,
-    values,
-    begin,
-    count,
-    first,
-    second,
-    largest,
-    total,
-    result,
-    log2,
-    size: tl.constexpr,
-    block: tl.constexpr,
-    precision: tl.constexpr,
-):
+    keys, values, begin, count, first, second, largest, total, result, log2,
+    size: tl.constexpr, block: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     """Attend to `count` consecutive positions from row `begin` on."""
     half = tl.arange(0, size // 2)
     whole = tl.arange(0, size)
@@ -119,32 +108,12 @@ def _attend(
 
 @triton.jit
 def _decode_attention(
-    heads,
-    cosine,
-    sine,
-    query_gain,
-    key_gain,
-    prompt_keys,
-    prompt_values,
-    prompt_row,
-    prompt_length,
-    keys,
-    values,
-    place,
-    active,
-    attended,
-    scale,
-    eps,
-    prompt_capacity,
-    capacity,
-    key_heads: tl.constexpr,
-    shared: tl.constexpr,
-    size: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-    norms: tl.constexpr,
-    precision: tl.constexpr,
-):
+    heads, cosine, sine, query_gain, key_gain,
+    prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, place, active,
+    attended, scale, eps, prompt_capacity, capacity,
+    key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
+    block: tl.constexpr, norms: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     half = tl.arange(0, size // 2)
@@ -226,24 +195,12 @@ def decode_attention(
     query_gain, key_gain, eps = (heads, heads, 0.0) if norms is None else norms
     block, warps, stages = tile_sizes(slots * key_heads, size, cache.keys.dtype)
     _decode_attention[(slots, key_heads)](
-        heads,
-        *rope,
-        query_gain,
-        key_gain,
-        *cache,
-        attended,
-        scale,
-        eps,
-        cache.prompt_keys.shape[2],
-        capacity,
-        key_heads=key_heads,
-        shared=shared,
-        size=size,
+        heads, *rope, query_gain, key_gain, *cache,
+        attended, scale, eps, cache.prompt_keys.shape[2], capacity,
+        key_heads=key_heads, shared=shared, size=size,
         rows=max(LEAST_ROWS, triton.next_power_of_2(shared)),
-        block=block,
-        norms=norms is not None,
+        block=block, norms=norms is not None,
         precision="ieee" if cache.keys.dtype == torch.float32 else "tf32",
-        num_warps=warps,
-        num_stages=stages,
-    )
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     return attended

@@ -30,23 +30,10 @@ def _score(product, scale, softcap, capped: tl.constexpr):
 
 @triton.jit
 def _attend(
-    keys,
-    values,
-    begin,
-    low,
-    count,
-    query,
-    largest,
-    total,
-    result,
-    scale,
-    softcap,
-    size: tl.constexpr,
-    room: tl.constexpr,
-    block: tl.constexpr,
-    capped: tl.constexpr,
+    keys, values, begin, low, count, query, largest, total, result, scale, softcap,
+    size: tl.constexpr, room: tl.constexpr, block: tl.constexpr, capped: tl.constexpr,
     precision: tl.constexpr,
-):
+):  # fmt: skip
     """Attend to positions `low` to `count` - 1, which are consecutive from `begin` on."""
     whole = tl.arange(0, room)
     for start in range(low // block * block, count, block):
@@ -65,38 +52,12 @@ def _attend(
 
 @triton.jit
 def _shared_prompt_attention(
-    query,
-    key,
-    value,
-    query_slot,
-    query_head,
-    key_slot,
-    key_head,
-    value_slot,
-    value_head,
-    prompt_keys,
-    prompt_values,
-    prompt_row,
-    prompt_length,
-    keys,
-    values,
-    place,
-    active,
-    attended,
-    scale,
-    softcap,
-    window,
-    prompt_capacity,
-    capacity,
-    key_heads: tl.constexpr,
-    shared: tl.constexpr,
-    size: tl.constexpr,
-    room: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-    capped: tl.constexpr,
-    precision: tl.constexpr,
-):
+    query, key, value, query_slot, query_head, key_slot, key_head, value_slot, value_head,
+    prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, place, active,
+    attended, scale, softcap, window, prompt_capacity, capacity,
+    key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, room: tl.constexpr,
+    rows: tl.constexpr, block: tl.constexpr, capped: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     whole = tl.arange(0, room)
@@ -147,7 +108,7 @@ def shared_prompt_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    stored: LayerCache,
+    cache: LayerCache,
     *,
     scale: float,
     window: int | None = None,
@@ -159,30 +120,19 @@ def shared_prompt_attention(
     sees the new position and the n - 1 before it; a soft cap limits scores.
     """
     slots, heads, size = query.shape
-    key_heads, capacity = stored.keys.shape[1:3]
+    key_heads, capacity = cache.keys.shape[1:3]
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
     attended = torch.empty((slots, heads, size), dtype=query.dtype, device=query.device)
     room = max(LEAST_ROWS, triton.next_power_of_2(size))
-    block, warps, stages = tile_sizes(slots * key_heads, room, stored.keys.dtype)
+    block, warps, stages = tile_sizes(slots * key_heads, room, cache.keys.dtype)
     _shared_prompt_attention[(slots, key_heads)](
-        query, key, value,
-        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-        *stored,
-        attended,
-        scale,
-        softcap or 0.0,
-        window or NO_WINDOW,
-        stored.prompt_keys.shape[2],
-        capacity,
-        key_heads=key_heads,
-        shared=heads // key_heads,
-        size=size,
-        room=room,
+        query, key, value, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        *cache,
+        attended, scale, softcap or 0.0, window or NO_WINDOW, cache.prompt_keys.shape[2], capacity,
+        key_heads=key_heads, shared=heads // key_heads, size=size, room=room,
         rows=max(LEAST_ROWS, triton.next_power_of_2(heads // key_heads)),
-        block=block,
-        capped=softcap is not None,
-        precision="ieee" if stored.keys.dtype == torch.float32 else "tf32",
-        num_warps=warps,
-        num_stages=stages,
+        block=block, capped=softcap is not None,
+        precision="ieee" if cache.keys.dtype == torch.float32 else "tf32",
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return attended
