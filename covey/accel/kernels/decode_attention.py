@@ -126,9 +126,7 @@ def _decode_attention(
     before = tl.load(prompt_length + slot)
     row = tl.load(prompt_row + slot)
     if goes_on == 0:
-        tl.store(
-            out, tl.zeros((rows, size), tl.float32), mask=real
-        )  # finite, whatever the memory held
+        tl.store(out, tl.zeros((rows, size), tl.float32), mask=real)  # instead of what was there
         return
     kind = keys.dtype.element_ty
 

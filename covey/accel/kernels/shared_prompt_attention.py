@@ -66,9 +66,7 @@ def _shared_prompt_attention(
     real = (member < shared)[:, None] & known[None, :]
     out = attended + (slot * key_heads * shared + head * shared + member)[:, None] * size + whole
     if tl.load(active + slot) == 0:
-        tl.store(
-            out, tl.zeros((rows, room), tl.float32), mask=real
-        )  # finite, whatever the memory held
+        tl.store(out, tl.zeros((rows, room), tl.float32), mask=real)  # instead of what was there
         return
     at = tl.load(place + slot)
     before = tl.load(prompt_length + slot)
