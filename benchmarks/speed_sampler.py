@@ -88,7 +88,7 @@ def step_seconds(sampler: NativeEngine, sizes: Sizes, answers: int) -> float:
     backend, sampling = sampler.backend, sampling_of(sizes, answers)
     width = backend.width_for(answers)
     slots = backend.begin(
-        width=width, questions=answers // sizes.group, longest=sizes.prompt, sampling=sampling
+        width=width, prompts=answers // sizes.group, longest=sizes.prompt, sampling=sampling
     )
     graphs = getattr(backend, "graphs", None)
     if graphs is not None and sizes.device.startswith("cuda"):

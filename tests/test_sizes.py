@@ -20,7 +20,6 @@ LONG_FUNCTIONS = {
     # A kernel is one piece, since what it holds in registers cannot be handed on for nothing; and
     # its parameters alone, which its launcher names again, take half a screen.
     "accel/kernels/decode_attention.py:_decode_attention",
-    "accel/kernels/decode_attention.py:decode_attention",
     "accel/kernels/shared_prompt_attention.py:_shared_prompt_attention",
     "accel/kernels/sample.py:_sample",
 }

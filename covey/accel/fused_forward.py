@@ -24,9 +24,9 @@ from covey.accel.attention import PaddedRows, attention
 from covey.accel.fused_linear import fused_linear, plain, skip_swiglu_output, swiglu_linear
 from covey.accel.fused_parameters import GradSink, sink_of
 from covey.accel.kernels.rms_norm import add_norm, norm
-from covey.accel.kernels.rope import KeyIndex, apply_rope
+from covey.accel.kernels.rope import apply_rope
 from covey.accel.parity import plain_positions
-from covey.accel.varlen_attention import VarlenRows, flash_attention
+from covey.accel.varlen_attention import KeyIndex, VarlenRows, flash_attention
 
 KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -52,9 +52,9 @@ def fused_backbone(
     """
     model: Any = backbone
     hidden = _embed(input_ids, model.embed_tokens)
-    place = _Place(
-        rope_table(model.rotary_emb, hidden[None, :1], position_ids), packing, _shared(packing)
-    )
+    rope = rope_table(model.rotary_emb, hidden[None, :1], position_ids)
+    shared = packing.shared if isinstance(packing, VarlenRows) else None
+    place = _Place(rope, packing, shared)
     delta: torch.Tensor | None = None
     for layer in model.layers:
         if layer.training and torch.is_grad_enabled() and _checkpointed(layer):
@@ -148,13 +148,6 @@ def _unshared(
     shared = place.shared
     first = shared.starts[shared.begin.long()] + shared.position
     return key.index_select(0, first), value.index_select(0, first)
-
-
-def _shared(packing: PaddedRows | VarlenRows) -> KeyIndex | None:
-    if not isinstance(packing, VarlenRows) or packing.tokens is None:
-        return None
-    parts = (packing.tokens, packing.starts, packing.begin, packing.end, packing.position)
-    return KeyIndex(*(part for part in parts if part is not None))
 
 
 def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

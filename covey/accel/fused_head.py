@@ -9,22 +9,17 @@ Shapes: M chosen tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from covey.accel.fused_parameters import GradSink, sink_of
+from covey.accel.head import LogitSettings
 from covey.accel.kernels.matmul import add_matmul, matmul
 from covey.accel.kernels.token_logp import logp_backward, logp_forward
 
 ROWS = 128
 """Rows of a tensor core tile; larger chunks are a multiple of it."""
-
-
-class _Settings(NamedTuple):
-    scale: float
-    softcap: float | None
-    chunk: int
 
 
 def fused_token_logp(
@@ -42,7 +37,7 @@ def fused_token_logp(
     size = 4 if weight.dtype == torch.float32 else 4 + weight.element_size()
     rows = max(1, int(megabytes * 2**20 / (len(weight) * size)))
     chunk = rows - rows % ROWS if rows > ROWS else rows
-    settings = _Settings(scale, softcap, chunk)
+    settings = LogitSettings(scale, softcap, chunk)
     logp, entropy = _DeviceLogp.apply(hidden, weight, bias, tokens, settings)
     return logp, entropy
 
@@ -67,7 +62,7 @@ class _DeviceLogp(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         tokens: torch.Tensor,
-        settings: _Settings,
+        settings: LogitSettings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = hidden.contiguous()
         logp = hidden.new_empty(len(tokens), dtype=torch.float32)

@@ -29,7 +29,7 @@ def plain(module: Any) -> nn.Linear:
 
 def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Apply linear layers to the same values; return one fused result, or one for each."""
-    weights = _joint(modules)
+    weights = _fused_weights(modules)
     if weights is None:
         return tuple(module(values) for module in modules)
     result: torch.Tensor = _Product.apply(values, weights, *weights.parameters)
@@ -45,7 +45,7 @@ def swiglu_linear(
         gate, up = gates[0].chunk(2, dim=1) if len(gates) == 1 else gates
         result = down(activation(gate) * up)
         return result
-    weights = _joint([down])
+    weights = _fused_weights([down])
     if weights is None:
         result = down(_Gate.apply(*gates))
         return result
@@ -121,7 +121,7 @@ def _bias_grads(biases: Sequence[torch.Tensor], total: torch.Tensor) -> list[tor
     return [None] * len(biases)
 
 
-def _joint(modules: Sequence[Any]) -> _Weights | None:
+def _fused_weights(modules: Sequence[Any]) -> _Weights | None:
     """Return the fused weights of plain linear layers. None: they are not fused."""
     if any(type(m) is not nn.Linear or m._forward_hooks for m in modules):
         return None

@@ -8,7 +8,7 @@ are fused is read from their addresses, so it is never out of date.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,26 +54,16 @@ def fused_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-class HoldsGrad(Protocol):
-    """The holder of a parameter's float32 gradient: its master weight or a GradHolder."""
-
-    grad: torch.Tensor | None
-
-    @property
-    def shape(self) -> torch.Size:
-        """The parameter's."""
-
-    @property
-    def device(self) -> torch.device:
-        """The parameter's."""
-
-
 class GradHolder:
     """Holds the float32 gradient of a bfloat16 parameter without a float32 master."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.grad: torch.Tensor | None = None
         self.shape, self.device = parameter.shape, parameter.device
+
+
+HoldsGrad = nn.Parameter | GradHolder
+"""The holder of a parameter's float32 gradient: its master weight or a GradHolder."""
 
 
 class GradSink:

@@ -75,7 +75,7 @@ def token_logp(
             megabytes=megabytes,
         )
     size = torch.promote_types(weight.dtype, torch.float32).itemsize
-    settings = _Settings(
+    settings = LogitSettings(
         scale=head.scale / temperature,
         softcap=None if head.softcap is None else head.softcap / temperature,
         chunk=chunk_rows(weight.shape[0], megabytes, size),
@@ -88,7 +88,9 @@ def _kernels() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-class _Settings(NamedTuple):
+class LogitSettings(NamedTuple):
+    """Scale and soft cap of logits, and the tokens of a chunk."""
+
     scale: float
     softcap: float | None
     chunk: int
@@ -106,7 +108,7 @@ class _Chunks:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        settings: _Settings,
+        settings: LogitSettings,
     ) -> None:
         self.hidden, self.weight, self.bias, self.settings = hidden, weight, bias, settings
         rows = min(settings.chunk, len(hidden))
@@ -142,7 +144,7 @@ class _TokenLogp(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         tokens: torch.Tensor,
-        settings: _Settings,
+        settings: LogitSettings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         precision = torch.promote_types(hidden.dtype, torch.float32)
         logp = hidden.new_empty(len(tokens), dtype=precision)

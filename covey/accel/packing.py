@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from covey.accel.attention import PaddedRows
-from covey.accel.varlen_attention import VarlenRows
+from covey.accel.varlen_attention import KeyIndex, VarlenRows
 from covey.types import Batch, HostRows
 
 
@@ -112,7 +112,7 @@ class PackedTables(NamedTuple):
     chosen: torch.Tensor
     cells: torch.Tensor
     query_starts: torch.Tensor
-    """[rows + 1] int32; this and all that follow are as in VarlenRows."""
+    """[rows + 1] int32; this and the next are as in VarlenRows, the last five as in KeyIndex."""
     key_starts: torch.Tensor
     tokens: torch.Tensor
     starts: torch.Tensor
@@ -169,11 +169,7 @@ def packed_batch(tables: PackedTables, longest: MaxLengths, *, shared: bool) -> 
             key_starts=tables.key_starts,
             longest_query=longest.query,
             longest_key=longest.key,
-            tokens=tables.tokens if shared else None,
-            starts=tables.starts if shared else None,
-            begin=tables.begin if shared else None,
-            end=tables.end if shared else None,
-            position=tables.position if shared else None,
+            shared=KeyIndex._make(tables[-5:]) if shared else None,
         ),
     )
 

@@ -13,7 +13,7 @@ Shapes: N packed tokens, R key positions, H heads, K key-value heads, D head siz
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,9 +21,24 @@ HALF = (torch.bfloat16, torch.float16)
 """Types that the kernels support."""
 
 
+class KeyIndex(NamedTuple):
+    """Where the keys and values of packed tokens are copied to, if rows share some."""
+
+    tokens: torch.Tensor
+    """[R] int32: the packed token of each key position."""
+    starts: torch.Tensor
+    """[rows] int32: the first key position of each row, with rows that share a prompt adjacent."""
+    begin: torch.Tensor
+    """[N] int32: the first entry of `starts` whose row holds the token."""
+    end: torch.Tensor
+    """[N] int32: the entry after the last."""
+    position: torch.Tensor
+    """[N] int32: a token's offset from its row's start."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenRows:
-    """Index of queries and keys per row (cu_seqlens), and of keys that rows share."""
+    """Queries and keys of each row (cu_seqlens), and the index of keys that rows share."""
 
     query_starts: torch.Tensor
     """[rows + 1] int32: where the queries of each row begin, and where the last end."""
@@ -31,20 +46,12 @@ class VarlenRows:
     """[rows + 1] int32: the same for keys."""
     longest_query: int
     longest_key: int
-    tokens: torch.Tensor | None = None
-    """[R] int32: the packed token of each key position. None: R is N, and nothing is shared."""
-    starts: torch.Tensor | None = None
-    """[rows] int32: `key_starts`, with rows that share a prompt adjacent."""
-    begin: torch.Tensor | None = None
-    """[N] int32: the first entry of `starts` whose row holds the token."""
-    end: torch.Tensor | None = None
-    """[N] int32: the entry after the last."""
-    position: torch.Tensor | None = None
-    """[N] int32: a token's offset from its row's start."""
+    shared: KeyIndex | None = None
+    """None: R is N, and every token is its own key position."""
 
     def gathered(self, packed: torch.Tensor) -> torch.Tensor:
         """Return packed keys or values [N, K, D] at their key positions [R, K, D]."""
-        return packed if self.tokens is None else packed.index_select(0, self.tokens)
+        return packed if self.shared is None else packed.index_select(0, self.shared.tokens)
 
 
 class _Flash(torch.autograd.Function):

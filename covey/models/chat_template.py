@@ -31,7 +31,7 @@ RESERVED = frozenset(
 )  # fmt: skip
 """Arguments that covey or transformers always passes to a chat template."""
 
-MARK, SYSTEM_MARK = "COVEYQUESTION", "COVEYSYSTEM"
+MARK, SYSTEM_MARK = "COVEYUSER", "COVEYSYSTEM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +142,9 @@ def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Re
         return Renderer(template=template, tokenizer=tokenizer, chat=False)
     _check_options(template, tokenizer.get_chat_template(), name)
     options = template.chat_options
-    question: Message = {"role": "user", "content": MARK}
+    user: Message = {"role": "user", "content": MARK}
     try:
-        alone = chat_text(tokenizer, [question], options)
+        alone = chat_text(tokenizer, [user], options)
     except jinja2.TemplateError as error:
         raise _unusable(name, f"fails: {error}") from None
     if MARK not in alone:
@@ -153,8 +153,8 @@ def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Re
         template=template,
         tokenizer=tokenizer,
         chat=True,
-        folds_system=not _takes_system(tokenizer, question, options),
-        turn_end=_turn_end(tokenizer, question, options),
+        folds_system=not _takes_system(tokenizer, user, options),
+        turn_end=_turn_end(tokenizer, user, options),
     )
 
 
@@ -198,21 +198,21 @@ def _unusable(name: str, why: str) -> ModelError:
     )
 
 
-def _takes_system(tokenizer: Any, question: Message, options: Mapping[str, Any]) -> bool:
+def _takes_system(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> bool:
     """Tell whether the template renders system messages; some refuse or silently drop them."""
     try:
         system: Message = {"role": "system", "content": SYSTEM_MARK}
-        text = chat_text(tokenizer, [system, question], options)
+        text = chat_text(tokenizer, [system, user], options)
     except jinja2.TemplateError:
         return False
     return SYSTEM_MARK in text and MARK in text
 
 
-def _turn_end(tokenizer: Any, question: Message, options: Mapping[str, Any]) -> int | None:
+def _turn_end(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> int | None:
     """Return the special token that ends the assistant's turn, whatever the model's files say."""
-    answer: Message = {"role": "assistant", "content": SYSTEM_MARK}
+    assistant: Message = {"role": "assistant", "content": SYSTEM_MARK}
     try:
-        text = chat_text(tokenizer, [question, answer], options, add_generation_prompt=False)
+        text = chat_text(tokenizer, [user, assistant], options, add_generation_prompt=False)
     except jinja2.TemplateError:
         return None
     after = text.rpartition(SYSTEM_MARK)[2].strip()

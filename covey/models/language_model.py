@@ -71,15 +71,15 @@ class LanguageModel:
         assert isinstance(text, str)
         return text
 
-    def decode_many(self, answers: Sequence[Sequence[int]]) -> list[str]:
+    def decode_many(self, completions: Sequence[Sequence[int]]) -> list[str]:
         """Decode several completions, with a table of bytes if the tokenizer allows it."""
         pieces = byte_pieces(self.tokenizer, len(self.head.linear.weight))
         if pieces is not None:
-            return [joined_text(pieces, tokens) for tokens in answers]
+            return [joined_text(pieces, tokens) for tokens in completions]
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None or getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
-            return [self.decode(tokens) for tokens in answers]
-        texts: list[str] = backend.decode_batch(answers, skip_special_tokens=True)
+            return [self.decode(tokens) for tokens in completions]
+        texts: list[str] = backend.decode_batch(completions, skip_special_tokens=True)
         return texts
 
 

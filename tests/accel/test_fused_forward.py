@@ -209,7 +209,7 @@ def test_shared_prompts_are_collected_once() -> None:
     monkey = pytest.MonkeyPatch()
     monkey.setattr(fused, "flash_attention", per_row)
     packed = pack(HostRows.of(batch), CPU, varlen=True)
-    assert packed.packing.tokens is not None
+    assert packed.packing.shared is not None
     collected: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad():
         fused_backbone(

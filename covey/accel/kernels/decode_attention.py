@@ -8,6 +8,8 @@ Shapes: W slots in use, S slots, P prompts, H heads, K key-value heads, D head s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,27 @@ they would not fit in a multiprocessor's shared memory.
 """
 SMALLEST_HEAD = 32
 """For 16-bit types: a head is processed in halves, and tensor cores need at least 16 numbers."""
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, and where each slot finds its own."""
+
+    prompt_keys: torch.Tensor
+    """[P, K, C', D]."""
+    prompt_values: torch.Tensor
+    """[P, K, C', D]."""
+    prompt_row: torch.Tensor
+    """[S] int64: the prompt row of a slot."""
+    prompt_length: torch.Tensor
+    """[S] int64: the length of a slot's prompt."""
+    keys: torch.Tensor
+    """[S, K, C, D], of completions; written by the kernel."""
+    values: torch.Tensor
+    """[S, K, C, D], the same."""
+    place: torch.Tensor
+    """[S] int64: where the new key and value are written."""
+    active: torch.Tensor
+    """[S] bool: unfinished slots; the others are skipped."""
 
 
 def tile_sizes(programs: int, head: int, kind: torch.dtype) -> tuple[int, int, int]:
@@ -63,20 +86,9 @@ def online_softmax(score, value, largest, total, result, precision: tl.constexpr
 
 @triton.jit
 def _attend(
-    keys,
-    values,
-    begin,
-    count,
-    first,
-    second,
-    largest,
-    total,
-    result,
-    log2,
-    size: tl.constexpr,
-    block: tl.constexpr,
-    precision: tl.constexpr,
-):
+    keys, values, begin, count, first, second, largest, total, result, log2,
+    size: tl.constexpr, block: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     """Attend to `count` consecutive positions from row `begin` on."""
     half = tl.arange(0, size // 2)
     whole = tl.arange(0, size)
@@ -96,32 +108,12 @@ def _attend(
 
 @triton.jit
 def _decode_attention(
-    heads,
-    cosine,
-    sine,
-    query_gain,
-    key_gain,
-    prompt_keys,
-    prompt_values,
-    prompt_row,
-    prompt_length,
-    keys,
-    values,
-    place,
-    active,
-    attended,
-    scale,
-    eps,
-    prompt_capacity,
-    capacity,
-    key_heads: tl.constexpr,
-    shared: tl.constexpr,
-    size: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-    norms: tl.constexpr,
-    precision: tl.constexpr,
-):
+    heads, cosine, sine, query_gain, key_gain,
+    prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, place, active,
+    attended, scale, eps, prompt_capacity, capacity,
+    key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
+    block: tl.constexpr, norms: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     half = tl.arange(0, size // 2)
@@ -134,9 +126,7 @@ def _decode_attention(
     before = tl.load(prompt_length + slot)
     row = tl.load(prompt_row + slot)
     if goes_on == 0:
-        tl.store(
-            out, tl.zeros((rows, size), tl.float32), mask=real
-        )  # finite, whatever the memory held
+        tl.store(out, tl.zeros((rows, size), tl.float32), mask=real)  # instead of what was there
         return
     kind = keys.dtype.element_ty
 
@@ -185,56 +175,30 @@ def _decode_attention(
 
 def decode_attention(
     heads: torch.Tensor,
+    cache: LayerCache,
     *,
     rope: tuple[torch.Tensor, torch.Tensor],
-    prompts: tuple[torch.Tensor, torch.Tensor],
-    prompt_row: torch.Tensor,
-    prompt_length: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    place: torch.Tensor,
-    active: torch.Tensor,
     scale: float,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
     """Rotate, store and attend for one new token per slot; return [W, H * D].
 
     `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product; `rope` holds
-    cosine and sine [positions, D / 2]. `prompts` are the keys and values [P, K, C', D] of prompts,
-    of which each slot sees the first `prompt_length` positions of row `prompt_row`; slots that
-    share a prompt read the same memory, mostly from the L2 cache. `keys` and `values` [S, K, C, D]
-    are those of completions, written at `place` [S]. Slots that are not `active` are skipped.
+    cosine and sine [positions, D / 2]. Slots that share a prompt read the same memory, mostly from
+    the L2 cache.
     """
-    slots, (_, key_heads, capacity, size) = len(heads), keys.shape
+    slots, (_, key_heads, capacity, size) = len(heads), cache.keys.shape
     shared = heads.shape[1] // size // key_heads - 2
     attended = heads.new_empty(slots, key_heads * shared * size)
     query_gain, key_gain, eps = (heads, heads, 0.0) if norms is None else norms
-    block, warps, stages = tile_sizes(slots * key_heads, size, keys.dtype)
+    block, warps, stages = tile_sizes(slots * key_heads, size, cache.keys.dtype)
     _decode_attention[(slots, key_heads)](
-        heads,
-        *rope,
-        query_gain,
-        key_gain,
-        *prompts,
-        prompt_row,
-        prompt_length,
-        keys,
-        values,
-        place,
-        active,
-        attended,
-        scale,
-        eps,
-        prompts[0].shape[2],
-        capacity,
-        key_heads=key_heads,
-        shared=shared,
-        size=size,
+        heads, *rope, query_gain, key_gain, *cache,
+        attended, scale, eps, cache.prompt_keys.shape[2], capacity,
+        key_heads=key_heads, shared=shared, size=size,
         rows=max(LEAST_ROWS, triton.next_power_of_2(shared)),
-        block=block,
-        norms=norms is not None,
-        precision="ieee" if keys.dtype == torch.float32 else "tf32",
-        num_warps=warps,
-        num_stages=stages,
-    )
+        block=block, norms=norms is not None,
+        precision="ieee" if cache.keys.dtype == torch.float32 else "tf32",
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     return attended

@@ -58,26 +58,10 @@ def _largest(values):
 
 @triton.jit
 def _sample(
-    logits,
-    largest,
-    total,
-    factor,
-    vocabulary,
-    parts,
-    tokens,
-    logps,
-    uniforms,
-    last,
-    count,
-    place,
-    active,
-    stop_ids,
-    stops,
-    room,
-    block: tl.constexpr,
-    most_parts: tl.constexpr,
-    greedy: tl.constexpr,
-):
+    logits, largest, total, factor, vocabulary, parts,
+    tokens, logps, uniforms, last, count, place, active, stop_ids, stops, room,
+    block: tl.constexpr, most_parts: tl.constexpr, greedy: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if tl.load(active + row) == 0:
         return
@@ -132,7 +116,7 @@ def _sample(
 
 
 def sample_tokens(
-    logits: torch.Tensor, written: SlotState, *, temperature: float, stop_ids: torch.Tensor
+    logits: torch.Tensor, state: SlotState, *, temperature: float, stop_ids: torch.Tensor
 ) -> None:
     """Sample the next token of the first W slots from `logits` [W, V]; temperature 0 is greedy.
 
@@ -146,18 +130,8 @@ def sample_tokens(
     factor = 1.0 if temperature == 0.0 else 1.0 / temperature
     _block_sums[(rows, parts)](logits, largest, total, factor, vocabulary, block=BLOCK, num_warps=4)
     _sample[(rows,)](
-        logits,
-        largest,
-        total,
-        factor,
-        vocabulary,
-        parts,
-        *written,
-        stop_ids,
-        len(stop_ids),
-        written.tokens.shape[1],
-        block=BLOCK,
-        most_parts=triton.next_power_of_2(parts),
-        greedy=temperature == 0.0,
+        logits, largest, total, factor, vocabulary, parts,
+        *state, stop_ids, len(stop_ids), state.tokens.shape[1],
+        block=BLOCK, most_parts=triton.next_power_of_2(parts), greedy=temperature == 0.0,
         num_warps=4,
-    )
+    )  # fmt: skip

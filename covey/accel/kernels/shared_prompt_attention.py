@@ -9,36 +9,13 @@ Shapes: W slots in use, S slots, P prompts, H heads, K key-value heads, D head s
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from covey.accel.kernels.decode_attention import LEAST_ROWS, online_softmax, tile_sizes
+from covey.accel.kernels.decode_attention import LEAST_ROWS, LayerCache, online_softmax, tile_sizes
 
 NO_WINDOW = 2**31 - 1
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of one layer, and where each slot finds its own."""
-
-    prompt_keys: torch.Tensor
-    """[P, K, C', D]."""
-    prompt_values: torch.Tensor
-    """[P, K, C', D]."""
-    prompt_row: torch.Tensor
-    """[S] int64: the prompt row of a slot."""
-    prompt_length: torch.Tensor
-    """[S] int64: the length of a slot's prompt."""
-    keys: torch.Tensor
-    """[S, K, C, D], of completions; written by the kernel."""
-    values: torch.Tensor
-    """[S, K, C, D], the same."""
-    place: torch.Tensor
-    """[S] int64: where the new key and value are written."""
-    active: torch.Tensor
-    """[S] bool: unfinished slots; the others are skipped."""
 
 
 @triton.jit
@@ -53,23 +30,10 @@ def _score(product, scale, softcap, capped: tl.constexpr):
 
 @triton.jit
 def _attend(
-    keys,
-    values,
-    begin,
-    low,
-    count,
-    query,
-    largest,
-    total,
-    result,
-    scale,
-    softcap,
-    size: tl.constexpr,
-    room: tl.constexpr,
-    block: tl.constexpr,
-    capped: tl.constexpr,
+    keys, values, begin, low, count, query, largest, total, result, scale, softcap,
+    size: tl.constexpr, room: tl.constexpr, block: tl.constexpr, capped: tl.constexpr,
     precision: tl.constexpr,
-):
+):  # fmt: skip
     """Attend to positions `low` to `count` - 1, which are consecutive from `begin` on."""
     whole = tl.arange(0, room)
     for start in range(low // block * block, count, block):
@@ -88,38 +52,12 @@ def _attend(
 
 @triton.jit
 def _shared_prompt_attention(
-    query,
-    key,
-    value,
-    query_slot,
-    query_head,
-    key_slot,
-    key_head,
-    value_slot,
-    value_head,
-    prompt_keys,
-    prompt_values,
-    prompt_row,
-    prompt_length,
-    keys,
-    values,
-    place,
-    active,
-    attended,
-    scale,
-    softcap,
-    window,
-    prompt_capacity,
-    capacity,
-    key_heads: tl.constexpr,
-    shared: tl.constexpr,
-    size: tl.constexpr,
-    room: tl.constexpr,
-    rows: tl.constexpr,
-    block: tl.constexpr,
-    capped: tl.constexpr,
-    precision: tl.constexpr,
-):
+    query, key, value, query_slot, query_head, key_slot, key_head, value_slot, value_head,
+    prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, place, active,
+    attended, scale, softcap, window, prompt_capacity, capacity,
+    key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, room: tl.constexpr,
+    rows: tl.constexpr, block: tl.constexpr, capped: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     whole = tl.arange(0, room)
@@ -128,9 +66,7 @@ def _shared_prompt_attention(
     real = (member < shared)[:, None] & known[None, :]
     out = attended + (slot * key_heads * shared + head * shared + member)[:, None] * size + whole
     if tl.load(active + slot) == 0:
-        tl.store(
-            out, tl.zeros((rows, room), tl.float32), mask=real
-        )  # finite, whatever the memory held
+        tl.store(out, tl.zeros((rows, room), tl.float32), mask=real)  # instead of what was there
         return
     at = tl.load(place + slot)
     before = tl.load(prompt_length + slot)
@@ -170,7 +106,7 @@ def shared_prompt_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    stored: LayerCache,
+    cache: LayerCache,
     *,
     scale: float,
     window: int | None = None,
@@ -182,30 +118,19 @@ def shared_prompt_attention(
     sees the new position and the n - 1 before it; a soft cap limits scores.
     """
     slots, heads, size = query.shape
-    key_heads, capacity = stored.keys.shape[1:3]
+    key_heads, capacity = cache.keys.shape[1:3]
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
     attended = torch.empty((slots, heads, size), dtype=query.dtype, device=query.device)
     room = max(LEAST_ROWS, triton.next_power_of_2(size))
-    block, warps, stages = tile_sizes(slots * key_heads, room, stored.keys.dtype)
+    block, warps, stages = tile_sizes(slots * key_heads, room, cache.keys.dtype)
     _shared_prompt_attention[(slots, key_heads)](
-        query, key, value,
-        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-        *stored,
-        attended,
-        scale,
-        softcap or 0.0,
-        window or NO_WINDOW,
-        stored.prompt_keys.shape[2],
-        capacity,
-        key_heads=key_heads,
-        shared=heads // key_heads,
-        size=size,
-        room=room,
+        query, key, value, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        *cache,
+        attended, scale, softcap or 0.0, window or NO_WINDOW, cache.prompt_keys.shape[2], capacity,
+        key_heads=key_heads, shared=heads // key_heads, size=size, room=room,
         rows=max(LEAST_ROWS, triton.next_power_of_2(heads // key_heads)),
-        block=block,
-        capped=softcap is not None,
-        precision="ieee" if stored.keys.dtype == torch.float32 else "tf32",
-        num_warps=warps,
-        num_stages=stages,
+        block=block, capped=softcap is not None,
+        precision="ieee" if cache.keys.dtype == torch.float32 else "tf32",
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return attended

@@ -65,14 +65,8 @@ class FusedDecoder(LlamaDecoder):
             normed = add_norm_in_place(hidden, delta, *gain(block.input_norm))
             attended = decode_attention(
                 block.qkv(normed, fused),
+                cache.layer(number),
                 rope=self.rope,
-                prompts=(cache.prompt_keys[number], cache.prompt_values[number]),
-                prompt_row=cache.prompt_row,
-                prompt_length=cache.prompt_length,
-                keys=cache.layer_keys[number],
-                values=cache.layer_values[number],
-                place=cache.place,
-                active=cache.active,
                 scale=block.scaling,
                 norms=_head_norms(block),
             )

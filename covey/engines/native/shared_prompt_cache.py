@@ -17,7 +17,7 @@ from covey.accel.packing import row_of_each, to_device
 from covey.engines.native.kv_cache import KVCache, KVShape
 
 if TYPE_CHECKING:
-    from covey.accel.kernels.shared_prompt_attention import LayerCache
+    from covey.accel.kernels.decode_attention import LayerCache
 
 PROMPT_STEP = 128
 """Prompt capacity is a multiple of this, so that one cache and its graphs serve many calls."""
@@ -102,7 +102,7 @@ class SharedPromptCache(KVCache):
 
     def layer(self, number: int) -> LayerCache:
         """Return the tensors of one layer, as kernels take them."""
-        from covey.accel.kernels.shared_prompt_attention import LayerCache  # needs Triton
+        from covey.accel.kernels.decode_attention import LayerCache  # needs Triton
 
         return LayerCache(
             self.prompt_keys[number],

@@ -14,7 +14,7 @@ def turned(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> tor
 
 
 def test_attention_covers_prompt_and_completion(device: torch.device) -> None:
-    from covey.accel.kernels.decode_attention import decode_attention
+    from covey.accel.kernels.decode_attention import LayerCache, decode_attention
 
     torch.manual_seed(0)
     heads = torch.randn(4, (HEADS + 2 * KEY_HEADS) * SIZE, device=device)
@@ -29,19 +29,8 @@ def test_attention_covers_prompt_and_completion(device: torch.device) -> None:
     norms = torch.rand(SIZE, device=device), torch.rand(SIZE, device=device), 1e-6
     for gains in (None, norms):
         new_keys, new_values = keys.clone(), values.clone()
-        got = decode_attention(
-            heads,
-            rope=rope,
-            prompts=(prompts[0], prompts[1]),
-            prompt_row=prompt_row,
-            prompt_length=prompt_length,
-            keys=new_keys,
-            values=new_values,
-            place=place,
-            active=active,
-            scale=0.2,
-            norms=gains,
-        )
+        cache = LayerCache(*prompts, prompt_row, prompt_length, new_keys, new_values, place, active)
+        got = decode_attention(heads, cache, rope=rope, scale=0.2, norms=gains)
         for slot in range(4):
             if not active[slot]:
                 assert not got[slot].any()

@@ -13,7 +13,8 @@ HEADS = KEY_HEADS * SHARED
 def test_windowed_attention_covers_prompt_and_completion(
     device: torch.device, size: int, window: int | None, softcap: float | None
 ) -> None:
-    from covey.accel.kernels.shared_prompt_attention import LayerCache, shared_prompt_attention
+    from covey.accel.kernels.decode_attention import LayerCache
+    from covey.accel.kernels.shared_prompt_attention import shared_prompt_attention
 
     torch.manual_seed(0)
     # As in models: slices of one product.

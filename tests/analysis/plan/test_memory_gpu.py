@@ -144,7 +144,7 @@ def test_the_pool_is_that_of_the_sampler(embedded: LanguageModel) -> None:
     for questions, samples in ((9, 4), (lengths.held_out, 1), (9, 4)):
         width = backend.width_for(min(sampling.max_concurrent, questions * samples))
         slots = backend.begin(
-            width=width, questions=questions, longest=lengths.longest, sampling=sampling
+            width=width, prompts=questions, longest=lengths.longest, sampling=sampling
         )
     assert backend.cache is not None
     pool = backend.cache
