@@ -9,6 +9,7 @@ As process 1 of its namespace, it receives no signals from inside, and all proce
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import atexit
 import builtins
 import gc
@@ -18,14 +19,6 @@ import select
 import sys
 import time
 from _json import encode_basestring_ascii as quote
-from _signal import (  # type: ignore[import-not-found]
-    SIG_IGN,
-    SIGINT,
-    SIGKILL,
-    SIGXCPU,
-    default_int_handler,
-    signal,
-)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,7 +37,7 @@ def main(job: dict[str, Any]) -> None:
     """Run every case, and report each as a line of numbers followed by its outputs."""
     compile("0", "<warm>", "eval")  # the first call is slow: make it before forking
     gc.freeze()  # untouched objects are not copied into children
-    signal(SIGINT, SIG_IGN)  # Python handles this signal, so it would reach process 1
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python handles it, so it reaches process 1
     report = os.dup(1)
     if job["uid"] is not None:
         become(job["uid"])
@@ -61,7 +54,7 @@ def main(job: dict[str, Any]) -> None:
         child = os.fork()
         if child == 0:
             as_child(job, number, pipes)
-        ended, code, outputs = supervise(job, case, pipes, child, report, deadline)
+        ended, code, outputs = supervise(job, case["stdin"], pipes, child, report, deadline)
         sizes = " ".join(str(len(output)) for output in outputs)
         line = f"{ended} {code} {time.monotonic() - began:.6f} {sizes}\n"
         write_all(report, line.encode() + b"".join(outputs))
@@ -148,15 +141,10 @@ class Watch:
 
 
 def supervise(
-    job: dict[str, Any],
-    case: dict[str, Any],
-    pipes: list[Pipe],
-    child: int,
-    report: int,
-    deadline: float,
+    job: dict[str, Any], given: bytes, pipes: list[Pipe], child: int, report: int, deadline: float
 ) -> tuple[int, int, list[bytes]]:
     """Wait for a child, or kill it at a limit. All processes of the case are dead afterwards."""
-    watch = Watch(case["stdin"], pipes, job["output_bytes"], report)
+    watch = Watch(given, pipes, job["output_bytes"], report)
     why, status, pause = "", None, 1.0
     looked = time.monotonic()
     while status is None and not why:
@@ -176,7 +164,7 @@ def supervise(
         pass
     code = os.waitstatus_to_exitcode(status)
     if not why:
-        why = "exited" if code >= 0 else "timed out" if code == -SIGXCPU else "killed"
+        why = "exited" if code >= 0 else "timed out" if code == -_signal.SIGXCPU else "killed"
     if watch.too_much():
         why = "output limit"
     return ENDED.index(why), code, watch.close()
@@ -205,7 +193,7 @@ def end_all(child: int, isolated: bool) -> int:
     while True:
         for target in targets:
             try:
-                os.kill(target, SIGKILL)
+                os.kill(target, _signal.SIGKILL)
             except OSError:
                 continue  # no such process
         try:
@@ -285,7 +273,7 @@ def remove_files(folder: str) -> list[str]:
 def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
     """Run a case in this process and exit like the interpreter, but without its slow cleanup."""
     code = 0
-    signal(SIGINT, default_int_handler)
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     try:
         os.setsid()
         for standard, end in ((0, pipes[0][0]), (1, pipes[1][1]), (2, pipes[2][1])):
