@@ -44,8 +44,8 @@ def judge(reward: Reward, job: Job) -> list[ScoreResult]:
     reward = at_share(reward, job.share)
     if getattr(reward, "whole_groups", False):
         try:
-            judge_group = reward.judge  # type: ignore[attr-defined]
-            return _verdicts(judge_group(job.prompt, job.texts), job.texts)
+            score_group = reward.score_group  # type: ignore[attr-defined]
+            return _verdicts(score_group(job.prompt, job.texts), job.texts)
         except Exception as error:
             return failed(error, job.texts)
     verdicts = []
@@ -60,7 +60,7 @@ def judge(reward: Reward, job: Job) -> list[ScoreResult]:
 async def judge_async(reward: Any, job: Job) -> list[ScoreResult]:
     """Judge every answer of a job with a reward that can wait."""
     try:
-        return _verdicts(await reward.judge_async(job.prompt, job.texts), job.texts)
+        return _verdicts(await reward.score_group_async(job.prompt, job.texts), job.texts)
     except Exception as error:
         return failed(error, job.texts)
 

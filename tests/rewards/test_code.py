@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from covey.errors import ConfigError
-from covey.rewards.code import CodeTests, read_program, read_tests
+from covey.rewards.code import CodeTests, extract_program, parse_tests
 from covey.rewards.score import Score
 from covey.sandbox import Limits
 from covey.sandbox import run as run_function
@@ -115,18 +115,18 @@ def test_programs_that_read_and_write(program: str, passed: float) -> None:
     ],
 )
 def test_where_the_program_is_found(text: str, program: str) -> None:
-    assert read_program(text) == program
+    assert extract_program(text) == program
 
 
 @pytest.mark.parametrize("piece", ["```python\n", "```\n", "`", "<", "<answer>", "<think>", "\n"])
 def test_reading_hostile_text_takes_linear_time(piece: str) -> None:
     text = piece * (1_000_000 // len(piece))
     began = time.process_time()
-    read_program(text)
+    extract_program(text)
     assert time.process_time() - began < 2
 
 
-# None of these knows a result: whatever they do, at most what they compute by chance is right.
+# None of these computes a result, so at most a chance result is correct.
 CHEATS = {
     "equal to everything": """
 class Yes:
@@ -263,7 +263,7 @@ def test_a_prompt_without_usable_tests_is_an_error(tests: Any, message: str) -> 
 
 
 def test_tests_may_be_any_sequence() -> None:
-    assert len(read_tests({"tests": tuple(CALLS)})) == 4
+    assert len(parse_tests({"tests": tuple(CALLS)})) == 4
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_options_out_of_range_are_config_errors(options: dict[str, Any], message
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_without_isolation_it_is_refused_before_the_first_answer(
+def test_missing_isolation_is_an_error_before_the_first_completion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sandbox._why_not.cache_clear()

@@ -18,7 +18,7 @@ from covey.rewards.code import CodeTests
 from covey.scoring import InlineScorer, Job, Pool, ScoreResult, make_scorer
 from covey.types import Prompt
 from tests.processes import alive, wait_until
-from tests.scoring import judges
+from tests.scoring import rewards
 
 PROMPT = Prompt(
     id="p/1",
@@ -36,7 +36,7 @@ def job(*texts: str, share: float = 1.0) -> Job:
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    pool = Pool(judges.Obeys(), "obeys", workers=2, timeout=LIMIT)
+    pool = Pool(rewards.Obeys(), "obeys", workers=2, timeout=LIMIT)
     yield pool
     pool.close()
 
@@ -54,7 +54,7 @@ def test_answers_come_back_in_order_whatever_is_done_first(pool: Pool) -> None:
 def test_work_is_shared_between_processes_and_nobody_waits_for_the_one_before(
     tmp_path: Path,
 ) -> None:
-    pool = Pool(judges.Obeys(), "obeys", workers=2, timeout=60)
+    pool = Pool(rewards.Obeys(), "obeys", workers=2, timeout=60)
     long = pool.submit(job(f"wait {tmp_path / 'done'}"))
     quick = [pool.submit(job("1")) for _ in range(20)]
     pids = {f.result()[0].score.parts["pid"] for f in quick}
@@ -114,7 +114,7 @@ def test_large_scores_and_many_answers_get_through(pool: Pool) -> None:
 
 
 def test_an_async_function_waits_for_many_answers_at_once() -> None:
-    pool = Pool(as_reward(judges.waits), "waits", workers=1, timeout=2.0)
+    pool = Pool(as_reward(rewards.waits), "waits", workers=1, timeout=2.0)
     pool.start()
     started = time.monotonic()
     futures = [pool.submit(job("0.4")) for _ in range(32)]
@@ -139,7 +139,7 @@ def test_an_async_function_waits_for_many_answers_at_once() -> None:
 def test_one_that_blocks_or_dies_costs_those_that_wait_beside_it_nothing(
     bad: str, why: str
 ) -> None:
-    pool = Pool(as_reward(judges.obeys_async), "obeys", workers=2, timeout=LIMIT)
+    pool = Pool(as_reward(rewards.obeys_async), "obeys", workers=2, timeout=LIMIT)
     pool.start()
     futures = [pool.submit(job(bad if n == 5 else str(n))) for n in range(24)]
     results = [f.result()[0] for f in futures]
@@ -150,14 +150,14 @@ def test_one_that_blocks_or_dies_costs_those_that_wait_beside_it_nothing(
 
 
 def test_a_function_of_whole_groups_gets_whole_groups() -> None:
-    pool = make_scorer("relative", as_reward(judges.relative), workers=1, timeout=5)
+    pool = make_scorer("relative", as_reward(rewards.relative), workers=1, timeout=5)
     assert pool.whole_groups
     assert rewards(pool.submit(job("a", "aaaa", "aa")).result()) == [0.25, 1.0, 0.5]
     pool.close()
 
 
 def test_closing_ends_every_process_and_cancels_what_waits() -> None:
-    pool = Pool(judges.Obeys(), "obeys", workers=2, timeout=60)
+    pool = Pool(rewards.Obeys(), "obeys", workers=2, timeout=60)
     pids = {pool.submit(job("1")).result()[0].score.parts["pid"] for _ in range(20)}
     busy = [pool.submit(job("loop")) for _ in range(2)]
     waiting = [pool.submit(job("loop")) for _ in range(5)]
@@ -173,7 +173,7 @@ def test_closing_ends_every_process_and_cancels_what_waits() -> None:
 def test_processes_die_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     script = (
         "import time\nfrom tests.scoring.test_pool import *\n"
-        "pool = Pool(judges.Obeys(), 'obeys', workers=1, timeout=60)\n"
+        "pool = Pool(rewards.Obeys(), 'obeys', workers=1, timeout=60)\n"
         "print(int(pool.submit(job('1')).result()[0].score.parts['pid']), flush=True)\n"
         "pool.submit(job('loop'))\ntime.sleep(60)\n"
     )
@@ -192,7 +192,7 @@ def test_quick_rewards_stay_here_and_others_get_processes() -> None:
     assert isinstance(
         make_scorer("think_answer", ThinkAnswer(), workers=1, timeout=1), InlineScorer
     )
-    pool = make_scorer("obeys", judges.Obeys(), workers=1, timeout=1)
+    pool = make_scorer("obeys", rewards.Obeys(), workers=1, timeout=1)
     assert isinstance(pool, Pool)
     assert pool.identity.startswith("obeys@1#")
     pool.close()
@@ -210,7 +210,7 @@ def test_a_time_limit_that_is_shorter_than_the_reward_s_own_is_refused() -> None
 def test_the_limits_that_come_with_a_reward_fit_the_usual_one(name: str) -> None:
     judge = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": ""}
     options = {"judge": judge} if name == "retrieval" else {"unsafe": True}
-    longest = REWARDS[name](**options).longest
+    longest = REWARDS[name](**options).max_seconds
     assert 20.0 < longest < Scoring().timeout
 
 

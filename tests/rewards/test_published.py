@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
+from covey.rewards.published import GrpoZero, LmBook, NanoAha, OpenInstruct, SimpleGrpo
 from covey.rewards.score import Reward, Score
-from covey.rewards.seeds import GrpoZero, LmBook, NanoAha, OpenInstruct, SimpleGrpo
 from covey.types import Prompt
 
 FOUR = {"nums": [6, 3, 4, 2], "target": 24}
