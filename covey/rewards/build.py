@@ -155,8 +155,8 @@ def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
     """Raise ConfigError for a reward that must not be the only one."""
     if getattr(reward, "needs_rule", False):
         raise ConfigError(
-            f"config: {where}.name = {name!r}: an LLM judge can be manipulated and must not be "
-            "the only reward; combine it with a rule in 'mix', or use 'retrieval'"
+            f"config: {where}.name = {name!r}: an LLM judge can be manipulated and never decides "
+            "alone; combine it with a rule in 'mix', or use 'retrieval'"
         )
     return reward
 

@@ -249,9 +249,9 @@ def test_a_test_that_hangs_costs_only_itself() -> None:
         ("add(1, 2)", r"info\['tests'\]"),
         ([{}], "neither 'call' nor 'stdin'"),
         (["add(1, 2)"], "neither 'call' nor 'stdin'"),
-        ([*CALLS, {"call": "add(1, 2)"}], r"\[4\] needs texts 'call' and 'expected'"),
-        ([{"call": "add(1, 2)", "expected": 3}], "needs texts"),
-        ([{"stdin": "1"}], "needs texts 'stdin' and 'stdout'"),
+        ([*CALLS, {"call": "add(1, 2)"}], r"\[4\] needs strings 'call' and 'expected'"),
+        ([{"call": "add(1, 2)", "expected": 3}], "needs strings"),
+        ([{"stdin": "1"}], "needs strings 'stdin' and 'stdout'"),
         ([{"call": "add(1, 2", "expected": "3"}], "cannot be used"),
         ([{"call": "x = 1", "expected": "3"}], "cannot be used"),
         ([{"call": "add(1, 2)", "expected": "three"}], "not a Python literal: 'three'"),
@@ -300,4 +300,4 @@ def test_the_options_are_the_limits() -> None:
     assert reward._limits() == Limits(
         cpu_seconds=2, wall_seconds=1.5, total_seconds=7.0, memory_bytes=100 << 20
     )
-    assert (reward.bounds, reward.quick, reward.version) == ((0.0, 1.0), False, 1)
+    assert (reward.bounds, reward.quick, reward.version) == ((0.0, 1.0), False, 2)

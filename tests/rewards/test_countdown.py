@@ -60,7 +60,8 @@ def test_the_numbers_alone_score_zero(expression: str) -> None:
 @pytest.mark.parametrize("expression", WRONG, ids=[ascii(w[:20]) for w in WRONG])
 def test_other_numbers_and_other_signs_are_wrong(expression: str) -> None:
     score = Countdown()(ASKED, f"<answer>{expression}</answer>")
-    assert score == Score(reward=0.0, success=False, parts={"accuracy": 0.0, "uses_numbers": 0.0})
+    parts = {"accuracy": 0.0, "uses_numbers": 0.0}
+    assert score == Score(reward=0.0, success=False, parts=parts, attempted=bool(expression))
 
 
 @pytest.mark.parametrize(

@@ -358,7 +358,7 @@ def test_each_task_has_its_own_reward() -> None:
     assert made.bounds == (0.0, 2.8)
     assert made(PROMPT, "78.54").reward == 1.0
     assert made(replace(PROMPT, task="u"), "<answer>78.54</answer>").reward == pytest.approx(2.4)
-    with pytest.raises(ValueError, match="none for task 'v'"):
+    with pytest.raises(ValueError, match="no reward for task 'v'"):
         made(replace(PROMPT, task="v"), "78.54")
 
 

@@ -126,8 +126,8 @@ def test_scores_are_kept_between_0_and_1_and_a_scorer_that_breaks_gives_0(
 def test_a_scorer_that_accepts_everything_is_overruled() -> None:
     prompts = GymTask(dataset="game_of_life_halting", train_size=4).train()
     for asked in (prompts[index] for index in range(4)):
-        wrong = "True" if asked.answer == "False" else "False"
-        assert [ReasoningGym()(asked, text).reward for text in (asked.answer, wrong, "x")] == [
+        wrong = "True" if asked.target == "False" else "False"
+        assert [ReasoningGym()(asked, text).reward for text in (asked.target, wrong, "x")] == [
             1.0,
             0.0,
             0.0,
@@ -136,7 +136,7 @@ def test_a_scorer_that_accepts_everything_is_overruled() -> None:
 
 def test_nan_is_not_near_to_every_number() -> None:
     asked = GymTask(dataset="complex_arithmetic", train_size=2).train()[0]
-    assert ReasoningGym()(asked, asked.answer).reward == 1.0
+    assert ReasoningGym()(asked, asked.target).reward == 1.0
     assert [ReasoningGym()(asked, text).reward for text in ("nan", "NaN+nanj", "nanj")] == [0.0] * 3
 
 
@@ -146,14 +146,14 @@ def test_without_isolation_it_says_at_once_what_to_do(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"apt install bubblewrap.*unsafe = true"):
         ReasoningGym()
     asked = GymTask(dataset="n_queens", train_size=2).train()[0]
-    assert ReasoningGym(unsafe=True)(asked, asked.answer).reward == 1.0
+    assert ReasoningGym(unsafe=True)(asked, asked.target).reward == 1.0
 
 
 @pytest.mark.parametrize("dataset", gym_scorer.EVALUATING)
 def test_what_an_evaluator_gets_is_never_the_text_itself(dataset: str) -> None:
     asked = GymTask(dataset=dataset, train_size=2).train()[0]
     entry = asked.info["reasoning_gym"]["entry"]
-    assert gym_scorer.readable(dataset, f" {asked.answer}\n", entry) == entry["answer"]
+    assert gym_scorer.readable(dataset, f" {asked.target}\n", entry) == entry["answer"]
     for text in HOSTILE:
         with pytest.raises(NotPlainError):
             gym_scorer.readable(dataset, text, entry)
@@ -218,18 +218,18 @@ def test_no_completion_replaces_the_scorer_for_those_after_it(dataset: str) -> N
         made = way.format(code.replace("'", '"'), hex=code.encode().hex())
         assert ReasoningGym()(asked, f"<answer>{made}</answer>").reward == 0.0
     assert ReasoningGym()(asked, "<answer>wrong</answer>").reward == 0.0
-    assert ReasoningGym()(asked, asked.answer).reward == 1.0
+    assert ReasoningGym()(asked, asked.target).reward == 1.0
 
 
 def test_a_list_still_has_part_marks() -> None:
     asked = GymTask(dataset="n_queens", train_size=2).train()[0]
-    board = [row.split() for row in asked.answer.split("\n")]
+    board = [row.split() for row in asked.target.split("\n")]
     assert ReasoningGym()(asked, repr(board)).reward == 0.5
     asked = GymTask(dataset="spiral_matrix", train_size=2).train()[0]
-    assert ReasoningGym()(asked, f"[{', '.join(asked.answer.split())}]").reward == 0.1
+    assert ReasoningGym()(asked, f"[{', '.join(asked.target.split())}]").reward == 0.1
 
 
 def test_formulas_are_correct_in_any_notation() -> None:
     asked = GymTask(dataset="simple_integration", train_size=2).train()[0]
-    assert ReasoningGym()(asked, f"({asked.answer}) + 3 - 1*(2)").reward == 1.0
-    assert ReasoningGym()(asked, f"{asked.answer} + X").reward == 0.0
+    assert ReasoningGym()(asked, f"({asked.target}) + 3 - 1*(2)").reward == 1.0
+    assert ReasoningGym()(asked, f"{asked.target} + X").reward == 0.0

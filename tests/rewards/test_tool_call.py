@@ -190,7 +190,7 @@ def test_the_expected_call_comes_from_the_info_or_else_the_target() -> None:
     given_call = {"name": "now", "arguments": {"zone": "UTC"}}
     for call in (given_call, "now(zone='UTC')"):
         assert ToolCall()(prompt("other()", call=call), "now(zone='UTC')").reward == 1.0
-    with pytest.raises(ValueError, match="'p' has no call to compare with"):
+    with pytest.raises(ValueError, match="'p' has no expected call"):
         ToolCall()(prompt("Paris"), "now()")
 
 
@@ -239,7 +239,7 @@ def test_hostile_text_takes_no_time(text: str) -> None:
 
 def test_the_weight_of_the_name_must_be_a_share() -> None:
     assert reward_of("get_weather()", tool=0.25) == 0.25
-    with pytest.raises(ConfigError, match=r"tool = 1.5 must lie between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"tool = 1.5 must be between 0 and 1"):
         ToolCall(tool=1.5)
 
 

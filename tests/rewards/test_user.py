@@ -62,8 +62,8 @@ def test_a_group_function_can_compare_completions() -> None:
 @pytest.mark.parametrize(
     ("function", "text", "message"),
     [
-        (rewards.trl_lengths, "?", "gave None"),
-        (lambda prompt, text: None, "x", "gave None"),
+        (rewards.trl_lengths, "?", "returned None"),
+        (lambda prompt, text: None, "x", "returned None"),
         (lambda prompt, text: "high", "x", "could not convert"),
     ],
 )
@@ -73,7 +73,7 @@ def test_none_is_not_zero(function, text: str, message: str) -> None:
 
 
 def test_too_few_rewards_for_a_group_are_refused() -> None:
-    with pytest.raises(ValueError, match="gave 1 rewards for 2 answers"):
+    with pytest.raises(ValueError, match="returned 1 rewards for 2 completions"):
         as_reward(rewards.too_few).score_group(PROMPT, ["a", "b"])
 
 
