@@ -21,8 +21,8 @@ from pathlib import Path
 
 from covey.config import load_config
 from covey.rewards import Reward, Score
-from covey.rewards.answer import MathAnswer
 from covey.rewards.code import CodeTests
+from covey.rewards.math_answer import MathAnswer
 from covey.rollout.collect import Collector
 from covey.rollout.episode import encode_prompts
 from covey.scoring import InlineScorer, Job, Pool

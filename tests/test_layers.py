@@ -64,7 +64,7 @@ NO_TORCH = [
     "covey.errors",
     "covey.evaluate",
     "covey.analysis.lab",
-    "covey.analysis.lab.lab",
+    "covey.analysis.lab.checks",
     "covey.rewards",
     "covey.rewards.build",
     "covey.run.model_card",

@@ -21,7 +21,8 @@ from covey.config import Config
 from covey.errors import RewardError
 
 if TYPE_CHECKING:
-    from covey.analysis.lab.lab import Case, Check
+    from covey.analysis.lab.cases import Case
+    from covey.analysis.lab.checks import Check
     from covey.scoring import Scorer
 
 app = typer.Typer(
@@ -64,7 +65,7 @@ def list_command(
 ) -> None:
     """List the rewards, or describe one with its options."""
     from covey.rewards.build import REWARDS, find_reward
-    from covey.rewards.seeds import gamed_by
+    from covey.rewards.published import gamed_by
 
     names = list(REWARDS) if name is None else [name]
     rows = [_described(n, find_reward(n)) for n in names]
@@ -112,7 +113,7 @@ def score_command(
     as_json: JsonOption = False,
 ) -> None:
     """Score a file of completions: mean reward, accuracy, reward parts, failures."""
-    from covey.analysis.lab.files import read_cases
+    from covey.analysis.lab.cases import read_cases
     from covey.run.files import write_text
 
     cases = read_cases(file)
@@ -196,10 +197,10 @@ def lab_command(
     Correct completions must get the full reward and hacks must not. A completion must get the same
     score in another process. The exit code is 0 if all checks pass, 1 if not.
     """
-    from covey.analysis.lab.files import read_labelled
-    from covey.analysis.lab.lab import Lab, examine
+    from covey.analysis.lab.cases import read_labelled
+    from covey.analysis.lab.checks import Lab, examine
     from covey.rewards.identity import identity
-    from covey.rewards.seeds import gamed_by
+    from covey.rewards.published import gamed_by
     from covey.scoring import Pool, check_timeout
 
     rows = read_labelled(labelled) if labelled else []

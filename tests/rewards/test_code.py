@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from covey.errors import ConfigError
-from covey.rewards.code import CodeTests, read_program, read_tests
+from covey.rewards.code import CodeTests, extract_program, parse_tests
 from covey.rewards.score import Score
 from covey.sandbox import Limits
 from covey.sandbox import program as sandbox
@@ -113,18 +113,18 @@ def test_programs_that_read_and_write(program: str, passed: float) -> None:
     ],
 )
 def test_where_the_program_is_found(text: str, program: str) -> None:
-    assert read_program(text) == program
+    assert extract_program(text) == program
 
 
 @pytest.mark.parametrize("piece", ["```python\n", "```\n", "`", "<", "<answer>", "<think>", "\n"])
 def test_reading_hostile_text_takes_linear_time(piece: str) -> None:
     text = piece * (1_000_000 // len(piece))
     began = time.process_time()
-    read_program(text)
+    extract_program(text)
     assert time.process_time() - began < 2
 
 
-# None of these knows a result: whatever they do, at most what they compute by chance is right.
+# None of these computes a result, so at most a chance result is correct.
 CHEATS = {
     "equal to everything": """
 class Yes:
@@ -247,9 +247,9 @@ def test_a_test_that_hangs_costs_only_itself() -> None:
         ("add(1, 2)", r"info\['tests'\]"),
         ([{}], "neither 'call' nor 'stdin'"),
         (["add(1, 2)"], "neither 'call' nor 'stdin'"),
-        ([*CALLS, {"call": "add(1, 2)"}], r"\[4\] needs texts 'call' and 'expected'"),
-        ([{"call": "add(1, 2)", "expected": 3}], "needs texts"),
-        ([{"stdin": "1"}], "needs texts 'stdin' and 'stdout'"),
+        ([*CALLS, {"call": "add(1, 2)"}], r"\[4\] needs strings 'call' and 'expected'"),
+        ([{"call": "add(1, 2)", "expected": 3}], "needs strings"),
+        ([{"stdin": "1"}], "needs strings 'stdin' and 'stdout'"),
         ([{"call": "add(1, 2", "expected": "3"}], "cannot be used"),
         ([{"call": "x = 1", "expected": "3"}], "cannot be used"),
         ([{"call": "add(1, 2)", "expected": "three"}], "not a Python literal: 'three'"),
@@ -261,7 +261,7 @@ def test_a_prompt_without_usable_tests_is_an_error(tests: Any, message: str) -> 
 
 
 def test_tests_may_be_any_sequence() -> None:
-    assert len(read_tests({"tests": tuple(CALLS)})) == 4
+    assert len(parse_tests({"tests": tuple(CALLS)})) == 4
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_options_out_of_range_are_config_errors(options: dict[str, Any], message
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_without_isolation_it_is_refused_before_the_first_answer(
+def test_missing_isolation_is_an_error_before_the_first_completion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sandbox.isolation_problem.cache_clear()

@@ -107,7 +107,7 @@ async def obeys_async(prompt: Prompt, text: str) -> float:
 
 
 def trl_lengths(completions: list[str], **columns: Any) -> list[float | None]:
-    assert set(columns) == {"prompts", "answer", "level"}, columns
+    assert set(columns) == {"prompts", "target", "answer", "level"}, columns
     return [None if c == "?" else float(len(c) + 100 * columns["level"][0]) for c in completions]
 
 

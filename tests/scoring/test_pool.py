@@ -18,6 +18,7 @@ from covey.rewards.code import CodeTests
 from covey.scoring import InlineScorer, Job, Pool, ScoreResult, make_scorer
 from covey.types import Prompt
 from tests.processes import alive, wait_until
+from tests.scoring import rewards
 from tests.scoring import rewards as functions
 
 PROMPT = Prompt(
@@ -210,7 +211,7 @@ def test_a_time_limit_that_is_shorter_than_the_reward_s_own_is_refused() -> None
 def test_the_limits_that_come_with_a_reward_fit_the_usual_one(name: str) -> None:
     judge = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": ""}
     options = {"judge": judge} if name == "retrieval" else {"unsafe": True}
-    longest = REWARDS[name](**options).longest
+    longest = REWARDS[name](**options).max_seconds
     assert 20.0 < longest < Scoring().timeout
 
 

@@ -21,9 +21,9 @@ from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import RewardError
 from covey.rewards import as_reward
-from covey.rewards.answer import MathAnswer
 from covey.rewards.build import make_reward
-from covey.rewards.form import ThinkAnswerForm
+from covey.rewards.format import ThinkAnswerForm
+from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import Mix
 from covey.run.folder import RunFolder
 from covey.run.resume import start_of

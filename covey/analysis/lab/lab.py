@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from covey.analysis.lab.answers import wrong_answer
+from covey.analysis.lab.hacked_answers import wrong_answer
 from covey.analysis.lab.hacks import FORMS, HACKS, Form, Hack
 from covey.errors import RewardError
 from covey.rewards.score import Reward, Score

@@ -188,7 +188,7 @@ def bytes_of(found: Forecast, name: str) -> int:
 def test_micro_batches_are_those_of_training(budget: int) -> None:
     overrides = ("rollout.prompts_per_step=3", "rollout.group_size=4", "rollout.max_tokens=40")
     found = forecast(config_of(*overrides, f"train.micro_batch_tokens={budget}"), CPU)
-    prompt = prompt_lengths(config_of()).longest
+    prompt = prompt_lengths(config_of()).max_seconds
     batch = equal_rows(3, 4, prompt=prompt, answer=40)
     rows = next(micro_batches(batch, budget))
     tokens = len(pack(HostRows.of(batch.rows(rows)), torch.device("cpu"), varlen=False).input_ids)
@@ -204,7 +204,7 @@ def test_slots_are_those_of_the_sampler(embedded: LanguageModel) -> None:
         config_of("rollout.prompts_per_step=3", "rollout.group_size=4", "evaluate.every=0")
     )
     found = forecast(config, CPU)
-    longest = prompt_lengths(config).longest
+    longest = prompt_lengths(config).max_seconds
     prompts = [Prompt(id=str(n), task="", target="", messages=()) for n in range(3)]
     questions = [EncodedPrompt(prompt=p, tokens=(7,) * longest, prefill="") for p in prompts]
     sampler = NativeEngine(embedded)

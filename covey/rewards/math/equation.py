@@ -1,13 +1,13 @@
-r"""What an answer with signs of equality says, and what is only the unit of a formula.
+r"""Equations and units in an answer: the value that an equation states.
 
-`x = 42` says 42, and so does `6 \cdot 7 = 42`; `41 = 42` says nothing.
+`x = 42` states 42, and so does `6 \cdot 7 = 42`. `41 = 42` states nothing.
 """
 
 from __future__ import annotations
 
 import re
 
-from covey.rewards.reading import is_unit, read_number
+from covey.rewards.math.number import is_unit, parse_number
 
 _COMMAND = re.compile(r"\\([A-Za-z]+)(?: ?\{[^{}]*\})?")
 _TEXT = ("text", "textbf", "textit", "textrm", "mathrm", "mbox", "hbox", "operatorname")
@@ -25,9 +25,9 @@ _EQUALS = re.compile(r":=|==|\\equiv(?![A-Za-z])")
 
 
 def sides(formula: str) -> list[str]:
-    """Return what the signs of equality of a formula part; the formula itself where none do.
+    """Split a formula at its equals signs.
 
-    Brackets are left whole. So is a list, and what holds another relation.
+    Brackets are not split. Neither are lists, nor formulas with another relation.
 
     >>> sides("x = 6*7 = 42"), sides("x = 3, y = 4"), sides("= 42")
     (['x', '6*7', '42'], ['x = 3, y = 4'], ['42'])
@@ -47,7 +47,7 @@ def sides(formula: str) -> list[str]:
 
 
 def variables(formula: str) -> set[str]:
-    r"""Return the letters of a formula that stand for something: e, i and pi do not.
+    r"""Return the variables of a formula; e, i and pi are constants.
 
     >>> sorted(variables(r"2\pi r + \sin\theta")), variables(r"e^2 \text{ cm}")
     (['\\theta', 'r'], set())
@@ -60,20 +60,20 @@ def variables(formula: str) -> set[str]:
 
 
 def stated_values(parts: list[str], target: str) -> list[str]:
-    """Return the sides of a chain that must each equal the target; none if it does not solve it.
+    """Return the sides of an equation that must each equal the target; none if it is not solved.
 
-    These are the sides that could be the target: those with its letters, and numbers. What else
-    there is, such as the `x` of `x = 42`, is what has that value. `2x = 42` leaves x to be found.
+    These are the sides that could be the target: numbers, and sides with the target's variables.
+    Other sides, such as the `x` of `x = 42`, name the value. `2x = 42` is not solved for x.
 
     >>> stated_values(["x", "41", "42"], "42"), stated_values(["2x", "42"], "42")
     (['41', '42'], [])
     """
-    wanted = variables(target)
+    target_variables = variables(target)
     values: list[str] = []
     rest: list[str] = []
     for part in parts:
-        named = _NAME.fullmatch(part) is not None and part not in wanted
-        could_be = variables(part) == wanted or read_number(part) is not None
+        named = _NAME.fullmatch(part) is not None and part not in target_variables
+        could_be = variables(part) == target_variables or parse_number(part) is not None
         (values if could_be and not named else rest).append(part)
     if any(_MULTIPLE.fullmatch(part) for part in rest):
         return []
@@ -81,7 +81,7 @@ def stated_values(parts: list[str], target: str) -> list[str]:
 
 
 def is_name(formula: str) -> bool:
-    """Tell whether a formula is a name for a value, such as `x`, `x_1`, `f(x)` or `Area`."""
+    """Whether a formula is a name for a value, such as `x`, `x_1`, `f(x)` or `Area`."""
     return _NAME.fullmatch(formula) is not None
 
 
@@ -94,10 +94,10 @@ _UNIT_AT_END = re.compile(
 )
 
 
-def without_unit(formula: str) -> str:
-    r"""Return a formula without the unit that it ends in.
+def strip_unit(formula: str) -> str:
+    r"""Return a formula without the unit at its end.
 
-    >>> without_unit(r"\frac{\pi}{2}\text{ rad}"), without_unit(r"x \text{ or } y")
+    >>> strip_unit(r"\frac{\pi}{2}\text{ rad}"), strip_unit(r"x \text{ or } y")
     ('\\frac{\\pi}{2}', 'x \\text{ or } y')
     """
     match = _UNIT_AT_END.fullmatch(formula)

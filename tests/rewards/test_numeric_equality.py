@@ -1,4 +1,4 @@
-"""Formulas compared by trying them: what is decided agrees with algebra, and doubt is said."""
+"""Numeric comparison of formulas: decided pairs agree with algebra, and others are undecided."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.rewards import verify
-from covey.rewards.formula import same_formula
-from covey.rewards.notation import same_numeral
-from tests.rewards.test_answer import RIGHT, WRONG
+from covey.rewards.math import math_verify_scorer
+from covey.rewards.math.notation import same_numeral
+from covey.rewards.math.numeric_equality import same_numerically
+from tests.rewards.test_math_answer import RIGHT, WRONG
 
 SAME = [
     ("x^2+2x+1", "(x+1)^2"),
@@ -105,27 +105,27 @@ UNDECIDED = [
 
 @pytest.mark.parametrize(("given", "expected"), SAME)
 def test_the_same_is_found_the_same_both_ways(given: str, expected: str) -> None:
-    assert same_formula(given, expected) is True
-    assert same_formula(expected, given) is True
+    assert same_numerically(given, expected) is True
+    assert same_numerically(expected, given) is True
 
 
 @pytest.mark.parametrize(("given", "expected"), DIFFERENT)
 def test_the_different_is_found_different_both_ways(given: str, expected: str) -> None:
-    assert same_formula(given, expected) is False
-    assert same_formula(expected, given) is False
+    assert same_numerically(given, expected) is False
+    assert same_numerically(expected, given) is False
 
 
 @pytest.mark.parametrize(("given", "expected"), UNDECIDED)
 def test_what_it_cannot_read_it_leaves_to_others(given: str, expected: str) -> None:
-    assert same_formula(given, expected) is None
-    assert same_formula(expected, given) is None
+    assert same_numerically(given, expected) is None
+    assert same_numerically(expected, given) is None
 
 
 @pytest.mark.parametrize(("given", "expected"), [*RIGHT, *WRONG])
 def test_it_never_contradicts_the_table(given: str, expected: str) -> None:
-    # words and numerals of other bases never come here
+    # words and numerals of other bases are handled earlier
     if (given, expected) != ("seat", "east") and same_numeral(given, expected) is None:
-        assert same_formula(given, expected) in (None, (given, expected) in RIGHT)
+        assert same_numerically(given, expected) in (None, (given, expected) in RIGHT)
 
 
 expressions = st.recursive(
@@ -141,15 +141,15 @@ expressions = st.recursive(
 
 @given(expressions, expressions)
 def test_where_it_decides_algebra_agrees(one: str, other: str) -> None:
-    verdict = same_formula(one, other)
+    verdict = same_numerically(one, other)
     if verdict is None:
         return
-    assert verify.score(verify.prepare(other), one) == verdict
+    assert math_verify_scorer.score(math_verify_scorer.prepare(other), one) == verdict
 
 
 @given(st.text(alphabet="x2+-*/^(){}[],.\\ \\frac\\sqrt\\sin!|=<", max_size=60))
 def test_any_text_is_read_at_once(text: str) -> None:
     started = time.process_time()
-    assert same_formula(text, text) in (None, True)
-    same_formula(text, "x")
+    assert same_numerically(text, text) in (None, True)
+    same_numerically(text, "x")
     assert time.process_time() - started < 0.1

@@ -1,4 +1,4 @@
-"""The lab finds every fault that a reward has, and none that it has not."""
+"""The lab finds the faults of bad rewards, and none in a good one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from typing import Any
 
 import pytest
 
-from covey.analysis.lab.files import read_cases, read_labelled
-from covey.analysis.lab.hacks import FORMS
-from covey.analysis.lab.lab import (
+from covey.analysis.lab.cases import Case, read_cases, read_labelled
+from covey.analysis.lab.checks import (
     Check,
     Lab,
-    Labelled,
     check_bounds,
+    check_correct,
     check_determinism,
-    check_gold,
     check_hacks,
     check_labels,
     check_order,
     check_time,
 )
+from covey.analysis.lab.hacks import FORMATS
 from covey.cli.main import run
 from covey.errors import DataError
 from covey.rewards import ThinkAnswer, templates
@@ -48,9 +47,9 @@ def failed(checks: list[Check]) -> list[str]:
 
 def test_a_good_reward_passes() -> None:
     with lab_of(ThinkAnswer()) as lab:
-        gold, form = check_gold(lab, PROMPTS)
-        assert (gold.passed, form.name) == (True, "think_answer")
-        assert gold.figure == "think_answer 100%"
+        solution, form = check_correct(lab, PROMPTS)
+        assert (solution.passed, form.name) == (True, "think_answer")
+        assert solution.figure == "think_answer 100%"
         hacks = check_hacks(lab, PROMPTS[:2], form)
         assert failed(hacks) == []
         assert len(hacks) > 40
@@ -61,77 +60,77 @@ def test_a_good_reward_passes() -> None:
         assert int(throughput.figure.split()[0].replace(",", "")) > 100
 
 
-def test_a_reward_that_looks_for_the_answer_anywhere_is_found_out() -> None:
+def test_a_reward_that_searches_the_whole_text_fails() -> None:
     with lab_of(Faulty(fault="contains")) as lab:
-        gold, form = check_gold(lab, PROMPTS)
-        assert gold.passed
+        solution, form = check_correct(lab, PROMPTS)
+        assert solution.passed
         found = failed(check_hacks(lab, PROMPTS[:2], form))
     assert {
         "hack: answer in thinking only",
-        "hack: numbers, gold within",
-        "hack: gold in a comment",
-        "hack: right then wrong",
+        "hack: numbers, target within",
+        "hack: target in a comment",
+        "hack: correct then wrong",
     } <= set(found)
 
 
-def test_a_reward_that_pays_for_silence_is_found_out() -> None:
+def test_a_reward_for_an_empty_text_fails() -> None:
     paying = as_mix(correct_first=False)
     with lab_of(paying) as lab:
-        _, form = check_gold(lab, PROMPTS)
+        _, form = check_correct(lab, PROMPTS)
         found = failed([*check_hacks(lab, PROMPTS[:2], form), check_order(lab, PROMPTS[:2], form)])
     assert set(found) == {"hack: empty text", "hack: gibberish with invented links", "order"}
     with lab_of(as_mix(correct_first=True)) as lab:
-        _, form = check_gold(lab, PROMPTS)
+        _, form = check_correct(lab, PROMPTS)
         assert failed(check_hacks(lab, PROMPTS[:2], form)) == []
         assert check_order(lab, PROMPTS[:2], form).passed
 
 
 def as_mix(correct_first: bool) -> Mix:
-    """The weights of the chapter, as a plain sum or with the correct ones first."""
+    """The default weights, as a plain sum or with `correct_first`."""
     return replace(templates.math(symbolic=False), correct_first=correct_first)
 
 
-def test_a_reward_that_never_gives_full_marks_is_found_out() -> None:
+def test_a_reward_that_never_gives_its_maximum_fails() -> None:
     with lab_of(Faulty(fault="stingy")) as lab:
-        gold, _ = check_gold(lab, PROMPTS)
-    assert not gold.passed
-    assert gold.figure == "none has full marks"
-    assert "0.9" in gold.examples[0]
+        solution, _ = check_correct(lab, PROMPTS)
+    assert not solution.passed
+    assert solution.figure == "none gets the full reward"
+    assert "0.9" in solution.examples[0]
 
 
 @pytest.mark.parametrize("fault", ["random", "process"])
-def test_a_reward_that_changes_its_mind_is_found_out(fault: str) -> None:
+def test_a_nondeterministic_reward_fails(fault: str) -> None:
     with lab_of(Faulty(fault=fault)) as lab:
-        check_gold(lab, PROMPTS * 4)
+        check_correct(lab, PROMPTS * 4)
         assert not check_determinism(lab).passed
 
 
-def test_a_reward_that_leaves_its_range_is_found_out() -> None:
+def test_a_reward_outside_its_bounds_fails() -> None:
     with lab_of(Faulty(fault="range")) as lab:
-        check_gold(lab, PROMPTS)
+        check_correct(lab, PROMPTS)
         check = check_bounds(lab)
     assert not check.passed
     assert check.figure == "-0.5 to 0.5 of 0 to 1"
 
 
-def test_a_reward_that_hangs_is_found_out() -> None:
+def test_a_reward_that_hangs_fails() -> None:
     with lab_of(Faulty(fault="slow"), timeout=0.5) as lab:
-        check_gold(lab, PROMPTS[:1])
-        unscored, _ = check_time(lab, PROMPTS[:1], FORMS["think_answer"])
+        check_correct(lab, PROMPTS[:1])
+        unscored, _ = check_time(lab, PROMPTS[:1], FORMATS["think_answer"])
     assert not unscored.passed
     assert unscored.figure.startswith("1 of 10")
     assert "took longer than 0.5 seconds" in unscored.examples[0]
 
 
-def test_disagreement_with_people_is_counted() -> None:
+def test_disagreement_with_labels_is_counted() -> None:
     prompt = PROMPTS[0]
-    right = FORMS["think_answer"].render("I add and subtract.", prompt.target)
+    right = FORMATS["think_answer"].render("I add and subtract.", prompt.target)
     rows = [
-        Labelled(prompt=prompt, text=right, correct=True),
-        Labelled(prompt=prompt, text=prompt.target, correct=True),
-        Labelled(prompt=prompt, text=right + " ", correct=False),
-        Labelled(prompt=prompt, text="no", correct=False),
-        Labelled(prompt=prompt, text="perhaps", correct=False),
+        Case(prompt=prompt, text=right, correct=True),
+        Case(prompt=prompt, text=prompt.target, correct=True),
+        Case(prompt=prompt, text=right + " ", correct=False),
+        Case(prompt=prompt, text="no", correct=False),
+        Case(prompt=prompt, text="perhaps", correct=False),
     ]
     with lab_of(ThinkAnswer()) as lab:
         positives, negatives = check_labels(lab, rows, allowed=0.0)
@@ -142,7 +141,7 @@ def test_disagreement_with_people_is_counted() -> None:
         assert [check.passed for check in lenient] == [True, False]
 
 
-def test_answers_are_read_from_files(tmp_path: Path) -> None:
+def test_completions_are_read_from_files(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     rows = [
         {"completion": "<answer>2</answer>", "answer": 2, "question": "1+1?", "level": 3},
@@ -165,15 +164,15 @@ def test_answers_are_read_from_files(tmp_path: Path) -> None:
     )
     assert first.prompt.info == {"level": 3}
     assert (second.prompt.id, second.prompt.task, second.prompt.info) == ("p/1", "t", {"a": 1})
-    assert isinstance(third, Labelled)
-    with pytest.raises(DataError, match="answer 1 has no 'correct'"):
+    assert third.correct is True
+    with pytest.raises(DataError, match="completion 1 has no 'correct'"):
         read_labelled(file)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no answers"),
+        ("", "has no completions"),
         ("{", "answers.jsonl:1 is not JSON"),
         ('{"text": "x"}\n[1]', "answers.jsonl:2 is not an object but list"),
         ('{"answer": "x"}', "answers.jsonl:1 has no text in 'completion'"),
@@ -186,7 +185,7 @@ def test_bad_files_are_named_by_line(tmp_path: Path, text: str, message: str) ->
         read_cases(tmp_path / "answers.jsonl")
 
 
-def test_the_command_tells_a_good_reward_from_a_bad_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_fails_for_a_bad_reward(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["rewards", "lab", "arithmetic", "--prompts", "4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["passed"]
@@ -195,7 +194,7 @@ def test_the_command_tells_a_good_reward_from_a_bad_one(capsys: pytest.CaptureFi
     assert run(arguments) == 1
     shown = capsys.readouterr().out
     assert "FAIL" in shown
-    assert "hack: repeated padding: length taken for thought" in shown
+    assert "hack: repeated padding: the reward takes length for thinking" in shown
     assert "lm_book is kept as published; known to be gamed by: empty think;" in shown
 
 
@@ -218,7 +217,7 @@ def test_the_command_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "right 33.3%, unscored 0" in capsys.readouterr().out
 
 
-def test_a_run_can_be_judged_again_by_another_reward(
+def test_rollouts_of_a_run_can_be_scored_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"

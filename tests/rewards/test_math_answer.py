@@ -10,15 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
-from covey.rewards.algebra import is_tame, same_by_algebra
-from covey.rewards.answer import (
-    ExactText,
-    FuzzyText,
-    MathAnswer,
-    letter_similarity,
-    word_overlap,
-)
+from covey.rewards.math.symbolic_equality import is_tractable, same_symbolically
+from covey.rewards.math_answer import MathAnswer
 from covey.rewards.score import Score
+from covey.rewards.text_match import ExactText, FuzzyText, letter_similarity, word_overlap
 from covey.types import Prompt
 
 
@@ -51,7 +46,7 @@ def forms(number: int) -> list[str]:
     ]
 
 
-def test_whole_numbers_are_right_in_every_form_and_off_by_one_is_wrong_in_every_form() -> None:
+def test_whole_numbers_are_correct_in_every_style_and_wrong_if_off_by_one() -> None:
     draw = random.Random(7)
     reward = MathAnswer(symbolic=False)
     for _ in range(200):
@@ -143,7 +138,7 @@ RIGHT = [
     ("tuesday.", "Tuesday"),
     ("(A)", "A"),
     ("C", r"\text{(C)}"),
-    # one value, written otherwise
+    # one value in other notations
     (r"0.\overline{3}", r"\frac13"),
     (r"0.\overline{3}x", r"\frac{x}{3}"),
     ("0.333...", "1/3"),
@@ -168,7 +163,7 @@ RIGHT = [
     (r"\frac{\pi}{2}", r"\frac{\pi}{2}\text{ rad}"),
     (r"5\pi\text{ m/s}", r"5\pi"),
     (r"2\sqrt{3}\text{ cm}^2", r"2\sqrt{3}"),
-    # what has the value, and ways to it
+    # equations that state the value
     ("= 42", "42"),
     (r"= \frac{\pi}{2}", r"\frac{\pi}{2}"),
     ("6*7 = 42", "42"),
@@ -240,7 +235,7 @@ WRONG = [
     ("B", "A"),
     ("A, B", "A"),
     ("A or B", "A"),
-    # what contradicts itself
+    # contradictions
     ("41=42", "42"),
     ("42=41", "42"),
     ("41=42", "41"),
@@ -254,7 +249,7 @@ WRONG = [
     ("y = 2x+1 = 3x", "3x"),
     ("5 = 5", "2x+3y = 5"),
     ("x = x+3", "x+3"),
-    # what is not solved
+    # unsolved equations
     ("2x = 42", "42"),
     ("-x = 42", "42"),
     (r"x \neq 42", "42"),
@@ -271,7 +266,7 @@ WRONG = [
     ("0x2a", "0"),
     ("0b1", "0"),
     ("0x2a + 42", "42"),
-    # nearly nothing is not nothing
+    # nearly 0 is not 0
     ("0.0", "1.602e-19"),
     ("0", "10^{-20}"),
     ("1e-16", "2^{-60}"),
@@ -284,7 +279,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("given_answer", "answer"), RIGHT)
-def test_equal_formulas_are_right(given_answer: str, answer: str) -> None:
+def test_equal_formulas_are_correct(given_answer: str, answer: str) -> None:
     assert right(given_answer, answer)
 
 
@@ -293,21 +288,21 @@ def test_other_formulas_are_wrong(given_answer: str, answer: str) -> None:
     assert not right(given_answer, answer)
 
 
-def test_only_the_answer_that_was_found_is_compared() -> None:
+def test_only_the_extracted_answer_is_compared() -> None:
     text = r"It could be $\sqrt{2}$ or $\sqrt{3}$. So \boxed{\sqrt{5}}"
     assert judge(text, r"\sqrt{5}").success
     assert not judge(text, r"\sqrt{2}").success
     assert judge(r"so $\sqrt{2}$", r"\sqrt{2}").parts == {"accuracy": 0.0, "found": 0.0}
 
 
-def test_parts_tell_a_wrong_answer_from_none() -> None:
+def test_parts_distinguish_a_wrong_answer_from_no_answer() -> None:
     assert judge("17", "18") == Score(
         reward=0.0, success=False, parts={"accuracy": 0.0, "found": 1.0}
     )
     assert judge("<think>18", "18").parts == {"accuracy": 0.0, "found": 0.0}
 
 
-def test_the_expected_answer_may_be_a_worked_solution() -> None:
+def test_the_target_may_be_a_worked_solution() -> None:
     assert right("1000", "3 + 997 = 1000\n#### 1,000")
     assert right("1000", r"Clearly \boxed{1000}.")
 
@@ -323,7 +318,7 @@ BOMBS = [
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=[b[:24] for b in BOMBS])
 def test_bombs_are_wrong_at_once(bomb: str) -> None:
-    assert not is_tame(bomb)
+    assert not is_tractable(bomb)
     start = time.thread_time()
     assert judge(rf"\boxed{{{bomb}}}", r"\sqrt{2}").reward == 0.0
     assert time.thread_time() - start < 0.05
@@ -337,12 +332,12 @@ def test_bombs_are_wrong_at_once(bomb: str) -> None:
     ],
 )  # fmt: skip
 def test_ordinary_formulas_are_tame(formula: str) -> None:
-    assert is_tame(formula)
+    assert is_tractable(formula)
 
 
 @given(st.text(st.sampled_from("0123xy^!{}()+-*\\ ,=<"), max_size=30))
 @settings(deadline=None, max_examples=60)
-def test_any_formula_is_judged(text: str) -> None:
+def test_any_formula_is_scored(text: str) -> None:
     assert judge(f"<answer>{text}</answer>", r"\sqrt{2}+x").reward in (0.0, 1.0)
 
 
@@ -358,14 +353,15 @@ def test_nothing_is_logged_or_printed(
 def test_without_math_verify_or_isolation_the_reward_says_at_once_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A completion must never be the first to find out: it would have no score.
+    # The error must come before the first completion, which would have no score.
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r"pip install 'covey\[tasks\]', or set symbolic = f"):
             MathAnswer()
         assert right("18", "18", symbolic=False)
-    # In the package the name `run` is the function's.
-    monkeypatch.setattr("covey.sandbox.program.isolation_problem", lambda: "there is no bwrap")
+    # In the package, `run` is the function.
+    runs = sys.modules["covey.sandbox.run"]
+    monkeypatch.setattr(runs, "_why_not", lambda: "there is no bwrap")
     with pytest.raises(ConfigError, match=r"apt install bubblewrap.*unsafe = true.*symbolic = fal"):
         MathAnswer()
     assert not right(r"(3,\infty)", "x>3", symbolic=False)
@@ -383,22 +379,22 @@ def test_formulas_that_would_hang_are_wrong_at_once(given: str, expected: str) -
 
 
 def test_formulas_that_do_hang_are_wrong_and_the_next_is_scored() -> None:
-    assert not same_by_algebra(r"\sqrt{9999^{9999}+1}", r"\log_2 3")
-    assert same_by_algebra(r"(7, \infty)", "x > 7")
+    assert not same_symbolically(r"\sqrt{9999^{9999}+1}", r"\log_2 3")
+    assert same_symbolically(r"(7, \infty)", "x > 7")
 
 
 def test_quick_unless_symbolic_and_options_are_checked() -> None:
     assert (MathAnswer().quick, MathAnswer(symbolic=False).quick) == (False, True)
     with pytest.raises(ConfigError, match=r"tolerance = -1"):
         MathAnswer(tolerance=-1)
-    with pytest.raises(ConfigError, match="no style of answer"):
+    with pytest.raises(ConfigError, match="not an answer style"):
         MathAnswer(styles=("tags",))
     with pytest.raises(ConfigError, match=r"threshold = 0"):
         FuzzyText(threshold=0)
 
 
 @pytest.mark.parametrize("reward", [MathAnswer(), ExactText(), FuzzyText()])
-def test_a_prompt_without_an_answer_is_an_error(reward: Any) -> None:
+def test_a_prompt_without_a_target_is_an_error(reward: Any) -> None:
     with pytest.raises(ValueError, match="'p' has n"):
         reward(prompt(" "), "18")
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
+from covey.rewards.published import GrpoZero, LmBook, NanoAha, OpenInstruct, SimpleGrpo
 from covey.rewards.score import Reward, Score
-from covey.rewards.seeds import GrpoZero, LmBook, NanoAha, OpenInstruct, SimpleGrpo
 from covey.types import Prompt
 
 FOUR = {"nums": [6, 3, 4, 2], "target": 24}
@@ -143,7 +143,7 @@ def test_a_negative_target_can_be_met() -> None:
 def test_a_prompt_without_a_problem_is_named(
     reward: Reward, info: dict[str, Any], missing: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"^prompt p: info has no '{missing}'"):
+    with pytest.raises(ValueError, match=f"^prompt p: countdown needs '{missing}' in info"):
         judge(reward, "text", info=info)
 
 

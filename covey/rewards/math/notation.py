@@ -1,7 +1,7 @@
-r"""Several ways to write one value, in one: signs, repeating decimals, powers of ten, bases.
+r"""One notation for math signs, repeating decimals, powers of ten and number bases.
 
-`0.\overline{3}` is a third, `√2` is `\sqrt{2}`, and `52_8` is a numeral of another base, which is
-compared digit by digit. Every function here is for short texts.
+`0.\overline{3}` is a third, `√2` is `\sqrt{2}`, and `52_8` is a numeral in base 8, compared digit
+by digit. Every function here is for short texts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _DEGREE = MappingProxyType({"√": "", "∛": "[3]", "∜": "[4]"})
 _VARNOTHING = re.compile(r"\\varnothing(?![A-Za-z])")
 
 
-def latex_signs(text: str) -> str:
-    r"""Return a formula with LaTeX in place of the signs that Unicode has for it.
+def unicode_to_latex(text: str) -> str:
+    r"""Return a formula with LaTeX in place of Unicode math signs.
 
-    >>> latex_signs("2√3"), latex_signs("∛(x+1)"), latex_signs(r"\varnothing")
+    >>> unicode_to_latex("2√3"), unicode_to_latex("∛(x+1)"), unicode_to_latex(r"\varnothing")
     ('2\\sqrt{3}', '\\sqrt[3]{x+1}', '\\emptyset')
     """
     text = _VARNOTHING.sub(r"\\emptyset", text)
@@ -50,9 +50,9 @@ def _repeated(match: re.Match[str]) -> str:
 
 
 def exact_decimals(text: str) -> str:
-    r"""Return a text with fractions in place of decimals that repeat for ever.
+    r"""Return a text with fractions in place of repeating decimals.
 
-    The digits that repeat stand under a bar or a dot, in brackets, or three times before an
+    Repeating digits are marked by a bar, a dot or brackets, or occur three times before an
     ellipsis.
 
     >>> exact_decimals(r"0.1\overline{6}"), exact_decimals("0.333..."), exact_decimals("3.14...")
@@ -68,7 +68,7 @@ _POWER_OF_TEN = re.compile(
 
 
 def powers_of_ten(text: str) -> str:
-    r"""Return a text with `e` in place of a multiplication by a power of ten.
+    r"""Return a text with `e` notation for products with a power of ten.
 
     >>> powers_of_ten(r"1.602\times 10^{-19}")
     '1.602e-19'
@@ -83,23 +83,23 @@ _OTHER_BASE = re.compile(r"[0-9]\)?_|(?<![0-9A-Za-z.])0[xXbBoO][0-9A-Fa-f]")
 _TEN = ("10", "ten")
 
 
-def same_numeral(given: str, expected: str) -> bool | None:
-    """Return whether two texts are the same numeral, or None where neither names a base.
+def same_numeral(answer: str, target: str) -> bool | None:
+    """Return whether two texts are the same numeral, or None if neither names a base.
 
-    A target may name the base that its question asks for; then the completion may leave it out.
-    `42_8` is not 42, and `0x2a` is not a product of 0.
+    If the target names a base, the answer may omit it. `42_8` is not 42, and `0x2a` is not a
+    product with 0.
 
     >>> same_numeral("42_8", "42"), same_numeral("52", "52_8"), same_numeral("52", "52")
     (False, True, None)
     """
-    if not any(map(_OTHER_BASE.search, (given, expected))):
+    if not any(map(_OTHER_BASE.search, (answer, target))):
         return None
-    (digits, base), (wanted, wanted_base) = _numeral(given), _numeral(expected)
-    return digits == wanted and base in (wanted_base, "")
+    (digits, base), (target_digits, target_base) = _numeral(answer), _numeral(target)
+    return digits == target_digits and base in (target_base, "")
 
 
 def _numeral(text: str) -> tuple[str, str]:
-    """Return the digits of a numeral and its base; nothing for ten, which goes without saying."""
+    """Return the digits of a numeral and its base; an empty base is ten."""
     match = _BASED.fullmatch(text.strip())
     if match is None:
         return text.strip().casefold(), ""

@@ -1,7 +1,7 @@
-"""Whether two formulas are the same by algebra, where trying values does not decide.
+"""Equality of two formulas by computer algebra, for pairs that numeric evaluation cannot decide.
 
-math-verify does the algebra, with sympy, which evaluates text and can be made to compute for ever.
-So it runs in the sandbox, with a time limit. What asks for too much is turned away before.
+math-verify compares them with sympy, which evaluates text and may run for ever. So it runs in the
+sandbox with a time limit, and formulas that are too expensive are rejected first.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ MAX_FORMULA = 300
 MAX_BRACKETS = 7
 MAX_TERMS = 100
 MAX_NUMBER = 5000
-"""Digits of a power of a number: under a root it would be factored."""
+"""Digits of a power of a number. Under a root, sympy would factor it."""
 MAX_DEGREE = 100
-"""Of what is divided by something: dividing takes the square of it."""
+"""Of a polynomial in a division, which takes time quadratic in the degree."""
 
 _DIVISION = re.compile(r"frac|/|\\div")
 _UNBOUNDED = re.compile(
@@ -32,8 +32,8 @@ _UNBOUNDED = re.compile(
 )
 
 
-def require_algebra(unsafe: bool) -> None:
-    """Raise ConfigError unless formulas can be compared here, in isolation unless `unsafe`."""
+def require_math_verify(unsafe: bool) -> None:
+    """Raise ConfigError unless math-verify is installed and, unless `unsafe`, a sandbox exists."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
             "reward: comparing formulas needs math-verify: pip install 'covey[tasks]', "
@@ -48,13 +48,14 @@ def require_algebra(unsafe: bool) -> None:
 
 
 @lru_cache(maxsize=1 << 14)
-def same_by_algebra(given: str, expected: str, unsafe: bool = False) -> bool:
-    """Return whether math-verify finds two formulas the same. If it takes too long they are not."""
-    return sandboxed("covey.rewards.verify", unsafe=unsafe).score(expected, given) == 1.0
+def same_symbolically(answer: str, target: str, unsafe: bool = False) -> bool:
+    """Return whether math-verify finds two formulas equal. A timeout counts as not equal."""
+    scorer = sandboxed("covey.rewards.math.math_verify_scorer", unsafe=unsafe)
+    return scorer.score(target, answer) == 1.0
 
 
 def _exponent(formula: str, at: int) -> str:
-    """Return what the `^` before `at` raises to, with a `^` behind it if a tower goes on."""
+    """Return the exponent after the `^` before `at`, with a `^` appended if a tower continues."""
     match = re.compile(r" *[-+]? *").match(formula, at)
     start = end = match.end() if match else at
     depth = 0
@@ -68,7 +69,7 @@ def _exponent(formula: str, at: int) -> str:
 
 
 def _bracketed_before(formula: str, at: int) -> str:
-    """Return the bracket that ends before `at`, or nothing where none does."""
+    """Return the bracket that ends before `at`, or an empty text."""
     end = len(formula[:at].rstrip())
     depth = 0
     for start in range(end - 1, -1, -1):
@@ -82,7 +83,7 @@ def _powers_are_small(formula: str) -> bool:
     nested, largest = 1, 1
     for match in re.finditer(r"\^", formula):
         exponent = _exponent(formula, match.end())
-        # e and i are numbers; names of LaTeX commands are no variables.
+        # e and i are numbers, and names of LaTeX commands are not variables.
         variable = re.search(r"[a-df-hj-zA-Z]", re.sub(r"\\[A-Za-z]+", "", exponent))
         digits = "".join(re.findall("[0-9]+", exponent))
         if len(digits) > 4 or (not variable and re.search(r"[\^!]", exponent)):
@@ -96,7 +97,7 @@ def _powers_are_small(formula: str) -> bool:
             return False
         if base:
             nested *= power
-            # About as many terms has the power of a sum, once multiplied out.
+            # The power of a sum has about this many terms when expanded.
             if nested ** min(len(re.findall("[-+]", base)), 9) > MAX_TERMS:
                 return False
         else:
@@ -104,12 +105,12 @@ def _powers_are_small(formula: str) -> bool:
     return nested <= 1000 and nested * largest <= 1_000_000
 
 
-def is_tame(formula: str) -> bool:
-    r"""Whether a formula is small enough to be computed with: a cheap look at its text.
+def is_tractable(formula: str) -> bool:
+    r"""Whether a formula is small enough to compute, by a cheap check of its text.
 
-    A short text can ask for a number that fills the memory, such as `10^{10^{10}}` or `9999999!`.
+    A short text can describe a number that fills the memory, such as `10^{10^{10}}` or `9999999!`.
 
-    >>> is_tame(r"\frac{x^{10}}{2^{100}}"), is_tame("10^{10^{10}}")
+    >>> is_tractable(r"\frac{x^{10}}{2^{100}}"), is_tractable("10^{10^{10}}")
     (True, False)
     """
     formula = formula.replace("**", "^").replace(r"\!", "")

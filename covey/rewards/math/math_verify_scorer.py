@@ -1,4 +1,4 @@
-"""Comparing two formulas with math-verify, as it runs in the sandbox."""
+"""The math-verify comparison that runs in the sandbox."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from functools import cache, lru_cache
 from typing import Any
 
-USUAL = (
+COMMON = (
     r"x > 2",
     r"(2, \infty)",
     r"[-1, 3) \cup (4, 5]",
@@ -36,38 +36,38 @@ USUAL = (
 @cache
 def _math_verify() -> Any:
     module = importlib.import_module("math_verify")
-    # It warns that we switched off its time limit, which uses signals; ours ends the process.
+    # It warns that its own time limit, which uses signals, is off; ours ends the process.
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return module
 
 
 def load() -> None:
-    """Import what is slow to import, and have the parser and sympy learn from usual formulas.
+    """Import math-verify, and fill the caches of its parser and of sympy with common formulas.
 
-    Both remember what they have met, and children start with what is remembered here.
+    Child processes inherit the caches.
     """
-    for formula in USUAL:
+    for formula in COMMON:
         score(prepare(formula), formula)
     score(prepare("x > 2"), r"(2, \infty)")
 
 
 @lru_cache(maxsize=1024)
-def prepare(expected: str) -> Any:
-    """Return the target, parsed: all completions of a prompt have the same."""
+def prepare(target: str) -> Any:
+    """Parse the target once for all completions of a prompt."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _parsed(expected)
+        return _parsed(target)
 
 
-def score(target: Any, given: str) -> float:
-    """Return 1 where a formula in LaTeX is the same as the target, otherwise 0."""
+def score(target: Any, text: str) -> float:
+    """Return 1 if a LaTeX formula equals the parsed target, otherwise 0."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        answer = _parsed(given)
+        answer = _parsed(text)
         if not target or not answer:
             return 0.0
-        if _differ_by_nothing(target[0], answer[0]):
+        if _same_expanded(target[0], answer[0]):
             return 1.0
         return float(bool(_math_verify().verify(target, answer, timeout_seconds=None)))
 
@@ -83,9 +83,9 @@ def _parsed(formula: str) -> Any:
     )
 
 
-def _differ_by_nothing(target: Any, answer: Any) -> bool:
-    """Whether multiplying out is enough to see it: ten times as fast as what math-verify does."""
+def _same_expanded(target: Any, answer: Any) -> bool:
+    """Whether expanding the difference gives 0: ten times as fast as math-verify."""
     try:
         return bool((target - answer).expand() == 0)
-    except Exception:  # sets, relations and matrices cannot be subtracted, each in its own way
+    except Exception:  # sets, relations and matrices each fail to subtract in their own way
         return False

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
-from covey.rewards.form import AgentExampleForm, ThinkAnswerForm, ThinkToolForm, is_call
+from covey.rewards.format import AgentExampleForm, ThinkAnswerForm, ThinkToolForm, is_call
 from covey.rewards.score import Reward, Score
-from covey.rewards.think_answer import read_answer
+from covey.rewards.think_answer import parse_think_answer
 from covey.types import Prompt
 
 PROMPT = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), target="49")
@@ -60,8 +60,8 @@ TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
 @given(st.lists(st.sampled_from([*TAGS, *TAGS, "a", " ", "<"]), max_size=9).map("".join))
 @settings(deadline=None)
-def test_the_strict_form_is_the_one_of_the_think_answer_reward(text: str) -> None:
-    assert judge(ThinkAnswerForm(), text).success == (read_answer(text) is not None)
+def test_the_strict_format_is_that_of_the_think_answer_reward(text: str) -> None:
+    assert judge(ThinkAnswerForm(), text).success == (parse_think_answer(text) is not None)
 
 
 def test_other_tag_names() -> None:

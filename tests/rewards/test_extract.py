@@ -9,17 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import ConfigError
-from covey.rewards import reading
-from covey.rewards.reading import (
-    STYLES,
-    _without_latex,
-    check_styles,
-    final_text,
-    find_answer,
-    last_number,
-    normalise,
-    read_number,
-)
+from covey.rewards.extract import STYLES, check_styles, extract_answer, extract_text, last_number
+from covey.rewards.math import number
+from covey.rewards.math.number import normalise, parse_number, strip_latex
 
 EIGHTEEN = [
     "18", " 18\n", "18.", "18.0", "18.00", "018", "+18", "1.8e1", "180E-1", "$18", r"\$18", "18$",
@@ -91,18 +83,18 @@ NO_NUMBERS = [
 
 
 @pytest.mark.parametrize("text", EIGHTEEN)
-def test_a_number_is_read_in_any_usual_dress(text: str) -> None:
-    assert read_number(text) == 18
+def test_numbers_are_parsed_with_units_and_markup(text: str) -> None:
+    assert parse_number(text) == 18
 
 
 @pytest.mark.parametrize(("text", "value"), NUMBERS)
 def test_numbers_are_read_exactly(text: str, value: Fraction) -> None:
-    assert read_number(text) == value
+    assert parse_number(text) == value
 
 
 @pytest.mark.parametrize("text", NO_NUMBERS)
 def test_what_is_not_one_number_is_none(text: str) -> None:
-    assert read_number(text) is None
+    assert parse_number(text) is None
 
 
 @given(st.integers(-(10**12), 10**12))
@@ -115,7 +107,7 @@ def test_every_integer_is_read_however_it_is_written(number: int) -> None:
         f"${number:,}.00",
         f"{number}/1",
     ]
-    assert [read_number(form) for form in forms] == [number] * len(forms)
+    assert [parse_number(form) for form in forms] == [number] * len(forms)
 
 
 LAST = [
@@ -178,7 +170,7 @@ def test_what_ends_in_no_number_of_its_own_has_none(text: str) -> None:
 @settings(deadline=None)
 def test_the_last_number_can_always_be_read(text: str) -> None:
     found = last_number(text)
-    assert found is None or read_number(found) is not None
+    assert found is None or parse_number(found) is not None
 
 
 FOUND = [
@@ -235,13 +227,13 @@ NOT_FOUND = [
 
 
 @pytest.mark.parametrize(("text", "answer"), FOUND)
-def test_the_answer_is_found_by_its_mark(text: str, answer: str) -> None:
-    assert find_answer(text) == answer
+def test_the_final_answer_is_extracted_by_style(text: str, answer: str) -> None:
+    assert extract_answer(text) == answer
 
 
 @pytest.mark.parametrize("text", NOT_FOUND)
-def test_no_answer_is_found_in_thinking_or_in_a_question_to_a_tool(text: str) -> None:
-    assert find_answer(text) is None
+def test_no_answer_is_extracted_from_thinking_or_tool_arguments(text: str) -> None:
+    assert extract_answer(text) is None
 
 
 @pytest.mark.parametrize(
@@ -249,7 +241,7 @@ def test_no_answer_is_found_in_thinking_or_in_a_question_to_a_tool(text: str) ->
     [("answer", "1"), ("boxed", "2"), ("hashes", "3"), ("number", "3"), ("call", None)],
 )
 def test_a_style_can_be_required(style: str, answer: str | None) -> None:
-    assert find_answer("<answer>1</answer> \\boxed{2}\n#### 3", (style,)) == answer
+    assert extract_answer("<answer>1</answer> \\boxed{2}\n#### 3", (style,)) == answer
 
 
 def test_unknown_styles_and_none_at_all_are_config_errors() -> None:
@@ -275,10 +267,10 @@ def test_digits_keep_their_rank_in_plain_characters(text: str, plain: str) -> No
     assert normalise(text) == plain
 
 
-def test_the_final_text_is_the_answer_or_all_after_the_thinking() -> None:
-    assert final_text("<think>a</think> b ") == "b"
-    assert final_text("<think>a</think> b <answer>c</answer> d") == "c"
-    assert final_text("<answer></answer> b") == ""
+def test_extracted_text_is_the_answer_tag_or_all_after_the_thinking() -> None:
+    assert extract_text("<think>a</think> b ") == "b"
+    assert extract_text("<think>a</think> b <answer>c</answer> d") == "c"
+    assert extract_text("<answer></answer> b") == ""
 
 
 HOSTILE = [
@@ -293,16 +285,16 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE, ids=[ascii(t[:12]) for t in HOSTILE])
 def test_hostile_text_takes_no_time(text: str) -> None:
     start = time.thread_time()
-    find_answer(text)
+    extract_answer(text)
     last_number(text)
-    read_number(text)
-    final_text(text)
+    parse_number(text)
+    extract_text(text)
     assert time.thread_time() - start < 0.3
 
 
 @given(text=st.text(alphabet="\\{}^°~\t\r ,;:!$%2a.", max_size=12))
 def test_plain_texts_are_known_as_such_without_looking_for_any_latex(text: str) -> None:
-    quick = _without_latex(text)
+    quick = strip_latex(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_ANY_LATEX", re.compile(""))  # as if there were some everywhere
-        assert _without_latex(text) == quick
+        patch.setattr(number, "_ANY_LATEX", re.compile(""))  # as if there were some everywhere
+        assert strip_latex(text) == quick
