@@ -1,4 +1,4 @@
-"""The Reasoning Gym scorers that run in the sandbox."""
+"""The scorers of reasoning_gym, as they run in the sandbox."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from covey.rewards.plain_answer import plain_data, plain_formula, plain_sum
+from covey.rewards.plain_answer import NotPlainError, plain_data, plain_formula, plain_sum
 from covey.tasks.reasoning_gym import entry_of
 
 Entry = Mapping[str, Any]
 
 
 def _names(entry: Entry) -> list[str]:
-    """Return the names in the target, which include its variables."""
+    """Return the names that stand in the expected answer: those of its variables are among them."""
     return re.findall(r"[A-Za-z]\w*", str(entry["answer"]), re.ASCII)
 
 
@@ -43,11 +43,11 @@ EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
     "polynomial_multiplication": _as_formula,
     "simple_integration": _as_formula,
 }
-"""Datasets whose scorer evaluates the answer, and the parser that the answer must pass first."""
+"""Data sets whose scorer evaluates the answer, and how the answer is read before."""
 
 
 def load() -> None:
-    """Import slow modules and fill sympy's caches, which child processes inherit."""
+    """Import what is slow to import, and have sympy fill its caches, which children share."""
     importlib.import_module("reasoning_gym.composite")
     sympy = importlib.import_module("sympy")
     integral = sympy.parse_expr("x**3/3 + sin(2*x)*exp(x) + log(x) + sqrt(x) + C")
@@ -55,35 +55,43 @@ def load() -> None:
 
 
 def prepare(info: Mapping[str, Any]) -> tuple[str, Any, Entry]:
-    """Return the dataset's name, the dataset, and the entry of a prompt."""
+    """Return the name of the data set, the data set and the entry of a prompt."""
     dataset, entry = entry_of(info)
     name = info["reasoning_gym"]["dataset"]
-    # A composite dataset passes the answer to the dataset of the entry.
+    # A data set of several hands the answer on to the one that the entry is of.
     return entry["metadata"]["source_dataset"] if name == "composite" else name, dataset, entry
 
 
 def score(prepared: tuple[str, Any, Entry], text: str) -> float:
-    """Return the score of the dataset's own scorer, from 0 to 1."""
+    """Return what the data set's own scorer says of an answer, from 0 to 1."""
     name, dataset, entry = prepared
     try:
         answer = readable(name, text, entry)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            given = float(dataset.score_answer(answer, entry))
-    except Exception:  # scorers assume a format of the answer, and raise anything
+    except NotPlainError:
+        return 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return scored(dataset, answer, entry)
+
+
+def scored(dataset: Any, answer: str, entry: Entry) -> float:
+    """Return the score of an answer that the data set's scorer may see, from 0 to 1."""
+    try:
+        given = float(dataset.score_answer(answer, entry))
+    except Exception:  # scorers take the form of an answer for granted, each in its own way
         return 0.0
     return min(max(given, 0.0), 1.0) if math.isfinite(given) else 0.0
 
 
 def readable(name: str, text: str, entry: Entry) -> str:
-    """Return the answer as the scorer may see it: unchanged only if it evaluates nothing.
+    """Return what the scorer may see of a text: all of it only where it evaluates nothing.
 
-    Raises NotPlainError if the answer may not be evaluated.
+    Raises NotPlainError where that is nothing.
     """
     if name not in EVALUATING:
         return text
     known = [entry["answer"], *entry["metadata"].get("valid_answers", ())]
-    # Answers that the entry lists are the dataset's own text. Some are not expressions.
+    # What the entry itself calls right is the data set's own text. Not all of it is an expression.
     for answer in known:
         if isinstance(answer, str) and answer.strip() == text.strip():
             return answer

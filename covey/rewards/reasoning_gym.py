@@ -101,12 +101,6 @@ def _sandboxed_score(trusted: bytes, answer: str, unsafe: bool) -> float:
     return sandboxed(*_SCORER, unsafe=unsafe).score(pickle.loads(trusted), answer) or 0.0
 
 
-def _only_compares(dataset: Any) -> bool:
-    """Whether the dataset uses the default scorer, which only compares text."""
-    common = importlib.import_module("reasoning_gym.dataset").ProceduralDataset
-    return bool(type(dataset).score_answer is common.score_answer)
-
-
 def _is_near(answer: str, expected: str) -> bool:
     given, target = parse_number(answer), parse_number(expected)
     return given is not None and target is not None and abs(given - target) <= NEAR

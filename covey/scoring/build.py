@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from covey.errors import ConfigError
 from covey.rewards.identity import identity
-from covey.rewards.score import Reward, longest
+from covey.rewards.score import Reward, max_seconds
 from covey.scoring.job import Job, Pending, Scorer, ScoreResult, score_job
 from covey.scoring.pool import Pool
 
@@ -61,9 +61,9 @@ def make_scorer(
 
 def check_timeout(name: str, reward: Reward, timeout: float) -> None:
     """Refuse a time limit below the reward's own: a timeout would replace its score of 0."""
-    if timeout < longest(reward):
+    if timeout < max_seconds(reward):
         raise ConfigError(
-            f"config: scoring.timeout = {timeout:g} is less than the {longest(reward):g} seconds "
+            f"config: scoring.timeout = {timeout:g} is less than the {max_seconds(reward):g} seconds "
             f"that reward {name} may take by its own limits: raise it, or lower the reward's "
             "total_seconds if it has them"
         )

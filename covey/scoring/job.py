@@ -62,7 +62,7 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
     reward = at_progress(reward, job.progress)
     if getattr(reward, "whole_groups", False):
         try:
-            score_group = reward.judge  # type: ignore[attr-defined]
+            score_group = reward.score_group  # type: ignore[attr-defined]
             return _checked_group(score_group(job.prompt, job.texts), job.texts)
         except Exception as error:
             return failed(error, job.texts)
@@ -78,7 +78,7 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
 async def score_job_async(reward: Any, job: Job) -> list[ScoreResult]:
     """Score every completion of a job with an async reward."""
     try:
-        return _checked_group(await reward.judge_async(job.prompt, job.texts), job.texts)
+        return _checked_group(await reward.score_group_async(job.prompt, job.texts), job.texts)
     except Exception as error:
         return failed(error, job.texts)
 

@@ -14,6 +14,7 @@ from covey.rewards.math.symbolic_equality import is_tractable, same_symbolically
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.score import Score
 from covey.rewards.text_match import ExactText, FuzzyText, letter_similarity, word_overlap
+from covey.sandbox import program
 from covey.types import Prompt
 
 
@@ -359,9 +360,7 @@ def test_without_math_verify_or_isolation_the_reward_says_at_once_what_to_do(
         with pytest.raises(ConfigError, match=r"pip install 'covey\[tasks\]', or set symbolic = f"):
             MathAnswer()
         assert right("18", "18", symbolic=False)
-    # In the package, `run` is the function.
-    runs = sys.modules["covey.sandbox.run"]
-    monkeypatch.setattr(runs, "_why_not", lambda: "there is no bwrap")
+    monkeypatch.setattr(program, "_why_not", lambda: "there is no bwrap")
     with pytest.raises(ConfigError, match=r"apt install bubblewrap.*unsafe = true.*symbolic = fal"):
         MathAnswer()
     assert not right(r"(3,\infty)", "x>3", symbolic=False)

@@ -18,7 +18,6 @@ from covey.rewards.code import CodeTests
 from covey.scoring import InlineScorer, Job, Pool, ScoreResult, make_scorer
 from covey.types import Prompt
 from tests.processes import alive, wait_until
-from tests.scoring import rewards
 from tests.scoring import rewards as functions
 
 PROMPT = Prompt(

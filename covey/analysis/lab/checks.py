@@ -95,7 +95,7 @@ class Lab:
 
 
 def _job(prompt: Prompt, text: str) -> Job:
-    return Job(prompt=prompt, texts=(text,), share=1.0)
+    return Job(prompt=prompt, texts=(text,), progress=1.0)
 
 
 def solution_of(prompt: Prompt) -> str:
@@ -199,7 +199,7 @@ def check_bounds(lab: Lab) -> Check:
 def check_determinism(lab: Lab) -> Check:
     """A completion gets the same score in another order and another process."""
     lab.progress("everything once more")
-    with closing(lab.scorer.another()) as others:
+    with closing(lab.scorer.copy()) as others:
         futures = {
             key: others.submit(_job(lab.prompts[key[0]], key[1])) for key in [*lab.seen][::-1]
         }
