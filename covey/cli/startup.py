@@ -118,7 +118,7 @@ def resolved(
     if model:
         check_model_path(config.model.path)
 
-    from covey.training.build import resolve  # imports torch, which takes seconds
+    from covey.training.resolve import resolve
 
     return resolve(config, imports=imports)
 

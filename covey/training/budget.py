@@ -10,10 +10,13 @@ that is spent, as if the whole were `train.steps` steps.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from covey.config.schema import Train
 from covey.errors import RunError
-from covey.training.update import UpdateSettings
+
+if TYPE_CHECKING:
+    from covey.training.update import UpdateSettings
 
 PATIENCE = 20
 """With a budget of updates: give up after so many times the steps that it should have taken."""

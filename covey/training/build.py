@@ -1,39 +1,60 @@
-"""From a configuration to the parts of a run. Every name and option is checked here."""
+"""From a resolved configuration to the parts of a run: model, optimizer, engine, scorer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
-from covey.config import Config, parse_config
-from covey.config.options import choose, resolve_options
-from covey.config.schema import Named, Train
-from covey.dotted import is_dotted
-from covey.engines.draw import Distribution
+from covey.config import Config
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import ConfigError, DataError
 from covey.models.adapter import adapter_base, add_adapter, load_adapter
-from covey.models.chat_template import Template
 from covey.models.deterministic import make_deterministic
 from covey.models.language_model import LanguageModel, load_language_model
-from covey.objective import Objective, algorithm, build
+from covey.objective import Objective
 from covey.reference import Reference
-from covey.reference.build import check_reference, make_reference
+from covey.reference.build import make_reference
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
-from covey.rewards.build import check_alone, make_reward, reward_options
 from covey.scoring import Scorer, make_scorer
-from covey.tasks import Task, bad_rows_of, find_task, is_own_task, make_task
+from covey.tasks import bad_rows_of
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer, learning_rate
 from covey.training.policy import Policy
+from covey.training.resolve import (
+    held_out_of,
+    objective_of,
+    resolve,
+    reward_of,
+    sampling_of,
+    task_of,
+    template_of,
+    total_updates,
+)
 from covey.training.update import UpdateSettings
 from covey.types import Prompt
+
+__all__ = [
+    "Parts",
+    "assemble",
+    "held_out_of",
+    "load_model",
+    "objective_of",
+    "optimizer_of",
+    "policy_of",
+    "resolve",
+    "reward_of",
+    "sampling_of",
+    "scorer_of",
+    "task_of",
+    "template_of",
+    "total_updates",
+    "update_settings_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,97 +78,6 @@ class Parts:
     update_settings: UpdateSettings
 
 
-def resolve(config: Config, *, imports: bool = True) -> Config:
-    """Write out the options of task, reward and objective that were left to default.
-
-    Without `imports` no code of the user's own is loaded: its options stay as they were given.
-    """
-    own = {
-        "task": is_own_task(config.task.name),
-        "reward": is_dotted(config.reward.name),
-        "objective": is_dotted(config.objective.name),
-    }
-    options = {
-        where: options_of(config)
-        for where, options_of in _OPTIONS.items()
-        if imports or not own.get(where)
-    }
-    named = {where: {"name": getattr(config, where).name, **o} for where, o in options.items()}
-    resolved = parse_config({**config.model_dump(), **named})
-    check_reference(resolved.reference)
-    template_of(resolved)
-    if "objective" in options:
-        _check_old_logp(resolved)
-    return resolved
-
-
-def _check_old_logp(resolved: Config) -> None:
-    """Refuse the sampler's probabilities where they cannot stand for the trainer's."""
-    if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
-        raise ConfigError(
-            "config: train.old_logp = 'sampler' does not go with rollout.top_k, top_p or min_p: "
-            "the sampler's probabilities are then of a truncated distribution"
-        )
-    objective = objective_of(resolved)
-    taken = resolved.train.old_logp == "sampler" and not objective.needs_old_entropy
-    if taken and objective.corrects:
-        raise ConfigError(
-            "config: train.old_logp = 'sampler' leaves objective.correction and objective.veto "
-            "nothing to compare the sampler with; set it to 'recompute'"
-        )
-
-
-def _length_defaults(config: Config) -> dict[str, int]:
-    """Return what stands in for lengths that were not given: parts of the longest completion."""
-    budget = config.rollout.max_tokens
-    return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
-
-
-def _length_penalty_options(config: Config) -> dict[str, object]:
-    section = config.length_penalty
-    maker = choose(LENGTH_PENALTIES, section, "length_penalty")
-    return resolve_options(maker, section, "length_penalty", _length_defaults(config))
-
-
-def _objective_options(config: Config) -> dict[str, object]:
-    section = config.objective
-    maker = algorithm(section.name, section.options)
-    return resolve_options(maker, section, "objective", _length_defaults(config))
-
-
-def _reward_options(config: Config) -> dict[str, object]:
-    return reward_options(config.reward)
-
-
-def _task_options(config: Config) -> dict[str, object]:
-    section = config.task
-    maker, preset = find_task(section.name)
-    given = Named.model_validate({"name": section.name, **preset, **section.options})
-    return resolve_options(maker, given, "task")
-
-
-_OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType(
-    {
-        "length_penalty": _length_penalty_options,
-        "objective": _objective_options,
-        "reward": _reward_options,
-        "task": _task_options,
-    }
-)
-"""How the options of each section that names a function are found out."""
-
-
-def task_of(config: Config) -> Task:
-    """Build the task."""
-    return make_task(config.task.name, config.task.options)
-
-
-def reward_of(config: Config) -> Reward:
-    """Build the reward."""
-    reward = make_reward(config.reward.name, config.reward.options)
-    return check_alone(config.reward.name, reward)
-
-
 def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
     """Build the scorer, and start the processes that it needs."""
     return make_scorer(
@@ -157,38 +87,6 @@ def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
         timeout=config.scoring.timeout,
         gigabytes=config.scoring.gigabytes,
     )
-
-
-def objective_of(config: Config) -> Objective:
-    """Build the objective."""
-    return build(config.objective.name, **config.objective.options)
-
-
-def sampling_of(config: Config) -> Sampling:
-    """Build the sampler's settings."""
-    rollout = config.rollout
-    return Sampling(
-        samples=rollout.group_size,
-        distribution=Distribution(
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-        ),
-        max_tokens=rollout.max_tokens,
-        stop_strings=tuple(rollout.stop),
-        slots=config.engine.max_concurrent,
-        seed=config.seed,
-    )
-
-
-def held_out_of(config: Config, task: Task) -> Sequence[Prompt]:
-    """Return the held-out prompts that evaluations use."""
-    prompts = task.held_out()
-    prompts = prompts[: config.evaluate.prompts] if config.evaluate.prompts else prompts
-    if not prompts:
-        raise DataError(f"task: {task.name} has no held-out prompts")
-    return prompts
 
 
 def assemble(config: Config, reward: Reward | None = None) -> Parts:
@@ -219,17 +117,6 @@ def assemble(config: Config, reward: Reward | None = None) -> Parts:
         sampling=sampling,
         objective=objective,
         update_settings=update_settings_of(config, model, sampling),
-    )
-
-
-def template_of(config: Config) -> Template:
-    """Build the template, which says how questions are put."""
-    model = config.model
-    return Template(
-        form=model.template,
-        chat_options=model.chat_options,
-        prefill=model.prefill,
-        prefill_in_text=model.prefill_in_text,
     )
 
 
@@ -296,11 +183,6 @@ def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
     if settings.state == "compact":
         return CompactAdamW(parameters, **options, seed=config.seed)
     return MasterAdamW(parameters, **options)
-
-
-def total_updates(train: Train) -> int:
-    """Return how many optimizer steps a run takes; nominally, with a budget of tokens."""
-    return train.amount if train.budget == "updates" else train.steps * train.updates
 
 
 def update_settings_of(config: Config, model: LanguageModel, sampling: Sampling) -> UpdateSettings:
