@@ -108,13 +108,19 @@ def resolved(
     smoke: bool = False,
     model: bool = True,
     imports: bool = True,
+    rendering: bool = False,
 ) -> Config:
     """Read a configuration and write out every option that was left to default.
 
     With `model` it has to name one: what can be seen to be none is refused before torch is loaded.
-    Without `imports` code of the user's own is not loaded, and its options stay as given.
+    Without `imports` code of the user's own is not loaded, and its options stay as given. With
+    `rendering`, the process that renders chat templates starts while torch is imported.
     """
     config = loaded(source, overrides, smoke=smoke)
+    if rendering and config.model.template in ("auto", "chat"):
+        from covey.models.render_template import start_rendering
+
+        start_rendering()
     if model:
         check_model_path(config.model.path)
 
@@ -177,14 +183,14 @@ def tell_findings(reporter: Reporter, parts: Parts, not_own: Collection[str] = (
     `not_own` are settings that the user did not make, and is not told about.
     """
     from covey.analysis.plan.findings import findings
-    from covey.analysis.plan.look import seen_of
+    from covey.analysis.plan.task_facts import facts_of
 
-    seen = seen_of(
+    facts = facts_of(
         parts.config,
         parts.train_prompts,
         len(parts.held_out_prompts),
         parts.policy.model.tokenizer.encode,
     )
-    for finding in findings(parts.config, seen):
-        if finding.kind != "same" and not any(finding.names(key) for key in not_own):
+    for finding in findings(parts.config, facts):
+        if finding.kind != "same" and not finding.depends_on(not_own):
             reporter.note(finding.line())
