@@ -31,7 +31,7 @@ def memory_findings(
     name, memory = found.device.name, size_text(found.device.memory)
     remedy = f"use a device with {size_text(found.peak / (1 - MARGIN))}, a tenth of it to spare"
     if changes is not None:
-        remedy = ", ".join(f"set {key} = {toml_value(v)}" for key, v in changes.items())
+        remedy = "set " + ", ".join(f"{key} = {toml_value(v)}" for key, v in changes.items())
         peak = forecast(changed(config, changes), found.device, facts).peak
         remedy += f": the peak is then {size_text(peak)}"
     yield Finding(

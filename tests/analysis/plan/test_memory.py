@@ -17,11 +17,11 @@ from covey.accel.head import LIVE_COPIES
 from covey.analysis.plan import activations
 from covey.analysis.plan import forecast as forecasts
 from covey.analysis.plan.activations import Pass
-from covey.analysis.plan.fit import memory_findings
+from covey.analysis.plan.fit import changed, memory_findings, settings_that_fit
 from covey.analysis.plan.forecast import ALWAYS, MICRO_BATCH_STEP, Device, Forecast
 from covey.analysis.plan.memory import ASSUMED_PROMPT, MARGIN, forecast
 from covey.analysis.plan.model_shape import measure, shape_of
-from covey.analysis.plan.task_facts import task_facts
+from covey.analysis.plan.task_facts import TaskFacts, task_facts
 from covey.config import Config, load_config
 from covey.embedded import CHECKPOINT
 from covey.engines.native.engine import NativeEngine
@@ -310,25 +310,42 @@ def test_the_suggested_micro_batch_is_the_largest_that_leaves_a_tenth() -> None:
     )
 
 
-def test_a_run_that_does_not_fit_gets_settings_that_do() -> None:
-    """Each suggestion is forecast again: it fits with the margin, and nothing in it is superfluous."""
-    config = resolve(config_of("rollout.prompts_per_step=64", "rollout.max_tokens=200"))
-    facts, shape = task_facts(config), shape_of(config)
-    expected = {
-        0.45: ("train.micro_batch_tokens",),
-        0.12: ("engine.max_concurrent", "train.micro_batch_tokens"),
-        0.02: ("model.path",),
-    }
-    for share, settings in expected.items():
-        found = forecast(config, Device.gpu(2 * share), facts, shape)
-        assert not found.fits
-        (finding,) = memory_findings(config, found, facts, shape)
-        assert finding.settings == settings
-        assert finding.title.startswith("the run needs ")
-        assert "one GPU has" in finding.title
-    whole = forecast(config, Device.gpu(4), facts, shape)
-    assert whole.fits
-    assert list(memory_findings(config, whole, facts, shape)) == []
+SEVEN_BILLION = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "settings"),
+    [
+        (280, None),
+        (140, {"engine.max_concurrent", "optimizer.state", "train.micro_batch_tokens"}),
+        (100, {"adapter.rank"}),
+        (40, {"model.gradient_checkpointing", "engine.max_concurrent", "adapter.rank"}),
+        (24, {"model.path"}),  # nothing helps: the finding says how much memory it takes
+    ],
+)
+def test_a_run_that_does_not_fit_gets_settings_that_do(
+    gibibytes: float, settings: set[str] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN_BILLION))
+    rollout = ("prompts_per_step=64", "group_size=8", "max_tokens=1024")
+    config = resolve(config_of(f"model.path={tmp_path}", *(f"rollout.{r}" for r in rollout)))
+    facts, shape = TaskFacts(longest_prompt=256, held_out=256, measured=1), shape_of(config)
+    assert shape.parameters == 7_615_616_512
+    device = Device.gpu(gibibytes)
+    found = forecast(config, device, facts, shape)
+    assert found.fits == (settings is None)
+    findings = list(memory_findings(config, found, facts, shape))
+    assert [set(finding.settings) for finding in findings] == [settings] * (not found.fits)
+    for finding in findings:
+        assert finding.title == f"the run needs 196.8 GiB, and one GPU has {gibibytes}.0 GiB"
+    changes = settings_that_fit(config, device, facts, shape)
+    assert (changes is None) == (gibibytes == 24)
+    if changes is not None:
+        peak = forecast(changed(config, changes), device, facts).peak
+        assert peak <= (1 - MARGIN) * device.memory
 
 
 def test_prompts_that_cannot_be_measured_are_assumed(tmp_path: Path) -> None:
