@@ -89,7 +89,18 @@ METRICS: Mapping[str, str] = {
 UNRECORDED_METRICS = ("time/", "reward_id")
 
 # Fields of eval.jsonl, report.json and of what `--json` prints: present name -> fixed name.
-FIELDS: Mapping[str, str] = {}
+FIELDS: Mapping[str, str] = {
+    "rollouts": "answers",
+    "completions": "answers",
+    "replayed_steps": "learned_again",
+    "steps_behind": "behind",
+    "zero_variance": "flat",
+    "zero_gradient": "silent",
+    "filtered_out": "left_out",
+    "share_raised": "raised",
+    "half_gradient_from": "half_from",
+    "run_algorithm": "own",
+}
 
 
 def fixed(name: str) -> str:
