@@ -96,8 +96,9 @@ def train_one(arm: str, seed: int) -> dict[str, Any]:
     from covey.config import load_config, to_toml
     from covey.run.folder import RunFolder
     from covey.stopping import StopSignal
-    from covey.training.build import assemble, resolve
+    from covey.training.build import assemble
     from covey.training.loop import train
+    from covey.training.resolve import resolve
 
     torch.set_num_threads(1)
     started = time.process_time()

@@ -27,7 +27,8 @@ from covey.rollout.collect import Collector
 from covey.rollout.episode import encode_prompts
 from covey.scoring import InlineScorer, Job, Pool
 from covey.tasks import Code
-from covey.training.build import assemble, resolve
+from covey.training.build import assemble
+from covey.training.resolve import resolve
 from covey.types import Prompt
 
 

@@ -116,7 +116,8 @@ def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int,
     from covey.models.load_model import wrap
     from covey.run.folder import RunFolder
     from covey.training import loop
-    from covey.training.build import assemble, resolve
+    from covey.training.build import assemble
+    from covey.training.resolve import resolve
 
     shape = sizes.shapes[name]
 

@@ -75,8 +75,9 @@ def time_covey(warmup: int, steps: int) -> Steps:
     from covey.config import load_config, to_toml
     from covey.run.folder import RunFolder
     from covey.stopping import StopSignal
-    from covey.training.build import assemble, resolve
+    from covey.training.build import assemble
     from covey.training.loop import train
+    from covey.training.resolve import resolve
 
     config = resolve(load_config("arithmetic", _covey_settings(warmup + steps)))
     watch = Watch()

@@ -77,6 +77,7 @@ NO_TORCH = [
     "covey.scoring",
     "covey.escape",
     "covey.tasks",
+    "covey.training.resolve",
     "covey.types",
 ]
 

@@ -125,14 +125,8 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
         from covey.evaluate import check_category
         from covey.evaluate.evaluate import evaluate
         from covey.rollout.collect import Collector
-        from covey.training.build import (
-            held_out_of,
-            load_model,
-            resolve,
-            sampling_of,
-            scorer_of,
-            task_of,
-        )
+        from covey.training.build import load_model, scorer_of
+        from covey.training.resolve import held_out_of, resolve, sampling_of, task_of
 
         config = resolve(config)
         prompts = held_out_of(config, task_of(config))

@@ -53,7 +53,7 @@ def export_command(
 
     with waiting(STARTING) as say:
         from covey.models.export import export_model  # imports torch, which takes seconds
-        from covey.training.build import template_of
+        from covey.training.resolve import template_of
 
         say(f"exporting {source}")
         card = partial(_card, run, folder.resolve().name, source, chosen)

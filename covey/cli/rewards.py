@@ -206,7 +206,7 @@ def lab_command(
     rows = read_labelled(labelled) if labelled else []
     with waiting(STARTING):
         config = resolved(source, overrides or (), model=False)
-        from covey.training.build import reward_of, task_of
+        from covey.training.resolve import reward_of, task_of
 
         reward, limits = reward_of(config), config.scoring
         held_out = list(task_of(config).held_out()[:prompts])

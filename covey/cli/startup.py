@@ -104,17 +104,23 @@ def resolved(
     smoke: bool = False,
     model: bool = True,
     imports: bool = True,
+    rendering: bool = False,
 ) -> Config:
     """Load a configuration and fill in the default of every option.
 
-    With `model`, a path that cannot be a model is refused before torch is imported. Without
-    `imports`, the user's own modules are not imported and their options stay as given.
+    With `model` it has to name one: what can be seen to be none is refused before torch is loaded.
+    Without `imports` code of the user's own is not loaded, and its options stay as given. With
+    `rendering`, the process that renders chat templates starts while torch is imported.
     """
     config = loaded(source, overrides, smoke=smoke)
+    if rendering and config.model.template in ("auto", "chat"):
+        from covey.models.template_process import start_rendering
+
+        start_rendering()
     if model:
         check_model_path(config.model.path)
 
-    from covey.training.build import resolve  # imports torch, which takes seconds
+    from covey.training.resolve import resolve
 
     return resolve(config, imports=imports)
 
@@ -157,14 +163,14 @@ def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()
     `not_own` are settings that the user did not choose, which are not reported.
     """
     from covey.analysis.plan.findings import findings
-    from covey.analysis.plan.look import seen_of
+    from covey.analysis.plan.task_facts import facts_of
 
-    seen = seen_of(
+    facts = facts_of(
         parts.config,
         parts.train_prompts,
         len(parts.held_out_prompts),
         parts.policy.model.tokenizer.encode,
     )
-    for finding in findings(parts.config, seen):
-        if finding.kind != "same" and not any(finding.names(key) for key in not_own):
+    for finding in findings(parts.config, facts):
+        if finding.kind != "same" and not finding.depends_on(not_own):
             reporter.note(finding.line())

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ from torch import nn
 
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError, ModelError, nearest
-from covey.models.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from covey.models.language_model import LanguageModel
 
 NAME = "default"
 """peft's name for an adapter that was given none."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
+from covey.config.reference_kinds import check_reference
 from covey.config.schema import Config
-from covey.config.schema import Reference as Section
 from covey.errors import ConfigError
 from covey.models.adapter import adapter_base
 from covey.models.language_model import LanguageModel
@@ -16,31 +15,6 @@ from covey.reference.fingerprint import tokenizer_digest
 from covey.reference.frozen import AdapterOffReference, FrozenReference, OffloadedReference
 from covey.reference.moving import MovingReference
 from covey.reference.protocol import Reference
-
-OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "frozen": (),
-        "offloaded": (),
-        "adapter_off": (),
-        "moving": ("alpha", "every"),
-        "renewed": ("every",),
-        "server": ("url", "token_env", "timeout", "patience", "fingerprint"),
-    }
-)
-"""Every kind of reference, and the settings that it has."""
-
-
-def check_reference(section: Section) -> None:
-    """Refuse a setting that the kind in use would not look at."""
-    for name, value in section.model_dump(exclude={"kind"}).items():
-        if name not in OPTIONS[section.kind] and value != Section.model_fields[name].default:
-            users = " or ".join(repr(kind) for kind, names in OPTIONS.items() if name in names)
-            raise ConfigError(
-                f"config: reference.{name} = {value!r} means nothing to reference.kind = "
-                f"{section.kind!r}; it belongs to {users}"
-            )
-    if section.kind == "server" and not section.url:
-        raise ConfigError("config: reference.url must be given for reference.kind = 'server'")
 
 
 def make_reference(

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
-from covey.config import Config, parse_config
-from covey.config.options import choose, resolve_options
-from covey.config.schema import Named
-from covey.engines.draw import Distribution
+from covey.config import Config
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import ConfigError, DataError
 from covey.models.adapter import adapter_base, add_adapter, load_adapter
-from covey.models.chat_template import Template
 from covey.models.deterministic import make_deterministic
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
-from covey.objective import Objective, algorithm, build
+from covey.objective import Objective
 from covey.reference import Reference
-from covey.reference.build import check_reference, make_reference
+from covey.reference.build import make_reference
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
-from covey.rewards.build import check_alone, make_reward, reward_options
 from covey.scoring import Scorer, make_scorer
-from covey.tasks import Task, bad_rows_of, find_task, is_user_task, make_task
+from covey.tasks import bad_rows_of
 from covey.training.budget import Used
 from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
 from covey.training.parallel import OneRank, World
 from covey.training.policy import Policy
+from covey.training.resolve import (
+    held_out_of,
+    objective_of,
+    reward_of,
+    sampling_of,
+    task_of,
+    template_of,
+)
 from covey.training.schedule import schedule_of
 from covey.training.step import Learner, StepSettings
-from covey.trust import is_import_path
 from covey.types import Prompt
 
 
@@ -78,97 +79,6 @@ class Parts(Components):
         return learner_at(base, self.config, state)
 
 
-def resolve(config: Config, *, imports: bool = True) -> Config:
-    """Write out the options of task, reward and objective that were left to default.
-
-    Without `imports` no code of the user's own is loaded: its options stay as they were given.
-    """
-    own = {
-        "task": is_user_task(config.task.name),
-        "reward": is_import_path(config.reward.name),
-        "objective": is_import_path(config.objective.name),
-    }
-    options = {
-        where: options_of(config)
-        for where, options_of in _OPTIONS.items()
-        if imports or not own.get(where)
-    }
-    named = {where: {"name": getattr(config, where).name, **o} for where, o in options.items()}
-    resolved = parse_config({**config.model_dump(), **named})
-    check_reference(resolved.reference)
-    template_of(resolved)
-    if "objective" in options:
-        _check_old_logp(resolved)
-    return resolved
-
-
-def _check_old_logp(resolved: Config) -> None:
-    """Refuse the sampler's log-probabilities as old_logp where they cannot serve as such."""
-    if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
-        raise ConfigError(
-            "config: train.old_logp = 'sampler' does not go with rollout.top_k, top_p or min_p: "
-            "the sampler's probabilities are then of a truncated distribution"
-        )
-    objective = objective_of(resolved)
-    taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
-    if taken and objective.corrects:
-        raise ConfigError(
-            "config: train.old_logp = 'sampler' leaves objective.correction and objective.veto "
-            "nothing to compare the sampler with; set it to 'recompute'"
-        )
-
-
-def _length_defaults(config: Config) -> dict[str, int]:
-    """Return defaults for options that are lengths: shares of the longest completion."""
-    budget = config.rollout.max_tokens
-    return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
-
-
-def _length_penalty_options(config: Config) -> dict[str, object]:
-    section = config.length_penalty
-    maker = choose(LENGTH_PENALTIES, section, "length_penalty")
-    return resolve_options(maker, section, "length_penalty", _length_defaults(config))
-
-
-def _objective_options(config: Config) -> dict[str, object]:
-    section = config.objective
-    maker = algorithm(section.name, section.options)
-    return resolve_options(maker, section, "objective", _length_defaults(config))
-
-
-def _reward_options(config: Config) -> dict[str, object]:
-    return reward_options(config.reward)
-
-
-def _task_options(config: Config) -> dict[str, object]:
-    section = config.task
-    maker, preset = find_task(section.name)
-    given = Named.model_validate({"name": section.name, **preset, **section.options})
-    return resolve_options(maker, given, "task")
-
-
-_OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType(
-    {
-        "length_penalty": _length_penalty_options,
-        "objective": _objective_options,
-        "reward": _reward_options,
-        "task": _task_options,
-    }
-)
-"""For each section that names a function: what finds its options."""
-
-
-def task_of(config: Config) -> Task:
-    """Build the task."""
-    return make_task(config.task.name, config.task.options)
-
-
-def reward_of(config: Config) -> Reward:
-    """Build the reward."""
-    reward = make_reward(config.reward.name, config.reward.options)
-    return check_alone(config.reward.name, reward)
-
-
 def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
     """Build the scorer, and start the processes that it needs."""
     return make_scorer(
@@ -178,38 +88,6 @@ def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
         timeout=config.scoring.timeout,
         gigabytes=config.scoring.gigabytes,
     )
-
-
-def objective_of(config: Config) -> Objective:
-    """Build the objective."""
-    return build(config.objective.name, **config.objective.options)
-
-
-def sampling_of(config: Config) -> Sampling:
-    """Build the sampler's settings."""
-    rollout = config.rollout
-    return Sampling(
-        group_size=rollout.group_size,
-        distribution=Distribution(
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-        ),
-        max_tokens=rollout.max_tokens,
-        stop_strings=tuple(rollout.stop),
-        max_concurrent=config.engine.max_concurrent,
-        seed=config.seed,
-    )
-
-
-def held_out_of(config: Config, task: Task) -> Sequence[Prompt]:
-    """Return the held-out prompts that evaluations use."""
-    prompts = task.held_out()
-    prompts = prompts[: config.evaluate.prompts] if config.evaluate.prompts else prompts
-    if not prompts:
-        raise DataError(f"task: {task.name} has no held-out prompts")
-    return prompts
 
 
 def assemble(config: Config, reward: Reward | None = None) -> Parts:
@@ -246,17 +124,6 @@ def reference_of(config: Config, model: LanguageModel, objective: Objective) -> 
     if "reference" not in objective.needs:
         return None
     return make_reference(config, policy=model, load=partial(load_model, config))
-
-
-def template_of(config: Config) -> Template:
-    """Build the template that turns messages into the model's prompt."""
-    model = config.model
-    return Template(
-        form=model.template,
-        chat_options=model.chat_options,
-        prefill=model.prefill,
-        prefill_in_text=model.prefill_in_text,
-    )
 
 
 def load_model(config: Config) -> LanguageModel:

@@ -33,19 +33,12 @@ from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
 from covey.training.budget import Budget
-from covey.training.build import (
-    Components,
-    held_out_of,
-    load_model,
-    policy_of,
-    sampling_of,
-    scorer_of,
-    task_of,
-)
+from covey.training.build import Components, load_model, policy_of, scorer_of
 from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.loop import run_loop
 from covey.training.policy import Policy
+from covey.training.resolve import held_out_of, sampling_of, task_of
 from covey.training.schedule import sft_schedule_of
 from covey.training.sft_data import Solutions, solutions_of
 from covey.types import Batch, Group, Message, Prompt, Rollout, Totals

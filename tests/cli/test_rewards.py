@@ -20,7 +20,7 @@ from covey.rewards.build import REWARDS
 from covey.run.folder import RunFolder
 from covey.run.trackers.console import before_and_after
 from covey.sandbox.program import isolation_problem
-from covey.training.build import resolve
+from covey.training.resolve import resolve
 from tests.processes import alive, forked, wait_until
 
 QUICK = (

@@ -22,7 +22,7 @@ from covey.rollout.collect import Collector
 from covey.rollout.episode import encode_prompts
 from covey.rollout.prompts import prompt_notes
 from covey.scoring import make_scorer
-from covey.training.build import resolve, template_of
+from covey.training.resolve import resolve, template_of
 from covey.types import Prompt
 
 SYSTEM = {"role": "system", "content": "Be brief."}

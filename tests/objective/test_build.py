@@ -23,7 +23,7 @@ from covey.objective.compose import PIECES, hints_of, options_of
 from covey.objective.correction import CORRECTIONS
 from covey.objective.options import OPTIONS
 from covey.objective.penalty import PENALTIES, Kl
-from covey.training.build import objective_of, resolve
+from covey.training.resolve import objective_of, resolve
 
 NEEDED: dict[str, dict[str, Any]] = {"dr_grpo": {"length": 12}}
 SHARED = options_of(extended)

@@ -14,17 +14,19 @@ from safetensors.torch import load_file
 
 from covey.cli.main import run as covey
 from covey.config import Config, load_config
+from covey.config.reference_kinds import OPTIONS
 from covey.errors import ConfigError, RunError
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.models.logp import LogProbs, batch_logp
 from covey.reference import Reference
-from covey.reference.build import OPTIONS, make_reference
+from covey.reference.build import make_reference
 from covey.reference.frozen import AdapterOffReference, FrozenReference, OffloadedReference
-from covey.training.build import assemble, resolve
+from covey.training.build import assemble
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
+from covey.training.resolve import resolve
 from covey.types import Batch
 from tests.conftest import make_batch
 from tests.reference.servers import TOKEN, Server, fork_server

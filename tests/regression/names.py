@@ -99,6 +99,15 @@ FIELDS: Mapping[str, str] = {
     "time_to_accuracy": "reach",
     "difference_new_prompts": "other_problems",
     "completion length": "answer length",
+    "rollouts": "answers",
+    "replayed_steps": "learned_again",
+    "steps_behind": "behind",
+    "zero_variance": "flat",
+    "zero_gradient": "silent",
+    "filtered_out": "left_out",
+    "share_raised": "raised",
+    "half_gradient_from": "half_from",
+    "run_algorithm": "own",
 }
 
 

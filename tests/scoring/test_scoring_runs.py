@@ -29,9 +29,10 @@ from covey.run.folder import RunFolder
 from covey.run.resume import start_of
 from covey.scoring import Job, Pool, ScoreResult, make_scorer
 from covey.stopping import StopSignal
-from covey.training.build import Parts, assemble, resolve
+from covey.training.build import Parts, assemble
 from covey.training.loop import train
 from covey.training.report import flat_rewards
+from covey.training.resolve import resolve
 from covey.types import Prompt
 from tests.processes import wait_until
 from tests.trackers import Notes

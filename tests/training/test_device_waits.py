@@ -16,9 +16,10 @@ from covey.objective import with_advantage
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
 from covey.training import step as stepping
-from covey.training.build import assemble, resolve
+from covey.training.build import assemble
 from covey.training.loop import train
 from covey.training.optimizer import Stepped
+from covey.training.resolve import resolve
 from covey.training.step import Learner, RowFacts, optimize, prepare
 from covey.types import Batch, HostRows, Totals
 from tests.analysis.plan.runs import SHORT

@@ -13,8 +13,9 @@ from covey.objective import ALGORITHMS
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
 from covey.stopping import StopSignal
-from covey.training.build import assemble, resolve
+from covey.training.build import assemble
 from covey.training.loop import train
+from covey.training.resolve import resolve
 from tests.trackers import Notes
 
 QUICK = [

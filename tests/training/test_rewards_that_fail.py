@@ -13,8 +13,9 @@ from covey.errors import RewardError
 from covey.rewards import Score, ThinkAnswer
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
-from covey.training.build import Parts, assemble, resolve
+from covey.training.build import Parts, assemble
 from covey.training.loop import train
+from covey.training.resolve import resolve
 from covey.types import Prompt
 from tests.trackers import Notes
 

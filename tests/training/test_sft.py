@@ -32,9 +32,9 @@ from covey.run.trackers.console import summary
 from covey.scoring import InlineScorer, Job
 from covey.stopping import StopSignal
 from covey.tasks import Arithmetic, Countdown
-from covey.training.build import resolve
 from covey.training.optimizer import MasterAdamW, Stepped
 from covey.training.policy import Policy
+from covey.training.resolve import resolve
 from covey.training.sft import (
     Example,
     SftParts,

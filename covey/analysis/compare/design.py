@@ -22,7 +22,7 @@ from covey.config.load import overridden, read_settings
 from covey.config.smoke import smoke_settings
 from covey.errors import ConfigError
 from covey.objective import algorithm
-from covey.training.build import resolve
+from covey.training.resolve import resolve
 from covey.training.schedule import total_updates
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")

@@ -29,7 +29,7 @@ from covey.analysis.compare.design import (
 )
 from covey.config import parse_config, to_toml
 from covey.errors import ConfigError, RunError
-from covey.training.build import resolve
+from covey.training.resolve import resolve
 
 
 def planned(*algorithms: str, arms: tuple[str, ...] = (), **request: Any) -> Design:

@@ -11,7 +11,7 @@ from covey.analysis.compare.fairness import check_prompts, known_beforehand, tas
 from covey.analysis.compare.launch import run_key
 from covey.config import Config, load_config
 from covey.errors import ConfigError, DataError
-from covey.training.build import resolve, task_of
+from covey.training.resolve import resolve, task_of
 
 
 def prompts(path: Path, *texts: str) -> str:

@@ -15,9 +15,10 @@ from covey.config import load_config
 from covey.embedded import CHECKPOINT
 from covey.models.logp import LogProbs
 from covey.rollout.source import SynchronousSource
-from covey.training.build import Parts, assemble, resolve
+from covey.training.build import Parts, assemble
 from covey.training.checkpoint import State
 from covey.training.collate import collate
+from covey.training.resolve import resolve
 from covey.training.schedule import total_updates
 from covey.types import Batch, Group, Prompt, Rollout
 from tests.trackers import Notes

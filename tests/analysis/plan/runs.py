@@ -1,4 +1,4 @@
-"""Short real runs of the embedded model, for what a plan says about them."""
+"""Short real runs of the embedded model, to check the claims of findings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from covey.config import load_config
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
-from covey.training.build import assemble, resolve
+from covey.training.build import assemble
 from covey.training.loop import train
+from covey.training.resolve import resolve
 from tests.trackers import Notes
 
 SHORT = (
@@ -23,7 +24,7 @@ SHORT = (
 
 
 class Ran(NamedTuple):
-    """What a run came to."""
+    """Metrics and final weights of a run."""
 
     steps: list[dict[str, Any]]
     weights: torch.Tensor
@@ -47,7 +48,7 @@ def ran(*settings: str, steps: int = 1) -> Ran:
 
 
 def starting_weights() -> torch.Tensor:
-    """Return the weights that every run starts from."""
+    """Return the initial weights of every run."""
     parts = assemble(resolve(load_config("arithmetic", SHORT)))
     parameters = parts.policy.model.model.parameters()
     return torch.cat([p.detach().flatten() for p in parameters])

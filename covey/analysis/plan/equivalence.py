@@ -1,8 +1,8 @@
-"""When two algorithms are one: what is left of an objective without that which does nothing.
+"""Equivalence of algorithms: the normal form of an objective, without what has no effect.
 
-With one update per rollout batch every ratio is 1. Then a clip does nothing, every surrogate has
-slope 1, and the ratio of an answer has the gradient of the ratios of its tokens. What remains is
-the advantage, how tokens add up, and the penalty.
+With one update per rollout batch every ratio is 1. Then a clip has no effect, every surrogate has
+slope 1, and a sequence-level ratio has the gradient of its tokens' ratios. The advantage, the
+weights of tokens and the penalty remain.
 """
 
 from __future__ import annotations
@@ -16,43 +16,48 @@ from covey.analysis.plan.finding import Setup
 from covey.config import Config
 from covey.errors import ConfigError
 from covey.objective import ALGORITHMS, Objective, advantage, algorithm, penalty, ratio, weights
-from covey.objective import surrogate as gains
+from covey.objective import surrogate as surrogates
 from covey.objective.compose import function_of, options_of
 from covey.objective.shaping import entropy_shaped_sequences, entropy_shaped_tokens
 
-ONE_TO_AN_ANSWER = frozenset(
+ONE_PER_COMPLETION = frozenset(
     {*advantage.ADVANTAGES.values(), entropy_shaped_sequences} - {advantage.returns_whitened}
 )
-"""Advantages that all tokens of an answer share."""
+"""Advantages that all tokens of a completion share."""
 
-BLIND_TO_REWARD = frozenset({entropy_shaped_sequences, entropy_shaped_tokens})
-"""Advantages that ask who is right, and never how much reward there was."""
+IGNORES_REWARD = frozenset({entropy_shaped_sequences, entropy_shaped_tokens})
+"""Advantages that depend on which completions are correct, and not on their reward."""
 
 THROUGH_LOGP = frozenset(
-    {gains.log_likelihood, gains.truncated_weight, gains.gamma_weight, gains.trust_mask}
+    {
+        surrogates.log_likelihood,
+        surrogates.truncated_weight,
+        surrogates.gamma_weight,
+        surrogates.trust_mask,
+    }
 )
-"""Surrogates whose ratio is a constant: its kind does not matter while it is 1."""
+"""Surrogates that treat the ratio as a constant: its kind does not matter while it is 1."""
 
 SLOPE_ONE = THROUGH_LOGP | {
-    gains.clipped,
-    gains.unclipped,
-    gains.geometric_clipped,
-    gains.soft_gate,
-    gains.penalized_where_marked,
-    gains.clipped_without_marked,
+    surrogates.clipped,
+    surrogates.unclipped,
+    surrogates.geometric_clipped,
+    surrogates.soft_gate,
+    surrogates.penalized_where_marked,
+    surrogates.clipped_without_marked,
 }
 """Surrogates whose gradient at a ratio of 1 is the advantage."""
 
 
 class Piece(NamedTuple):
-    """A piece of an objective with all of its options, so that two can be compared."""
+    """A piece of an objective with all its options, so that two can be compared."""
 
     function: Callable[..., Any] | str
     options: tuple[tuple[str, Any], ...] = ()
 
 
 def piece_of(piece: Callable[..., Any]) -> Piece:
-    """Write out the options of a piece, defaults included."""
+    """Return a piece with all its options, defaults included."""
     function = function_of(piece)
     given = piece.keywords if isinstance(piece, partial) else {}
     usual = {k: p.default for k, p in options_of(function).items()}
@@ -60,11 +65,11 @@ def piece_of(piece: Callable[..., Any]) -> Piece:
 
 
 def normal_form(setup: Setup) -> dict[str, Any]:
-    """Return what is left of an objective; equal forms have equal gradients in this setup."""
+    """Return the normal form of an objective; equal forms have equal gradients in this setup."""
     objective = setup.objective
     kl = active_penalty(setup)
     corrects = objective.corrects
-    drifts = not (setup.one_update and setup.exact)  # from the policy that sampled
+    drifts = not (setup.one_update and setup.exact)  # from the policy that generated
     return {
         "advantage": _advantage(setup),
         **_gain(setup),
@@ -85,7 +90,7 @@ def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
     """Return a form in which a constant factor of the loss makes no difference."""
     same = dict(form)
     if form["entropy_bonus"] or (form["penalty"] and form["kl_in"] == "loss"):
-        return same  # the factor is not one of the whole loss
+        return same  # the factor would not scale the whole loss
     if form["advantage"].function is advantage.against_the_others:
         same["advantage"] = Piece(advantage.group_centered)
     if form["weights"].function is weights.sequence_mean_token_sum_norm:
@@ -94,11 +99,11 @@ def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def active_penalty(setup: Setup) -> Piece | None:
-    """Return the penalty, if it has any effect."""
+    """Return the penalty, or None if it has no effect."""
     objective = setup.objective
     if not objective.beta:
         return None
-    if objective.kl_in == "reward" and setup.advantage in BLIND_TO_REWARD:
+    if objective.kl_in == "reward" and setup.advantage in IGNORES_REWARD:
         return None
     in_loss = objective.kl_in == "loss"
     steep = in_loss and objective.penalty in (penalty.k1, penalty.ratio_k1)
@@ -110,10 +115,10 @@ def active_penalty(setup: Setup) -> Piece | None:
 
 
 def reference_is_policy(setup: Setup) -> bool:
-    """Whether the reference is renewed so often that it never differs from what sampled."""
+    """Whether the reference is renewed so often that it always equals the policy that generated."""
     reference = setup.config.reference
     whole = reference.kind == "renewed" or (reference.kind == "moving" and reference.alpha == 1.0)
-    # Within a batch the policy moves away from it, which a KL in the loss sees.
+    # Within a batch the policy moves away from it, which affects a KL in the loss.
     unseen = setup.one_update or setup.objective.kl_in == "reward"
     return whole and unseen and setup.config.train.updates % reference.every == 0
 
@@ -133,57 +138,57 @@ def _advantage(setup: Setup) -> Piece:
 
 
 def _gain(setup: Setup) -> dict[str, Any]:
-    """Return what is left of ratio, surrogate, weights and marks."""
+    """Return the normal form of ratio, surrogate, weights and marks."""
     objective, kind = setup.objective, setup.objective.ratio
-    slope, marks = piece_of(objective.surrogate), objective.marks
-    adding = _weights(setup)
+    surrogate, marks = piece_of(objective.surrogate), objective.marks
+    token_weights = _weights(setup)
     shared = (
-        setup.advantage in ONE_TO_AN_ANSWER
+        setup.advantage in ONE_PER_COMPLETION
         and objective.top_entropy == 1.0
         and objective.correction is None
         and marks is None
     )
     if setup.one_update and has_slope_one(objective):
-        if setup.surrogate is gains.penalized_where_marked:
+        if setup.surrogate is surrogates.penalized_where_marked:
             marks = None  # |log r| is flat at 1
-        without = setup.surrogate is gains.clipped_without_marked
-        slope = Piece("slope 1 but where marked" if without else "slope 1")
-        kind, adding = _plain_ratio(setup, shared, adding)
-    elif setup.surrogate is gains.log_likelihood:
+        without = setup.surrogate is surrogates.clipped_without_marked
+        surrogate = Piece("slope 1 except where marked" if without else "slope 1")
+        kind, token_weights = _plain_ratio(setup, shared, token_weights)
+    elif setup.surrogate is surrogates.log_likelihood:
         kind = ratio.token
     elif shared and kind is ratio.sequence_token:
         kind = ratio.sequence
     picked = None
     if marks is not None:
         options = dict(piece_of(marks).options)
-        if setup.one_update:  # the clip cuts no candidates
+        if setup.one_update:  # the clip excludes no candidates
             options = {k: v for k, v in options.items() if k not in ("clip_low", "clip_high")}
         picked = Piece(function_of(marks), tuple(sorted(options.items())))
-    return {"ratio": kind, "surrogate": slope, "weights": adding, "marks": picked}
+    return {"ratio": kind, "surrogate": surrogate, "weights": token_weights, "marks": picked}
 
 
-def _plain_ratio(setup: Setup, shared: bool, adding: Piece) -> tuple[ratio.Ratio, Piece]:
+def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
     """Return the simplest ratio with the same gradient at 1, and the weights that go with it."""
     kind = setup.objective.ratio
     if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):
-        return ratio.token, adding
-    if setup.surrogate is gains.geometric_clipped:
+        return ratio.token, token_weights
+    if setup.surrogate is surrogates.geometric_clipped:
         kind = ratio.sequence
     if kind is ratio.arithmetic:
         kind = ratio.sequence
     if _single_tokens(setup.config) or (shared and kind is ratio.sequence):
-        return ratio.token, adding
-    of_answers = adding.function is weights.sequence_mean_token_mean
-    if shared and kind is ratio.product and of_answers:
+        return ratio.token, token_weights
+    per_completion = token_weights.function is weights.sequence_mean_token_mean
+    if shared and kind is ratio.product and per_completion:
         return ratio.token, Piece(weights.sequence_mean_token_sum)
-    return kind, adding
+    return kind, token_weights
 
 
 def _weights(setup: Setup) -> Piece:
     config, found = setup.config, piece_of(setup.objective.weights)
-    answers = config.rollout.prompts_per_step * config.rollout.group_size
+    completions = config.rollout.prompts_per_step * config.rollout.group_size
     means = [weights.sequence_mean_token_mean, weights.token_mean]
-    alone = config.train.mini_batches == answers
+    alone = config.train.mini_batches == completions
     one_group = alone or (config.rollout.prompts_per_step == 1 and config.train.mini_batches == 1)
     if one_group and found.function is weights.group_mean_token_mean:
         found = Piece(weights.token_mean)
@@ -195,7 +200,7 @@ def _weights(setup: Setup) -> Piece:
 
 
 def _single_tokens(config: Config) -> bool:
-    """Whether every answer has exactly one trained token."""
+    """Whether every completion has exactly one trained token."""
     return config.rollout.max_tokens == 1 and not config.filter.mask_truncated
 
 
@@ -207,8 +212,8 @@ def has_slope_one(objective: Objective) -> bool:
     return function_of(objective.surrogate) in SLOPE_ONE
 
 
-def namesakes(setup: Setup) -> list[str]:
-    """Return the algorithms that would have the same gradient here, with the options they share."""
+def equivalent_algorithms(setup: Setup) -> list[str]:
+    """Return the algorithms with the same gradient in this setup, given the options they share."""
     mine, name = normal_form(setup), setup.config.objective.name
     found = []
     for other in ALGORITHMS:

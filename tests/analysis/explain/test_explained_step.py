@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from covey.analysis.explain.recorded import bring_back, read_step
-from covey.analysis.explain.step import explain_step
+from covey.analysis.explain.explained_step import explain_step
+from covey.analysis.explain.recorded import policy_before, read_step
 from covey.cli.main import run as command
 from covey.errors import RunError
 from covey.run.folder import RunFolder
@@ -26,19 +26,17 @@ def without_checkpoints(run: RunFolder, path: Path, *, keep: tuple[int, ...] = (
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_learning_a_step_again_gives_what_the_run_logged(
-    recorded_run: RunFolder, step: int
-) -> None:
+def test_training_a_step_again_gives_the_logged_metrics(recorded_run: RunFolder, step: int) -> None:
     recorded = read_step(recorded_run, step)
-    explained = explain_step(bring_back(recorded_run, step), recorded)
+    explained = explain_step(policy_before(recorded_run, step), recorded)
     assert explained.origin.exact
     assert explained.origin.checkpoint == step - 1
     assert {"loss/policy_avg", "optim/grad_norm", "objective/kl_avg"} <= explained.logged.keys()
     for name, value in explained.logged.items():
         assert explained.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-    assert len(explained.answers) == 32
-    for answer in explained.answers:
-        assert answer.advantage == pytest.approx(answer.recorded_advantage, abs=1e-9)
+    assert len(explained.rollouts) == 32
+    for rollout in explained.rollouts:
+        assert rollout.advantage == pytest.approx(rollout.recorded_advantage, abs=1e-9)
 
 
 ELABORATE = (
@@ -49,23 +47,23 @@ ELABORATE = (
 )  # fmt: skip
 
 
-def test_adapters_epochs_entropy_and_a_budget_of_tokens_come_out_as_logged(tmp_path: Path) -> None:
+def test_logged_metrics_with_an_adapter_epochs_entropy_and_a_token_budget(tmp_path: Path) -> None:
     overrides = [word for setting in ELABORATE for word in ("--set", setting)]
     assert command(["train", "arithmetic", "--run", str(tmp_path / "run"), *overrides]) == 0
     run = RunFolder.open(tmp_path / "run")
-    explained = explain_step(bring_back(run, 2), read_step(run, 2))
+    explained = explain_step(policy_before(run, 2), read_step(run, 2))
     assert explained.updates == 4
-    assert {a.update for a in explained.answers} == {3, 4}  # in the last epoch
+    assert {a.update for a in explained.rollouts} == {3, 4}  # in the last epoch
     assert {"lr", "loss/policy_avg", "optim/grad_norm"} <= explained.logged.keys()
     for name, value in explained.logged.items():
         assert explained.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
-def test_the_steps_since_a_checkpoint_learned_again_end_in_the_same_weights(
+def test_the_steps_since_a_checkpoint_replayed_steps_end_in_the_same_weights(
     recorded_run: RunFolder, tmp_path: Path
 ) -> None:
-    trainee = bring_back(without_checkpoints(recorded_run, tmp_path / "run"), 3, exact=True)
-    assert (trainee.origin.checkpoint, trainee.origin.learned_again) == (0, 2)
+    trainee = policy_before(without_checkpoints(recorded_run, tmp_path / "run"), 3, exact=True)
+    assert (trainee.origin.checkpoint, trainee.origin.replayed_steps) == (0, 2)
     assert trainee.origin.exact
     there = load_file(recorded_run.path / "checkpoints/000002/model.safetensors")
     for name, parameter in trainee.policy.optimizer.masters.items():
@@ -73,31 +71,31 @@ def test_the_steps_since_a_checkpoint_learned_again_end_in_the_same_weights(
     assert trainee.policy.version == 4
 
 
-def test_older_weights_are_called_so_and_are_no_move_of_the_policy(
+def test_older_weights_are_reported_and_ratios_start_at_one(
     recorded_run: RunFolder, tmp_path: Path
 ) -> None:
     run = without_checkpoints(recorded_run, tmp_path / "run", keep=(1, 3))
-    explained = explain_step(bring_back(run, 3), read_step(run, 3))
-    assert (explained.origin.checkpoint, explained.origin.behind) == (1, 1)
+    explained = explain_step(policy_before(run, 3), read_step(run, 3))
+    assert (explained.origin.checkpoint, explained.origin.steps_behind) == (1, 1)
     assert not explained.origin.exact
-    # The recorded log-probabilities are of other weights, and yet the first update is on policy.
+    # The recorded log-probs are those of other weights; the first optimizer step is on policy.
     assert explained.metrics["debug/sampler_logp_diff_mean"] > 1e-3
-    first = [t for a in explained.answers if a.update == 1 for t in a.tokens]
+    first = [t for a in explained.rollouts if a.update == 1 for t in a.tokens]
     assert max(abs(t.ratio - 1) for t in first) < 1e-5
     assert max(abs(t.logp - t.sampler_logp) for t in first) > 1e-2
 
 
 @pytest.fixture(scope="module")
 def explained(recorded_run: RunFolder):
-    return explain_step(bring_back(recorded_run, 2), read_step(recorded_run, 2))
+    return explain_step(policy_before(recorded_run, 2), read_step(recorded_run, 2))
 
 
-def test_a_token_says_what_the_formula_of_grpo_says(explained) -> None:
+def test_token_gradients_follow_the_formula_of_grpo(explained) -> None:
     beta, low, high = 0.04, 0.03, 0.03
     clipped = 0
-    for answer in explained.answers:
-        for t in answer.tokens:
-            assert t.weight == pytest.approx(1 / (16 * len(answer.tokens)))
+    for rollout in explained.rollouts:
+        for t in rollout.tokens:
+            assert t.weight == pytest.approx(1 / (16 * len(rollout.tokens)))
             ratio, d = math.exp(t.logp - t.old_logp), t.logp - t.ref_logp
             assert t.ratio == pytest.approx(ratio, rel=1e-4)
             cut = t.ratio > 1 + high if t.advantage > 0 else t.advantage < 0 and t.ratio < 1 - low
@@ -107,30 +105,32 @@ def test_a_token_says_what_the_formula_of_grpo_says(explained) -> None:
             assert t.gradient == pytest.approx(slope, rel=1e-3, abs=1e-7)
             clipped += cut
     assert clipped == explained.clipped > 0
-    assert {answer.update for answer in explained.answers} == {1, 2}
+    assert {rollout.update for rollout in explained.rollouts} == {1, 2}
 
 
-def test_answers_groups_and_the_step_add_up(explained) -> None:
-    whole = sum(a.gradient for a in explained.answers)
+def test_rollouts_groups_and_the_step_add_up(explained) -> None:
+    whole = sum(a.gradient for a in explained.rollouts)
     assert whole > 0
-    for answer in explained.answers:
-        assert answer.gradient == pytest.approx(sum(abs(t.gradient) for t in answer.tokens))
-        assert answer.push == pytest.approx(-sum(t.gradient for t in answer.tokens))
+    for rollout in explained.rollouts:
+        assert rollout.gradient == pytest.approx(sum(abs(t.gradient) for t in rollout.tokens))
+        assert rollout.push == pytest.approx(-sum(t.gradient for t in rollout.tokens))
     assert sum(g.share for g in explained.groups) == pytest.approx(1)
-    by_line = {a.line: a for a in explained.answers}
+    by_line = {a.line: a for a in explained.rollouts}
     for group in explained.groups:
         members = [by_line[line] for line in group.lines]
         assert group.share == pytest.approx(sum(a.gradient for a in members) / whole)
-        assert group.flat == (len({a.reward for a in members}) == 1)
-    largest = sorted((a.gradient for a in explained.answers), reverse=True)
+        assert group.zero_variance == (len({a.reward for a in members}) == 1)
+    largest = sorted((a.gradient for a in explained.rollouts), reverse=True)
     assert (
-        sum(largest[: explained.half_from]) >= whole / 2 > sum(largest[: explained.half_from - 1])
+        sum(largest[: explained.half_gradient_from])
+        >= whole / 2
+        > sum(largest[: explained.half_gradient_from - 1])
     )
-    raised = -sum(min(0.0, t.gradient) for a in explained.answers for t in a.tokens)
-    assert explained.raised == pytest.approx(raised / whole)
+    raised = -sum(min(0.0, t.gradient) for a in explained.rollouts for t in a.tokens)
+    assert explained.share_raised == pytest.approx(raised / whole)
 
 
-def test_groups_are_told_apart_and_those_left_out_are_not_learned_from(
+def test_groups_are_told_apart_and_those_filtered_out_are_not_learned_from(
     recorded_run: RunFolder, tmp_path: Path
 ) -> None:
     run = without_checkpoints(recorded_run, tmp_path / "run")
@@ -143,21 +143,19 @@ def test_groups_are_told_apart_and_those_left_out_are_not_learned_from(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recorded = read_step(run, 1)
     assert [len(group.rollouts) for group in recorded.groups] == [8, 8, 8]
-    assert [a.group for a in recorded.answers[::8]] == [1, 2, 3, 4]
-    explained = explain_step(bring_back(run, 1), recorded)
-    assert explained.left_out == 8
+    assert [a.group for a in recorded.rollouts[::8]] == [1, 2, 3, 4]
+    explained = explain_step(policy_before(run, 1), recorded)
+    assert explained.filtered_out == 8
     assert [g.group for g in explained.groups] == [1, 2, 4]
-    assert [a.line for a in explained.answers] == [*range(1, 17), *range(25, 33)]
+    assert [a.line for a in explained.rollouts] == [*range(1, 17), *range(25, 33)]
 
 
-def test_a_step_that_is_not_there_or_learned_nothing_is_said_in_one_line(
-    recorded_run: RunFolder, tmp_path: Path
-) -> None:
+def test_missing_and_empty_steps_are_errors(recorded_run: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no answers of step 7; it has steps 1 to 3"):
         read_step(recorded_run, 7)
     run = without_checkpoints(recorded_run, tmp_path / "run")
     file = run.path / "rollouts/000001.jsonl"
     rows = [json.loads(line) | {"advantage": None} for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(RunError, match="step 1 learned from no answer"):
-        explain_step(bring_back(run, 1), read_step(run, 1))
+    with pytest.raises(RunError, match="step 1 trained on no rollout"):
+        explain_step(policy_before(run, 1), read_step(run, 1))

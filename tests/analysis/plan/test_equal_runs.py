@@ -1,4 +1,4 @@
-"""Two runs under two names: with one update per rollout GRPO and GSPO end in the same weights."""
+"""With one update per rollout, GRPO and GSPO end in bit-equal weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def of(name: str, *settings: str) -> Ran:
     return ran(f"objective.name={name}", *PUBLISHED, *settings, steps=3)
 
 
-def test_grpo_and_gspo_are_one_run_to_the_last_bit() -> None:
+def test_grpo_and_gspo_are_bit_equal() -> None:
     grpo, gspo = of("grpo", "train.mini_batches=1"), of("gspo", "train.mini_batches=1")
     assert torch.equal(grpo.weights, gspo.weights)
     assert grpo.steps == gspo.steps  # every metric
@@ -29,5 +29,5 @@ def test_grpo_and_gspo_are_one_run_to_the_last_bit() -> None:
     ("name", "settings"),
     [("gspo", ["train.mini_batches=2"]), ("dr_grpo", ["train.mini_batches=1"])],
 )
-def test_with_two_updates_or_another_advantage_they_are_not(name: str, settings: list[str]) -> None:
+def test_two_updates_or_another_advantage_differ(name: str, settings: list[str]) -> None:
     assert not torch.equal(of("grpo", *settings).weights, of(name, *settings).weights)

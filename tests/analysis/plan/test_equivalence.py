@@ -1,4 +1,4 @@
-"""Algorithms that a plan calls the same have the same gradient, and the others have not."""
+"""Algorithms that a plan calls equivalent have equal gradients, and others do not."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from covey.analysis.plan.equivalence import equivalent_algorithms, normal_form, up_to_a_factor
 from covey.analysis.plan.finding import Setup, setup_of
 from covey.analysis.plan.findings import coincidences
-from covey.analysis.plan.same import namesakes, normal_form, up_to_a_factor
 from covey.config import Config, load_config
 from covey.objective import ALGORITHMS, Objective, with_weight
-from covey.training.build import resolve
+from covey.training.resolve import resolve
 from tests.objective.laws import CASES, Step, descend, gradient_of, make_step, objective_of
 
 SEEDS = range(3)
@@ -28,7 +28,7 @@ def step_of(seed: int, *, on_policy: bool, rows: int = 10, width: int = 6, group
     step = make_step(seed, rows=rows, width=width, groups=groups, empty=False)
     if not on_policy:
         return step
-    # The sampler is the policy, so that no answer has fallen since it was sampled.
+    # The policy is the one that generated.
     batch = replace(step.batch, old_logp=None, sampler_logp=step.logp)
     return Step(batch, step.logp)
 
@@ -51,7 +51,7 @@ def objectives(**options: Any) -> dict[str, Objective]:
     ids=str,
 )
 @pytest.mark.parametrize("updates", [1, 4])
-def test_equal_forms_are_equal_gradients_for_every_pair(
+def test_equal_normal_forms_mean_equal_gradients_for_every_pair(
     updates: int, options: dict[str, Any]
 ) -> None:
     config = config_of(f"train.mini_batches={updates}")
@@ -78,7 +78,7 @@ def test_equal_forms_are_equal_gradients_for_every_pair(
         (["rollout.max_tokens=1"], {"width": 1}, ("opo", "composed")),
     ],
 )
-def test_small_steps_hide_differences(
+def test_small_steps_make_algorithms_equivalent(
     settings: list[str], shape: dict[str, int], pair: tuple[str, str]
 ) -> None:
     def form(case: str, *more: str) -> tuple[dict[str, Any], Objective]:
@@ -105,7 +105,7 @@ def _one_token(step: Step) -> Step:
     return Step(replace(step.batch, mask=torch.ones_like(step.batch.mask)), step.logp)
 
 
-def test_an_optimizer_step_of_one_answer_hides_how_tokens_add_up() -> None:
+def test_token_weights_do_not_matter_in_a_mini_batch_of_one() -> None:
     settings = ["rollout.prompts_per_step=2", "rollout.group_size=4", "train.mini_batches=8"]
     alone = {n: config_of(f"objective.name={n}", "objective.beta=0", "objective.clip_high=0.2", *settings)
              for n in ("grpo", "dapo")}  # fmt: skip
@@ -123,7 +123,7 @@ def test_an_optimizer_step_of_one_answer_hides_how_tokens_add_up() -> None:
         assert same(*found)
 
 
-def test_two_penalties_with_one_gradient() -> None:
+def test_k2_and_k3_plus_have_equal_gradients() -> None:
     config = config_of("train.mini_batches=4")
     k2, k3_plus, k3 = (objective_of("grpo", beta=0.1, kl=kl) for kl in ("k2", "k3_plus", "k3"))
     forms = [normal_form(Setup(config=config, objective=o)) for o in (k2, k3_plus, k3)]
@@ -137,7 +137,7 @@ def test_dr_grpo_and_rloo_differ_by_a_constant_factor() -> None:
     settings = ["train.mini_batches=1", "objective.beta=0"]
     arms = {n: config_of(f"objective.name={n}", *settings) for n in ("dr_grpo", "rloo", "grpo")}
     (finding,) = coincidences(arms)
-    assert finding.title == "dr_grpo and rloo differ by a constant factor of the loss only"
+    assert finding.title == "dr_grpo and rloo differ only by a constant factor of the loss"
     dr_grpo, rloo = (setup_of(arms[n]).objective for n in ("dr_grpo", "rloo"))
     for seed in SEEDS:
         step = step_of(seed, on_policy=True, rows=12, groups=6)  # six groups of two
@@ -147,7 +147,7 @@ def test_dr_grpo_and_rloo_differ_by_a_constant_factor() -> None:
 
 
 def test_the_arms_of_a_published_comparison() -> None:
-    """One update per rollout: two of the three are one, and the third is not."""
+    """One update per rollout: two of the three arms are equal, and the third is not."""
 
     def arms(*settings: str) -> dict[str, Config]:
         return {
@@ -162,7 +162,7 @@ def test_the_arms_of_a_published_comparison() -> None:
     assert coincidences(arms("train.mini_batches=2")) == []
 
 
-def test_arms_that_differ_elsewhere_are_not_the_same_unless_it_does_nothing() -> None:
+def test_arms_that_differ_in_other_settings_are_equal_only_if_these_have_no_effect() -> None:
     one = config_of("train.mini_batches=1")
     assert coincidences({"a": one, "b": config_of("train.mini_batches=1", "seed=1")}) == []
     for setting in ("rollout.temperature=0.9", "train.steps=99", "filter.dynamic_sampling=true"):
@@ -174,9 +174,9 @@ def test_arms_that_differ_elsewhere_are_not_the_same_unless_it_does_nothing() ->
         assert setting.partition("=")[0] in finding.why
 
 
-def test_the_namesakes_of_every_algorithm() -> None:
+def test_equivalent_algorithms_of_every_algorithm() -> None:
     def of(name: str, *settings: str) -> list[str]:
-        return namesakes(setup_of(config_of(f"objective.name={name}", *settings)))
+        return equivalent_algorithms(setup_of(config_of(f"objective.name={name}", *settings)))
 
     once = "train.mini_batches=1"
     assert of("gspo", once) == ["grpo", "gspo_token", "gmpo", "sapo"]

@@ -1,7 +1,7 @@
-"""A recorded step, explained: what it learned from, answer by answer and token by token.
+"""Explanation of a recorded step, rollout by rollout and token by token.
 
-The step is learned once more from its recorded answers, in the same mini-batches, and every token
-is looked at in the optimizer step that it was learned in; with several epochs, in the last of them.
+The step is trained again on its recorded rollouts, in the same mini-batches. Every token is
+observed in the optimizer step that trains it; with several epochs, in the last one.
 """
 
 from __future__ import annotations
@@ -13,76 +13,82 @@ from typing import Any
 import torch
 
 from covey.analysis.explain.effect import CLIPPED
-from covey.analysis.explain.recorded import Answer, Origin, Recorded, Trainee, check_learned
+from covey.analysis.explain.recorded import (
+    Origin,
+    Recorded,
+    RecordedRollout,
+    Trainee,
+    check_trained,
+)
 from covey.analysis.explain.relearn import Watched, relearn
 from covey.objective.advantage import zero_variance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedToken:
-    """One token of an answer. None: it was not trained, or there is no such thing."""
+    """One token of a completion. None: it was not trained, or the algorithm has no such value."""
 
     id: int
     text: str
     sampler_logp: float | None = None
-    """Log-probability under what it was drawn from, as recorded."""
+    """Log-prob in the engine, as recorded."""
     logp: float | None = None
-    """Now: in the optimizer step that learned from it."""
+    """Log-prob in the optimizer step that trains it."""
     old_logp: float | None = None
-    """When the step began."""
+    """Log-prob at the start of the step."""
     ref_logp: float | None = None
     advantage: float | None = None
     ratio: float | None = None
     clipped: str | None = None
-    """At which bound: low, high, dual, or none of them."""
+    """The bound that clips its ratio: low, high or dual."""
     kl: float | None = None
-    """Its estimate against the reference."""
+    """Estimate against the reference."""
     entropy: float | None = None
     weight: float | None = None
-    """What its gain is multiplied by in the loss."""
+    """Factor of its gain in the loss."""
     gradient: float | None = None
     """d loss / d logp. Negative: the step makes the token likelier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainedAnswer:
-    """An answer that the step learned from."""
+class ExplainedRollout:
+    """A rollout that the step trained on."""
 
     line: int
-    """Its line in the file of rollouts, from 1."""
+    """Line in the file of rollouts, from 1."""
     group: int
     text: str
     reward: float | None
     success: bool | None
     finish: str
     advantage: float
-    """Mean over its tokens."""
+    """Mean over tokens."""
     recorded_advantage: float
     update: int
-    """In which optimizer step of the step it was learned, from 1."""
+    """Optimizer step of the training step, from 1."""
     clipped: float
     """Share of its tokens."""
     gradient: float
     """Sum over tokens of |d loss / d logp|."""
     push: float
-    """Minus the sum of d loss / d logp: above 0, the answer is made likelier."""
+    """Minus the sum of d loss / d logp: above 0, the completion becomes likelier."""
     tokens: tuple[ExplainedToken, ...]
 
     @property
     def length(self) -> int:
-        """Its tokens, trained or not."""
+        """Number of tokens, trained or not."""
         return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedGroup:
-    """A prompt, and what its answers add to the step."""
+    """A prompt, and its group's share in the step."""
 
     group: int
-    question: str
+    prompt: str
     lines: tuple[int, ...]
-    flat: bool
-    """All rewards are equal: there is nothing to compare."""
+    zero_variance: bool
+    """Whether all rewards are equal."""
     clipped: float
     """Share of its tokens."""
     share: float
@@ -91,37 +97,37 @@ class ExplainedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What a step learned, and with which weights that was computed."""
+    """The explanation of a step, and the weights it was computed with."""
 
     step: int
     algorithm: str
     origin: Origin
     updates: int
-    """Optimizer steps that it was learned in."""
+    """Optimizer steps of the training step."""
     groups: tuple[ExplainedGroup, ...]
-    answers: tuple[ExplainedAnswer, ...]
-    left_out: int
-    """Answers that the step did not learn from."""
+    rollouts: tuple[ExplainedRollout, ...]
+    filtered_out: int
+    """Rollouts that the step did not train on."""
     tokens: int
     """Trained tokens."""
-    silent: int
-    """Of these, without any gradient."""
+    zero_gradient: int
+    """Trained tokens with gradient 0."""
     clipped: int
-    raised: float
+    share_raised: float
     """Share of the sum of |d loss / d logp| that makes tokens likelier."""
-    half_from: int
-    """The fewest answers that hold half of that sum."""
+    half_gradient_from: int
+    """The fewest rollouts that make up half of that sum."""
     metrics: dict[str, float]
-    """Of learning the step again."""
+    """Metrics of training the step again."""
     logged: dict[str, Any]
-    """Of the run itself, where both have them."""
+    """Metrics that the run logged, where both have them."""
 
 
 def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
-    """Learn a recorded step again, and say what each token did. The policy is changed by it."""
-    check_learned(recorded)
+    """Train a recorded step again, and explain each token. This changes the policy."""
+    check_trained(recorded)
     watched, metrics = relearn(trainee, recorded)
-    answers = _answers(watched, recorded, trainee)
+    rollouts = _rollouts(watched, recorded, trainee)
     groups = _groups(watched, recorded)
     size = watched.gradient.abs().sum(dim=1)
     mask, silent = watched.batch.mask, (watched.gradient == 0) & (watched.entropy_gradient == 0)
@@ -131,13 +137,13 @@ def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
         origin=trainee.origin,
         updates=int(watched.number.max()) + 1,
         groups=groups,
-        answers=answers,
-        left_out=len(recorded.answers) - len(answers),
+        rollouts=rollouts,
+        filtered_out=len(recorded.rollouts) - len(rollouts),
         tokens=int(mask.sum()),
-        silent=int((silent & mask).sum()),
+        zero_gradient=int((silent & mask).sum()),
         clipped=int((watched.clipped != 0).sum()),
-        raised=_share(-watched.gradient.clamp(max=0).sum(), size.sum()),
-        half_from=_half_from(size),
+        share_raised=_share(-watched.gradient.clamp(max=0).sum(), size.sum()),
+        half_gradient_from=_half_gradient_from(size),
         metrics=metrics,
         logged={
             name: recorded.metrics[name]
@@ -147,32 +153,34 @@ def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
     )
 
 
-def _answers(watched: Watched, recorded: Recorded, trainee: Trainee) -> tuple[ExplainedAnswer, ...]:
+def _rollouts(
+    watched: Watched, recorded: Recorded, trainee: Trainee
+) -> tuple[ExplainedRollout, ...]:
     decode = trainee.policy.model.tokenizer.decode
     texts: dict[int, str] = {}
-    for answer in recorded.learned:
-        for token in answer.rollout.tokens:
+    for one in recorded.learned:
+        for token in one.rollout.tokens:
             texts.setdefault(token, decode([token]))
-    return tuple(
-        _answer(watched, row, answer, texts) for row, answer in enumerate(recorded.learned)
-    )
+    return tuple(_rollout(watched, row, one, texts) for row, one in enumerate(recorded.learned))
 
 
-def _answer(watched: Watched, row: int, answer: Answer, texts: dict[int, str]) -> ExplainedAnswer:
-    batch, rollout = watched.batch, answer.rollout
+def _rollout(
+    watched: Watched, row: int, recorded: RecordedRollout, texts: dict[int, str]
+) -> ExplainedRollout:
+    batch, rollout = watched.batch, recorded.rollout
     assert batch.advantage is not None
-    assert answer.advantage is not None
+    assert recorded.advantage is not None
     mask, gradient = batch.mask[row], watched.gradient[row]
     count = max(1, int(mask.sum()))
-    return ExplainedAnswer(
-        line=answer.line,
-        group=answer.group,
+    return ExplainedRollout(
+        line=recorded.line,
+        group=recorded.group,
         text=rollout.text,
         reward=rollout.reward,
         success=rollout.success,
         finish=rollout.finish,
         advantage=float(batch.advantage[row].where(mask, 0.0).sum()) / count,
-        recorded_advantage=answer.advantage,
+        recorded_advantage=recorded.advantage,
         update=int(watched.number[row]) + 1,
         clipped=int((watched.clipped[row] != 0).sum()) / count,
         gradient=float(gradient.abs().sum()),
@@ -218,14 +226,14 @@ def _groups(watched: Watched, recorded: Recorded) -> tuple[ExplainedGroup, ...]:
     found = []
     for number in range(len(recorded.groups)):
         rows = (batch.group == number).nonzero().squeeze(1).tolist()
-        answers = [recorded.learned[row] for row in rows]
+        rollouts = [recorded.learned[row] for row in rows]
         tokens = max(1, int(batch.mask[rows].sum()))
         found.append(
             ExplainedGroup(
-                group=answers[0].group,
-                question=answers[0].question,
-                lines=tuple(answer.line for answer in answers),
-                flat=bool(flat[rows[0]]),
+                group=rollouts[0].group,
+                prompt=rollouts[0].prompt,
+                lines=tuple(one.line for one in rollouts),
+                zero_variance=bool(flat[rows[0]]),
                 clipped=int((watched.clipped[rows] != 0).sum()) / tokens,
                 share=_share(size[rows].sum(), size.sum()),
             )
@@ -233,8 +241,8 @@ def _groups(watched: Watched, recorded: Recorded) -> tuple[ExplainedGroup, ...]:
     return tuple(found)
 
 
-def _half_from(size: torch.Tensor) -> int:
-    size = size.cpu()  # a GPU does not add it up in a fixed order
+def _half_gradient_from(size: torch.Tensor) -> int:
+    size = size.cpu()  # sums on a GPU have no fixed order
     reached = size.sort(descending=True).values.cumsum(0)
     return int((reached < size.sum() / 2).sum()) + 1 if size.any() else 0
 
