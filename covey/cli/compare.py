@@ -19,6 +19,7 @@ from covey.errors import ConfigError
 
 if TYPE_CHECKING:
     from covey.analysis.compare.comparison_folder import Design
+    from covey.analysis.compare.design import Request
     from covey.analysis.compare.launch import Watch
     from covey.analysis.compare.prepare import Prepared
 
@@ -46,22 +47,15 @@ Arms = Annotated[
 ]
 Seeds = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=1000, help=f"Runs of each arm, with consecutive seeds. Default: {SEEDS}."
-    ),
+    typer.Option(min=1, max=1000, help=f"Runs of each arm, with seeds in order. Default: {SEEDS}."),
 ]
 Kind = Annotated[
     Literal["steps", "tokens", "updates"],
-    typer.Option(
-        "--budget",
-        help="Unit of each run's budget: training steps, sampled tokens or optimizer steps.",
-    ),
+    typer.Option("--budget", help="Unit of the budget: training steps, tokens, optimizer steps."),
 ]
 Amount = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=10**15, help="Size of the budget, in its unit. Default: the recipe's steps."
-    ),
+    typer.Option(min=1, max=10**15, help="Size of each run's budget. Default: the recipe's steps."),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -79,9 +73,7 @@ Add = Annotated[
 ]
 Parallel = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=1024, help="Runs at the same time. Default: cores / threads; one on a GPU."
-    ),
+    typer.Option(min=1, max=1024, help="Runs at a time. Default: cores / threads; one on a GPU."),
 ]
 Threads = Annotated[
     int | None,
@@ -120,7 +112,6 @@ def compare_command(
     if report is not None:
         return _write_report(report)
     from covey.analysis.compare.design import Request, parse_arm
-    from covey.analysis.compare.prepare import checked, extend, prepare
 
     request = Request(
         source=source or "arithmetic",
@@ -135,21 +126,31 @@ def compare_command(
     )
     new = bool(source or algorithms or request.overrides or smoke or amount or budget != "steps")
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
-        prepared = extend(
-            folder,
-            algorithms=_names(add),
-            arms=request.arms,
-            seeds=seeds,
-            threads=request.threads,
-        )
+        prepared = _extended(folder, request, _names(add), seeds)
     elif add:
         raise ConfigError("--add needs --folder, the comparison to extend, and no new settings")
     else:
-        prepared = prepare(request, PARENT, folder)
-    prepared = checked(prepared)
+        prepared = _prepared(request, folder)
     _print_design(prepared.folder, prepared.design)
     if not plan_only:
         _run(prepared, parallel)
+
+
+def _prepared(request: Request, folder: Path | None) -> Prepared:
+    from covey.analysis.compare.prepare import checked, prepare
+
+    return checked(prepare(request, PARENT, folder))
+
+
+def _extended(
+    folder: Path, request: Request, algorithms: tuple[str, ...], seeds: int | None
+) -> Prepared:
+    from covey.analysis.compare.prepare import checked, extend
+
+    threads = request.threads
+    return checked(
+        extend(folder, algorithms=algorithms, arms=request.arms, seeds=seeds, threads=threads)
+    )
 
 
 def _names(text: str) -> tuple[str, ...]:

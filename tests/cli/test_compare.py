@@ -41,7 +41,7 @@ def command(folder: Path, *more: str) -> list[str]:
 
 
 def arms(folder: Path) -> dict[str, RunResult]:
-    return {outcome.arm: outcome for outcome in load_comparison(folder).runs}
+    return {run.arm: run for run in load_comparison(folder).runs}
 
 
 def timeless(comparison: Comparison) -> Comparison:
@@ -67,7 +67,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_grpo_and_gspo_with_one_update_per_step_are_bitwise_equal(finished: Path) -> None:
     found = arms(finished)
-    assert [outcome.state for outcome in found.values()] == ["done"] * 3
+    assert [run.state for run in found.values()] == ["done"] * 3
     assert found["grpo"].weights == found["gspo"].weights != ""
     rights = [[p.correct for p in found[arm].points] for arm in ("grpo", "gspo")]
     assert rights[0] == rights[1]
@@ -79,23 +79,21 @@ def test_grpo_and_gspo_with_one_update_per_step_are_bitwise_equal(finished: Path
 
 def test_all_arms_share_first_rollouts_and_held_out_prompts(finished: Path) -> None:
     found = arms(finished)
-    names = {outcome.first_rollouts for outcome in found.values()}
+    names = {run.first_rollouts for run in found.values()}
     assert len(names) == 1
     stored = sorted(file.stem for file in (finished / "shared").glob("*.jsonl"))
     assert len(stored) == 2  # of the first step, and of the evaluation before it
     assert stored[1] == names.pop()
     lines = (finished / f"shared/{stored[1]}.jsonl").read_text().splitlines()
     shared = [json.loads(line)["tokens"] for line in lines]
-    for outcome in found.values():
-        first = finished / outcome.folder / "rollouts/000001.jsonl"
+    for run in found.values():
+        first = finished / run.folder / "rollouts/000001.jsonl"
         assert [json.loads(line)["tokens"] for line in first.read_text().splitlines()] == shared
-        assert [p.step for p in outcome.points] == [0, 3, 6]
-        assert [p.updates for p in outcome.points] == [0, 3, 6]
-        assert {tuple(p.correct) for p in outcome.points} == {
-            tuple(found["grpo"].points[0].correct)
-        }
-        assert len(outcome.points[0].correct) == 16
-        assert outcome.points[-1].seconds > outcome.points[0].seconds == 0.0
+        assert [p.step for p in run.points] == [0, 3, 6]
+        assert [p.updates for p in run.points] == [0, 3, 6]
+        assert {tuple(p.correct) for p in run.points} == {tuple(found["grpo"].points[0].correct)}
+        assert len(run.points[0].correct) == 16
+        assert run.points[-1].seconds > run.points[0].seconds == 0.0
 
 
 def test_finished_runs_are_not_repeated(
@@ -126,10 +124,10 @@ def test_finished_runs_are_not_repeated(
 def test_arms_with_other_rewards_are_evaluated_with_the_common_one(tmp_path: Path) -> None:
     # Neither learns, so whatever comes out between them is the ruler's.
     still = "optimizer.learning_rate=0, reward.name"
-    names = ("--arm", f"right: {still}=think_answer", "--arm", f"form: {still}=think_answer_form")
+    names = ("--arm", f"exact: {still}=think_answer", "--arm", f"form: {still}=think_answer_form")
     assert covey(command(tmp_path / "rewards", *names)) == 0
     found = arms(tmp_path / "rewards")
-    assert [p.correct for p in found["form"].points] == [p.correct for p in found["right"].points]
+    assert [p.correct for p in found["form"].points] == [p.correct for p in found["exact"].points]
     runs = {arm: RunFolder(tmp_path / "rewards" / found[arm].folder) for arm in found}
     judges = {run.environment()["judge"] for run in runs.values()}
     rewards = {run.environment()["reward"] for run in runs.values()}
@@ -222,8 +220,8 @@ def test_killed_run_is_reported_and_resumes_to_the_same_weights(
     assert found["grpo"].error.startswith("killed (SIGKILL)")
     assert "500 training prompts cannot fill a step of 501" in found["hungry"].error
     assert [p.step for p in found["grpo"].points] in ([0], [0, 3])
-    told = capsys.readouterr().out
-    assert "failed: grpo seed 0: killed (SIGKILL)" in told
+    output = capsys.readouterr().out
+    assert "failed: grpo seed 0: killed (SIGKILL)" in output
     assert "killed (SIGKILL)" in (folder / "report.md").read_text()
     assert "Traceback" in log_path(run_path(folder, "hungry", 0)).read_text()
 

@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from covey._version import __version__
+from covey.analysis.compare import report_tables as tables
 from covey.analysis.compare.comparison import Comparison
 from covey.analysis.compare.conclusion import count
 from covey.analysis.compare.html_elements import (
@@ -25,21 +26,7 @@ from covey.analysis.compare.html_elements import (
 )
 from covey.analysis.compare.learning_curves import AXES, Curve
 from covey.analysis.compare.report_contents import Example, ReportContents
-from covey.analysis.compare.report_tables import (
-    EMPTY,
-    TextTable,
-    checkpoint_table,
-    contested_table,
-    differences_table,
-    finding_title,
-    pair_matrix,
-    pair_summaries,
-    result_table,
-    runs_table,
-    solved_table,
-    speed_table,
-    training_table,
-)
+from covey.analysis.compare.report_tables import EMPTY, TextTable
 
 COLOURS = 8
 """Colours of arms in the style sheet; further arms reuse them with other dashes."""
@@ -133,14 +120,14 @@ def _sections(contents: ReportContents, *, charts: bool) -> Iterator[tuple[str, 
     if comparison.findings:
         yield "findings", "Known before training", _findings(comparison)
     if contents.agreement is not None:
-        solved = solved_table(contents.agreement)
-        contested = contested_table(contents.agreement, contents.texts)
+        solved = tables.solved_table(contents.agreement)
+        contested = tables.contested_table(contents.agreement, contents.texts)
         yield "prompts", "Held-out prompts", join([_table(solved), _wide_table(contested)])
     yield "completions", "Completions side by side", _examples(contents)
     yield "health", "Training health", _health(contents, charts)
     for name, made in (
-        ("differences", differences_table(comparison)),
-        ("runs", runs_table(comparison)),
+        ("differences", tables.differences_table(comparison)),
+        ("runs", tables.runs_table(comparison)),
     ):
         yield name, made.title, _wide_table(made, comparison)
     yield "reproduction", "Reproduction", _reproduction(comparison)
@@ -168,7 +155,7 @@ def _table(made: TextTable, comparison: Comparison | None = None) -> Html:
 
 def _wide_table(made: TextTable, comparison: Comparison | None = None) -> Html:
     """Return a table with long texts in its cells."""
-    return element("div", _table(made, comparison), class_="words")
+    return element("div", _table(made, comparison), class_="texts")
 
 
 def _quiet(text: str) -> Html:
@@ -176,17 +163,17 @@ def _quiet(text: str) -> Html:
 
 
 def _results(contents: ReportContents) -> Html:
-    made = (each(contents.conclusion) for each in (result_table, training_table, speed_table))
-    tables = (_table(each, contents.comparison) for each in made)
-    return element("div", *tables, class_="beside")
+    made = (tables.result_table, tables.training_table, tables.speed_table)
+    shown = (_table(each(contents.conclusion), contents.comparison) for each in made)
+    return element("div", *shown, class_="beside")
 
 
 def _curves(contents: ReportContents, charts: bool) -> Html:
     """Return learning curves over a selectable axis, and a table of their numbers."""
     if not any(each.lines for each in contents.curves):
         return _quiet("No run has been evaluated yet.")
-    tables = join(_curve_table(each) for each in contents.curves if each.mean)
-    numbers = details("The numbers of these curves", tables)
+    curves = (_curve_table(each) for each in contents.curves if each.mean)
+    numbers = details("The numbers of these curves", *curves)
     if not charts:
         return join([_quiet(MISSING), numbers])
     budget = contents.comparison.budget
@@ -233,12 +220,12 @@ def _curve_table(curve: Curve) -> Html:
 
 def _pairs(contents: ReportContents) -> Html:
     conclusion = contents.conclusion
-    matrix = pair_matrix(conclusion)
+    matrix = tables.pair_matrix(conclusion)
     rows = [
         [_arm_label(contents.comparison, arm), *(_lines(cell) for cell in cells)]
         for arm, *cells in matrix.rows
     ]
-    summaries = [element("li", text) for text in pair_summaries(conclusion)]
+    summaries = [element("li", text) for text in tables.pair_summaries(conclusion)]
     checkpoints = (element("li", p.checkpoint_summary) for p in conclusion.pairs if p.checkpoints)
     return join(
         [
@@ -247,7 +234,7 @@ def _pairs(contents: ReportContents) -> Html:
             details(
                 "Which checkpoint is better, by seed",
                 element("ul", *checkpoints),
-                _table(checkpoint_table(conclusion)),
+                _table(tables.checkpoint_table(conclusion)),
             ),
         ]
     )
@@ -262,7 +249,7 @@ def _findings(comparison: Comparison) -> Html:
     return join(
         element(
             "div",
-            element("h3", finding_title(row)),
+            element("h3", tables.finding_title(row)),
             element("p", row.get("why", "")),
             element("p", f"{row.get('remedy', '')} ", element("small", row.get("docs", ""))),
         )

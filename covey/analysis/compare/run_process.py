@@ -17,7 +17,7 @@ import tomllib
 import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ LONGEST_ERROR = 300
 CHUNK = 2**24
 
 
-@dataclass(slots=True)
 class LogReporter:
     """Prints the evaluations and notes of a run to its log."""
 

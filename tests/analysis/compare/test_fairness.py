@@ -78,11 +78,11 @@ def test_findings_name_differences_in_reward_and_generation() -> None:
     arms = ("form: reward.name=think_answer_form", "long: rollout.max_tokens=96")
     request = Request(source="arithmetic", algorithms=("grpo",), arms=tuple(map(parse_arm, arms)))
     design = design_comparison(request)
-    told = {row["title"]: row for row in known_beforehand(design, arm_configs(design))}
-    reward = told["some arms are trained on another reward than the one that evaluates them"]
+    titles = {row["title"]: row for row in known_beforehand(design, arm_configs(design))}
+    reward = titles["some arms are trained on another reward than the one that evaluates them"]
     assert reward["arms"] == "form"
     assert reward["remedy"].endswith("now it is think_answer")
-    own = told["some arms generate the held-out completions under their own conditions"]
+    own = titles["some arms generate the held-out completions under their own conditions"]
     assert own["arms"] == "long"
 
 
@@ -101,11 +101,11 @@ def test_findings_name_their_arms() -> None:
         )
     )
     rows = known_beforehand(design, arm_configs(design))
-    told = {row["title"]: row.get("arms", "") for row in rows}
-    assert any("grpo" in title and "gspo" in title for title in told)
-    assert [arms for title, arms in told.items() if "learning_rate = 0" in title] == ["frozen"]
-    assert told["some arms sample the first step's rollouts for themselves"] == "cold"
-    assert not any("reward" in title or "conditions" in title for title in told)
+    titles = {row["title"]: row.get("arms", "") for row in rows}
+    assert any("grpo" in title and "gspo" in title for title in titles)
+    assert [arms for title, arms in titles.items() if "learning_rate = 0" in title] == ["frozen"]
+    assert titles["some arms sample the first step's rollouts for themselves"] == "cold"
+    assert not any("reward" in title or "conditions" in title for title in titles)
     assert all({"title", "why", "remedy", "docs"} <= row.keys() for row in rows)
 
 

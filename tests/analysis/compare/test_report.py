@@ -108,7 +108,7 @@ def test_page_without_plotly_has_tables_and_names_the_extra(contents: ReportCont
     assert [tag for tag, _ in read.tags if tag in ("script", "img")] == []
     assert MISSING in read.text
     assert "First and last of each metric" in read.text
-    for told in (
+    for text in (
         "Cannot tell grpo and <b> apart",  # headline
         "about 7 seeds would be needed",
         "+83.3", "[+47.5, +100.0]",  # improvement of grpo
@@ -122,7 +122,7 @@ def test_page_without_plotly_has_tables_and_names_the_extra(contents: ReportCont
         'name = "<common>"',
         "2 arms, 3 seeds each, 20,000 tokens per run",
     ):  # fmt: skip
-        assert told in read.text
+        assert text in read.text
 
 
 @pytest.mark.usefixtures("no_plotly")
@@ -175,7 +175,7 @@ def test_long_name_wraps_on_a_narrow_screen() -> None:
 @pytest.mark.usefixtures("no_plotly")
 def test_completions_are_shown_side_by_side_and_escaped(contents: ReportContents) -> None:
     read = check_page(page(contents))
-    # Four problems with seed 1: two on which the two arms differ, one right, one wrong.
+    # Four prompts with seed 1: two on which the arms differ, one all correct, one all incorrect.
     assert read.texts.count(sample.EVIL) == 8
     assert read.text.count("✓ correct") == 4
     assert read.text.count("✗ incorrect") == 4
