@@ -19,7 +19,6 @@ from covey.errors import ConfigError
 
 if TYPE_CHECKING:
     from covey.analysis.compare.comparison_folder import Design
-    from covey.analysis.compare.design import Request
     from covey.analysis.compare.launch import Watch
     from covey.analysis.compare.prepare import Prepared
 
@@ -112,6 +111,7 @@ def compare_command(
     if report is not None:
         return _write_report(report)
     from covey.analysis.compare.design import Request, parse_arm
+    from covey.analysis.compare.prepare import checked, extend, prepare
 
     request = Request(
         source=source or "arithmetic",
@@ -126,31 +126,15 @@ def compare_command(
     )
     new = bool(source or algorithms or request.overrides or smoke or amount or budget != "steps")
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
-        prepared = _extended(folder, request, _names(add), seeds)
+        prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
         raise ConfigError("--add needs --folder, the comparison to extend, and no new settings")
     else:
-        prepared = _prepared(request, folder)
+        prepared = prepare(request, PARENT, folder)
+    prepared = checked(prepared)
     _print_design(prepared.folder, prepared.design)
     if not plan_only:
         _run(prepared, parallel)
-
-
-def _prepared(request: Request, folder: Path | None) -> Prepared:
-    from covey.analysis.compare.prepare import checked, prepare
-
-    return checked(prepare(request, PARENT, folder))
-
-
-def _extended(
-    folder: Path, request: Request, algorithms: tuple[str, ...], seeds: int | None
-) -> Prepared:
-    from covey.analysis.compare.prepare import checked, extend
-
-    threads = request.threads
-    return checked(
-        extend(folder, algorithms=algorithms, arms=request.arms, seeds=seeds, threads=threads)
-    )
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -168,7 +168,7 @@ def _better(pair: PairResult, tested: int) -> str:
     assert difference is not None
     assert new_prompts is not None
     if pair.better == pair.second:
-        difference, new_prompts = negated(difference), negated(new_prompts)
+        difference, new_prompts = _negated(difference), _negated(new_prompts)
     text = (
         f"{pair.better} is better than {_loser(pair)}: {_estimate(difference)} over "
         f"{len(pair.seeds)} seeds, {_p(pair, tested)}."
@@ -274,7 +274,7 @@ def points(share: float) -> str:
     return "0.0" if text in ("+0.0", "-0.0") else text
 
 
-def negated(estimate: Estimate) -> Estimate:
+def _negated(estimate: Estimate) -> Estimate:
     """Return the estimate of second minus first, given that of first minus second."""
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 

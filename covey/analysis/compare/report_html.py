@@ -12,7 +12,7 @@ from typing import Any
 from covey._version import __version__
 from covey.analysis.compare import report_tables as tables
 from covey.analysis.compare.comparison import Comparison
-from covey.analysis.compare.conclusion import count
+from covey.analysis.compare.conclusion import Conclusion, count
 from covey.analysis.compare.html_elements import (
     Html,
     details,
@@ -116,7 +116,7 @@ def _sections(contents: ReportContents, *, charts: bool) -> Iterator[tuple[str, 
     comparison = contents.comparison
     yield "results", "Results", _results(contents)
     yield "curves", "Learning curves", _curves(contents, charts)
-    yield "pairs", "Pairs of arms", _pairs(contents)
+    yield "pairs", "Pairs of arms", _pairs(contents.conclusion)
     if comparison.findings:
         yield "findings", "Known before training", _findings(comparison)
     if contents.agreement is not None:
@@ -218,18 +218,12 @@ def _curve_table(curve: Curve) -> Html:
     return table(curve.arm, head, rows)
 
 
-def _pairs(contents: ReportContents) -> Html:
-    conclusion = contents.conclusion
-    matrix = tables.pair_matrix(conclusion)
-    rows = [
-        [_arm_label(contents.comparison, arm), *(_lines(cell) for cell in cells)]
-        for arm, *cells in matrix.rows
-    ]
+def _pairs(conclusion: Conclusion) -> Html:
     summaries = [element("li", text) for text in tables.pair_summaries(conclusion)]
     checkpoints = (element("li", p.checkpoint_summary) for p in conclusion.pairs if p.checkpoints)
     return join(
         [
-            table(matrix.title, matrix.head, rows, note=matrix.note),
+            _table(tables.pair_table(conclusion)),
             *([element("ul", *summaries)] if summaries else []),
             details(
                 "Which checkpoint is better, by seed",
@@ -238,11 +232,6 @@ def _pairs(contents: ReportContents) -> Html:
             ),
         ]
     )
-
-
-def _lines(cell: str) -> Html:
-    first, *more = cell.split("\n")
-    return join([first, *(element("small", line) for line in more)])
 
 
 def _findings(comparison: Comparison) -> Html:
