@@ -117,14 +117,20 @@ def test_an_arm_that_keeps_the_clip_range_of_another_algorithm_is_a_finding() ->
         overrides=("objective.clip_low=0.1", "objective.clip_high=0.1", "objective.ddof=0"),
     )
     design = design_comparison(request)
-    kept = [row for row in known_beforehand(design, arm_configs(design)) if "keeps" in row["title"]]
+    kept = [
+        row for row in known_beforehand(design, arm_configs(design)) if "are kept" in row["title"]
+    ]
     # ddof has the same default in all of them, and clip_low in grpo and dapo.
     assert [(row["arms"], row["title"]) for row in kept] == [
-        ("gspo", "gspo keeps the recipe's objective.clip_low = 0.1, objective.clip_high = 0.1"),
-        ("dapo", "dapo keeps the recipe's objective.clip_high = 0.1"),
+        (
+            "gspo",
+            "options of the recipe are kept: objective.clip_low = 0.1, objective.clip_high = 0.1",
+        ),
+        ("dapo", "options of the recipe are kept: objective.clip_high = 0.1"),
     ]
     assert kept[0]["why"] == (
-        "The recipe sets this for grpo; gspo's own default is clip_low = 0.0003, clip_high = 0.0004."
+        "The recipe sets them for grpo; gspo's own defaults are clip_low = 0.0003, "
+        "clip_high = 0.0004."
     )
     arm = parse_arm(kept[0]["remedy"].partition("--arm '")[2].removesuffix("'"))
     options = config_of_arm(design, arm).objective.options
@@ -134,4 +140,4 @@ def test_an_arm_that_keeps_the_clip_range_of_another_algorithm_is_a_finding() ->
 def test_an_arm_with_the_default_options_of_its_algorithm_is_no_finding() -> None:
     design = design_comparison(Request(source="arithmetic", algorithms=("grpo", "gspo")))
     rows = known_beforehand(design, arm_configs(design))
-    assert not any("keeps" in row["title"] for row in rows)
+    assert not any("are kept" in row["title"] for row in rows)
