@@ -46,22 +46,15 @@ Arms = Annotated[
 ]
 Seeds = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=1000, help=f"Runs of each arm, with consecutive seeds. Default: {SEEDS}."
-    ),
+    typer.Option(min=1, max=1000, help=f"Runs of each arm, with seeds in order. Default: {SEEDS}."),
 ]
 Kind = Annotated[
     Literal["steps", "tokens", "updates"],
-    typer.Option(
-        "--budget",
-        help="Unit of each run's budget: training steps, sampled tokens or optimizer steps.",
-    ),
+    typer.Option("--budget", help="Unit of the budget: training steps, tokens, optimizer steps."),
 ]
 Amount = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=10**15, help="Size of the budget, in its unit. Default: the recipe's steps."
-    ),
+    typer.Option(min=1, max=10**15, help="Size of each run's budget. Default: the recipe's steps."),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -79,9 +72,7 @@ Add = Annotated[
 ]
 Parallel = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=1024, help="Runs at the same time. Default: cores / threads; one on a GPU."
-    ),
+    typer.Option(min=1, max=1024, help="Runs at a time. Default: cores / threads; one on a GPU."),
 ]
 Threads = Annotated[
     int | None,
@@ -135,13 +126,7 @@ def compare_command(
     )
     new = bool(source or algorithms or request.overrides or smoke or amount or budget != "steps")
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
-        prepared = extend(
-            folder,
-            algorithms=_names(add),
-            arms=request.arms,
-            seeds=seeds,
-            threads=request.threads,
-        )
+        prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
         raise ConfigError("--add needs --folder, the comparison to extend, and no new settings")
     else:

@@ -106,9 +106,11 @@ def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
     decided = [pair for pair in real if pair.better]
     if not decided:
         return _none_decided(real)
-    winner = _winner(finished, real)
-    if winner:
-        return f"{winner} is better than every other arm: {_wins(winner, real)}."
+    for arm in finished:
+        wins = [pair for pair in decided if pair.better == arm.arm]
+        if len(wins) == len(finished) - 1:
+            gains = (f"{points(abs(p.mean or 0.0))} points over {_loser(p)}" for p in wins)
+            return f"{arm.arm} is better than every other arm: {', '.join(gains)}."
     found = ", ".join(f"{p.better} is better than {_loser(p)}" for p in decided)
     rest = "; the other pairs do not differ significantly" if len(decided) < len(real) else ""
     return f"No arm is better than all others: {found}{rest}."
@@ -130,19 +132,6 @@ def _none_decided(real: Sequence[PairResult]) -> str:
         "No significant difference between the arms with this budget. The largest is between "
         f"{widest.first} and {widest.second}: {_undecided(widest, tested)}"
     )
-
-
-def _winner(finished: Sequence[ArmResult], real: Sequence[PairResult]) -> str | None:
-    for arm in finished:
-        mine = [pair for pair in real if arm.arm in (pair.first, pair.second)]
-        if len(mine) == len(finished) - 1 and all(pair.better == arm.arm for pair in mine):
-            return arm.arm
-    return None
-
-
-def _wins(winner: str, real: Sequence[PairResult]) -> str:
-    mine = (pair for pair in real if pair.better == winner)
-    return ", ".join(f"{points(abs(p.mean or 0.0))} points over {_loser(p)}" for p in mine)
 
 
 def _loser(pair: PairResult) -> str:
@@ -179,7 +168,7 @@ def _better(pair: PairResult, tested: int) -> str:
     assert difference is not None
     assert new_prompts is not None
     if pair.better == pair.second:
-        difference, new_prompts = negated(difference), negated(new_prompts)
+        difference, new_prompts = _negated(difference), _negated(new_prompts)
     text = (
         f"{pair.better} is better than {_loser(pair)}: {_estimate(difference)} over "
         f"{len(pair.seeds)} seeds, {_p(pair, tested)}."
@@ -285,7 +274,7 @@ def points(share: float) -> str:
     return "0.0" if text in ("+0.0", "-0.0") else text
 
 
-def negated(estimate: Estimate) -> Estimate:
+def _negated(estimate: Estimate) -> Estimate:
     """Return the estimate of second minus first, given that of first minus second."""
     return Estimate(-estimate.value, -estimate.high, -estimate.low)
 

@@ -125,8 +125,8 @@ def _kept_options(design: Design) -> Iterator[Row]:
         own = ", ".join(f"{key} = {toml_value(default)}" for key, (_, default) in kept.items())
         yield from _finding(
             [arm],
-            title=f"{arm.name} keeps the recipe's {values}",
-            why=f"The recipe sets this for {recipe}; {arm.name}'s own default is {own}.",
+            title=f"options of the recipe are kept: {values}",
+            why=f"The recipe sets them for {recipe}; {arm.name}'s own defaults are {own}.",
             remedy=f"for the defaults of {arm.name}: --arm '{arm.name}-default: {arm.settings[0]}'",
         )
 

@@ -53,7 +53,15 @@ def learning_curve(comparison: Comparison, arm: str) -> Curve:
     values = [[point.accuracy for point in column] for column in columns]
     return Curve(
         arm=arm,
-        lines=tuple(_line(run) for run in runs),
+        lines=tuple(
+            Line(
+                seed=run.seed,
+                state=run.state,
+                x={axis: tuple(map(of, run.points)) for axis, (_, of) in AXES.items()},
+                accuracy=tuple(point.accuracy for point in run.points),
+            )
+            for run in runs
+        ),
         x={
             axis: tuple(_mean([of(point) for point in column]) for column in columns)
             for axis, (_, of) in AXES.items()
@@ -84,15 +92,6 @@ def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:
     ends = [run.points[-1] for run in runs]
     earlier = sorted(step for step in shared if all(step < end.step for end in ends))
     return [*([run[step] for run in by_step] for step in earlier), ends]
-
-
-def _line(run: RunResult) -> Line:
-    return Line(
-        seed=run.seed,
-        state=run.state,
-        x={axis: tuple(of(point) for point in run.points) for axis, (_, of) in AXES.items()},
-        accuracy=tuple(point.accuracy for point in run.points),
-    )
 
 
 def _mean(values: Sequence[float]) -> float:

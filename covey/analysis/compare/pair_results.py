@@ -109,19 +109,16 @@ def pair_results(
     pairs = [_pair(runs, *names) for names in itertools.combinations(runs, 2)]
     tested = [pair for pair in pairs if pair.tested]
     p_values = [float(statistics.seed_test(p.differences, p.a.shape[1])) for p in tested]
-    corrected = statistics.holm(p_values)
-    by_seeds = {
-        (pair.first, pair.second): values
-        for pair, *values in zip(tested, p_values, corrected, strict=True)
-    }
+    corrected = iter(zip(p_values, statistics.holm(p_values), strict=True))
     checkpoints = _checkpoints(pairs)
+    level = LEVEL / max(1, len(tested))
     results = []
     for pair in pairs:
-        names = (pair.first, pair.second)
-        p_value, p_holm = by_seeds.get(names, (None, None))
-        result = _result(pair, p_value, p_holm, level=LEVEL / max(1, len(tested)))
+        p_value, p_holm = next(corrected) if pair.tested else (None, None)
+        result = _result(pair, p_value, p_holm, level)
         lines = missing[pair.first] + missing[pair.second]
-        results.append(replace(result, missing=lines, checkpoints=checkpoints[names]))
+        mine = checkpoints[pair.first, pair.second]
+        results.append(replace(result, missing=lines, checkpoints=mine))
     return tuple(results)
 
 

@@ -59,7 +59,6 @@ def prepare(request: Request, parent: Path, folder: Path | None = None) -> Prepa
 
 def extend(
     folder: Path,
-    *,
     algorithms: Iterable[str] = (),
     arms: Iterable[Arm] = (),
     seeds: int | None = None,

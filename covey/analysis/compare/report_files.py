@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from covey._version import __version__
-from covey.analysis.compare.comparison import Comparison, RunResult
+from covey.analysis.compare.comparison import Comparison, Point, RunResult
 from covey.analysis.compare.html_elements import finite
 from covey.analysis.compare.report_contents import ReportContents, report_contents
 from covey.analysis.compare.report_html import page
@@ -78,23 +78,14 @@ def report_data(contents: ReportContents) -> dict[str, Any]:
 
 
 def _run(run: RunResult) -> dict[str, Any]:
-    return {
-        "arm": run.arm,
-        "seed": run.seed,
-        "state": run.state,
-        "error": run.error,
-        "folder": run.folder,
-        "weights": run.weights,
-        "evaluations": [
-            {
-                "step": point.step,
-                "tokens": point.tokens,
-                "updates": point.updates,
-                "seconds": point.seconds,
-                "accuracy": point.accuracy,
-                # One character per prompt keeps the file small.
-                "correct": "".join("01"[correct] for correct in point.correct.values()),
-            }
-            for point in run.points
-        ],
+    names = ("arm", "seed", "state", "error", "folder", "weights")
+    return {name: getattr(run, name) for name in names} | {
+        "evaluations": list(map(_point, run.points))
     }
+
+
+def _point(point: Point) -> dict[str, Any]:
+    names = ("step", "tokens", "updates", "seconds", "accuracy")
+    # One character per prompt keeps the file small.
+    correct = "".join("01"[each] for each in point.correct.values())
+    return {name: getattr(point, name) for name in names} | {"correct": correct}

@@ -10,8 +10,9 @@ from importlib.resources import files
 from typing import Any
 
 from covey._version import __version__
+from covey.analysis.compare import report_tables as tables
 from covey.analysis.compare.comparison import Comparison
-from covey.analysis.compare.conclusion import count
+from covey.analysis.compare.conclusion import Conclusion, count
 from covey.analysis.compare.html_elements import (
     Html,
     details,
@@ -25,21 +26,7 @@ from covey.analysis.compare.html_elements import (
 )
 from covey.analysis.compare.learning_curves import AXES, Curve
 from covey.analysis.compare.report_contents import Example, ReportContents
-from covey.analysis.compare.report_tables import (
-    EMPTY,
-    TextTable,
-    checkpoint_table,
-    contested_table,
-    differences_table,
-    finding_title,
-    pair_matrix,
-    pair_summaries,
-    result_table,
-    runs_table,
-    solved_table,
-    speed_table,
-    training_table,
-)
+from covey.analysis.compare.report_tables import EMPTY, TextTable
 
 COLOURS = 8
 """Colours of arms in the style sheet; further arms reuse them with other dashes."""
@@ -129,18 +116,18 @@ def _sections(contents: ReportContents, *, charts: bool) -> Iterator[tuple[str, 
     comparison = contents.comparison
     yield "results", "Results", _results(contents)
     yield "curves", "Learning curves", _curves(contents, charts)
-    yield "pairs", "Pairs of arms", _pairs(contents)
+    yield "pairs", "Pairs of arms", _pairs(contents.conclusion)
     if comparison.findings:
         yield "findings", "Known before training", _findings(comparison)
     if contents.agreement is not None:
-        solved = solved_table(contents.agreement)
-        contested = contested_table(contents.agreement, contents.texts)
+        solved = tables.solved_table(contents.agreement)
+        contested = tables.contested_table(contents.agreement, contents.texts)
         yield "prompts", "Held-out prompts", join([_table(solved), _wide_table(contested)])
     yield "completions", "Completions side by side", _examples(contents)
     yield "health", "Training health", _health(contents, charts)
     for name, made in (
-        ("differences", differences_table(comparison)),
-        ("runs", runs_table(comparison)),
+        ("differences", tables.differences_table(comparison)),
+        ("runs", tables.runs_table(comparison)),
     ):
         yield name, made.title, _wide_table(made, comparison)
     yield "reproduction", "Reproduction", _reproduction(comparison)
@@ -168,7 +155,7 @@ def _table(made: TextTable, comparison: Comparison | None = None) -> Html:
 
 def _wide_table(made: TextTable, comparison: Comparison | None = None) -> Html:
     """Return a table with long texts in its cells."""
-    return element("div", _table(made, comparison), class_="words")
+    return element("div", _table(made, comparison), class_="texts")
 
 
 def _quiet(text: str) -> Html:
@@ -176,17 +163,17 @@ def _quiet(text: str) -> Html:
 
 
 def _results(contents: ReportContents) -> Html:
-    made = (each(contents.conclusion) for each in (result_table, training_table, speed_table))
-    tables = (_table(each, contents.comparison) for each in made)
-    return element("div", *tables, class_="beside")
+    made = (tables.result_table, tables.training_table, tables.speed_table)
+    shown = (_table(each(contents.conclusion), contents.comparison) for each in made)
+    return element("div", *shown, class_="beside")
 
 
 def _curves(contents: ReportContents, charts: bool) -> Html:
     """Return learning curves over a selectable axis, and a table of their numbers."""
     if not any(each.lines for each in contents.curves):
         return _quiet("No run has been evaluated yet.")
-    tables = join(_curve_table(each) for each in contents.curves if each.mean)
-    numbers = details("The numbers of these curves", tables)
+    curves = (_curve_table(each) for each in contents.curves if each.mean)
+    numbers = details("The numbers of these curves", *curves)
     if not charts:
         return join([_quiet(MISSING), numbers])
     budget = contents.comparison.budget
@@ -231,38 +218,27 @@ def _curve_table(curve: Curve) -> Html:
     return table(curve.arm, head, rows)
 
 
-def _pairs(contents: ReportContents) -> Html:
-    conclusion = contents.conclusion
-    matrix = pair_matrix(conclusion)
-    rows = [
-        [_arm_label(contents.comparison, arm), *(_lines(cell) for cell in cells)]
-        for arm, *cells in matrix.rows
-    ]
-    summaries = [element("li", text) for text in pair_summaries(conclusion)]
+def _pairs(conclusion: Conclusion) -> Html:
+    summaries = [element("li", text) for text in tables.pair_summaries(conclusion)]
     checkpoints = (element("li", p.checkpoint_summary) for p in conclusion.pairs if p.checkpoints)
     return join(
         [
-            table(matrix.title, matrix.head, rows, note=matrix.note),
+            _table(tables.pair_table(conclusion)),
             *([element("ul", *summaries)] if summaries else []),
             details(
                 "Which checkpoint is better, by seed",
                 element("ul", *checkpoints),
-                _table(checkpoint_table(conclusion)),
+                _table(tables.checkpoint_table(conclusion)),
             ),
         ]
     )
-
-
-def _lines(cell: str) -> Html:
-    first, *more = cell.split("\n")
-    return join([first, *(element("small", line) for line in more)])
 
 
 def _findings(comparison: Comparison) -> Html:
     return join(
         element(
             "div",
-            element("h3", finding_title(row)),
+            element("h3", tables.finding_title(row)),
             element("p", row.get("why", "")),
             element("p", f"{row.get('remedy', '')} ", element("small", row.get("docs", ""))),
         )

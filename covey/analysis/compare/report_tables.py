@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from covey.analysis.compare.arm_results import ArmResult, TimeToAccuracy
 from covey.analysis.compare.comparison import Comparison, RunResult
-from covey.analysis.compare.conclusion import Conclusion, negated, points
+from covey.analysis.compare.conclusion import Conclusion, points
 from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.prompt_agreement import Agreement
 from covey.evaluate.intervals import Estimate
@@ -26,7 +26,8 @@ TRAINING_NOTE = (
 )
 PAIR_NOTE = (
     "Percentage points at the end, over the seeds that both arms finished, with Student's 95 % "
-    "interval over seeds; p of the paired t-test, with Holm's correction over all pairs."
+    "interval over seeds; p of the paired t-test, with Holm's correction over all pairs. Needed: "
+    "seeds per arm for 80 % power if the difference is as observed."
 )
 CHECKPOINT_NOTE = (
     "This compares two sets of weights, not two algorithms: another seed may reverse it. p of "
@@ -118,46 +119,24 @@ def pair_table(found: Conclusion) -> TextTable:
         title="Pairs of arms",
         head=["first - second", "difference", "95 % interval", "p (Holm)", "seeds", "needed"],
         rows=[
-            [f"{p.first} - {p.second}", *_pair(p), str(len(p.seeds)), _needed(p)]
-            for p in found.pairs
+            [
+                f"{pair.first} - {pair.second}",
+                EMPTY if pair.mean is None else points(pair.mean),
+                EMPTY if pair.difference is None else _interval(pair.difference),
+                EMPTY if pair.p_holm is None else p_value(pair.p_holm),
+                str(len(pair.seeds)),
+                _needed(pair),
+            ]
+            for pair in found.pairs
         ],
-        note=f"{PAIR_NOTE} Needed: seeds for 80 % power if the difference is as observed.",
+        note=PAIR_NOTE,
     )
-
-
-def _pair(pair: PairResult, sign: int = 1) -> list[str]:
-    """Return difference, interval and p of a pair, or of its reverse."""
-    estimate = pair.difference
-    if estimate is not None and sign < 0:
-        estimate = negated(estimate)
-    return [
-        EMPTY if pair.mean is None else points(sign * pair.mean),
-        EMPTY if estimate is None else _interval(estimate),
-        EMPTY if pair.p_holm is None else p_value(pair.p_holm),
-    ]
 
 
 def _needed(pair: PairResult) -> str:
     if pair.seeds_needed is not None:
         return str(pair.seeds_needed)
     return {"cannot tell": "too many", "one seed": "at least 2"}.get(pair.decision, EMPTY)
-
-
-def pair_matrix(found: Conclusion) -> TextTable:
-    """Return every arm against every other; a cell has lines for difference, interval and p."""
-    names = [arm.arm for arm in found.arms]
-    cells = {(row, row): "" for row in names}
-    for pair in found.pairs:
-        for sign, place in ((1, (pair.first, pair.second)), (-1, (pair.second, pair.first))):
-            difference, interval, p = _pair(pair, sign)
-            known = [interval, f"p {p}"] if pair.difference is not None else []
-            cells[place] = "\n".join([difference, *known])
-    return TextTable(
-        title="Row minus column",
-        head=["", *names],
-        rows=[[row, *(cells.get((row, column), EMPTY) for column in names)] for row in names],
-        note=PAIR_NOTE,
-    )
 
 
 def checkpoint_table(found: Conclusion) -> TextTable:

@@ -10,23 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from covey.analysis.compare import report_tables as tables
 from covey.analysis.compare.comparison import Comparison
 from covey.analysis.compare.conclusion import conclude
 from covey.analysis.compare.report_contents import Example, ReportContents
-from covey.analysis.compare.report_tables import (
-    TextTable,
-    checkpoint_table,
-    contested_table,
-    differences_table,
-    finding_title,
-    pair_summaries,
-    pair_table,
-    result_table,
-    runs_table,
-    solved_table,
-    speed_table,
-    training_table,
-)
+from covey.analysis.compare.report_tables import TextTable
 from covey.escape import printable
 
 
@@ -36,11 +24,13 @@ def terminal_report(comparison: Comparison) -> RenderableType:
     lines = [
         _text(found.headline, style="bold"),
         *(_text(f"! {text}", style="yellow") for text in found.cautions),
-        *(_text(f"- {text}") for text in pair_summaries(found)),
+        *(_text(f"- {text}") for text in tables.pair_summaries(found)),
     ]
-    for finding in comparison.findings:
-        lines.append(_text(f"{finding_title(finding)}: {finding.get('remedy', '')}", style="dim"))
-    made = result_table(found)
+    lines += [
+        _text(f"{tables.finding_title(row)}: {row.get('remedy', '')}", style="dim")
+        for row in comparison.findings
+    ]
+    made = tables.result_table(found)
     table = Table(title=_text(made.title), caption=_text(made.note))
     for number, heading in enumerate(made.head):
         table.add_column(_text(heading), justify="right" if number else "left")
@@ -65,26 +55,28 @@ def _blocks(contents: ReportContents) -> Iterator[str]:
     yield f"**{plain(found.headline)}**"
     if found.cautions:
         yield "\n".join(f"> {plain(text)}  " for text in found.cautions)
-    yield from _table(result_table(found))
-    if pair_summaries(found):
-        yield "\n".join(f"- {plain(text)}" for text in pair_summaries(found))
-    for table in (pair_table, training_table, speed_table, checkpoint_table):
-        yield from _table(table(found))
+    yield from _table(tables.result_table(found))
+    if tables.pair_summaries(found):
+        yield "\n".join(f"- {plain(text)}" for text in tables.pair_summaries(found))
+    yield from _table(tables.pair_table(found))
+    yield from _table(tables.training_table(found))
+    yield from _table(tables.speed_table(found))
+    yield from _table(tables.checkpoint_table(found))
     if contents.agreement is not None:
-        yield from _table(solved_table(contents.agreement))
-        yield from _table(contested_table(contents.agreement, contents.texts))
+        yield from _table(tables.solved_table(contents.agreement))
+        yield from _table(tables.contested_table(contents.agreement, contents.texts))
     if contents.examples:
         title = f"Completions side by side, seed {contents.example_seed}"
         yield _folded(title, "\n\n".join(map(_example, contents.examples)))
     if comparison.findings:
         yield "### Known before training"
         yield "\n".join(
-            f"- **{plain(finding_title(row))}** {plain(row.get('why', ''))} "
+            f"- **{plain(tables.finding_title(row))}** {plain(row.get('why', ''))} "
             f"{plain(row.get('remedy', ''))}"
             for row in comparison.findings
         )
-    yield from _table(differences_table(comparison))
-    yield from _table(runs_table(comparison))
+    yield from _table(tables.differences_table(comparison))
+    yield from _table(tables.runs_table(comparison))
     yield f"Command\n\n{fenced(comparison.command)}"
     yield _folded("Common configuration", fenced(comparison.config_toml))
     environment = json.dumps(dict(comparison.environment), indent=2, default=str)

@@ -78,11 +78,11 @@ def test_findings_name_differences_in_reward_and_generation() -> None:
     arms = ("form: reward.name=think_answer_form", "long: rollout.max_tokens=96")
     request = Request(source="arithmetic", algorithms=("grpo",), arms=tuple(map(parse_arm, arms)))
     design = design_comparison(request)
-    told = {row["title"]: row for row in known_beforehand(design, arm_configs(design))}
-    reward = told["some arms are trained on another reward than the one that evaluates them"]
+    titles = {row["title"]: row for row in known_beforehand(design, arm_configs(design))}
+    reward = titles["some arms are trained on another reward than the one that evaluates them"]
     assert reward["arms"] == "form"
     assert reward["remedy"].endswith("now it is think_answer")
-    own = told["some arms generate the held-out completions under their own conditions"]
+    own = titles["some arms generate the held-out completions under their own conditions"]
     assert own["arms"] == "long"
 
 
@@ -101,11 +101,11 @@ def test_findings_name_their_arms() -> None:
         )
     )
     rows = known_beforehand(design, arm_configs(design))
-    told = {row["title"]: row.get("arms", "") for row in rows}
-    assert any("grpo" in title and "gspo" in title for title in told)
-    assert [arms for title, arms in told.items() if "learning_rate = 0" in title] == ["frozen"]
-    assert told["some arms sample the first step's rollouts for themselves"] == "cold"
-    assert not any("reward" in title or "conditions" in title for title in told)
+    titles = {row["title"]: row.get("arms", "") for row in rows}
+    assert any("grpo" in title and "gspo" in title for title in titles)
+    assert [arms for title, arms in titles.items() if "learning_rate = 0" in title] == ["frozen"]
+    assert titles["some arms sample the first step's rollouts for themselves"] == "cold"
+    assert not any("reward" in title or "conditions" in title for title in titles)
     assert all({"title", "why", "remedy", "docs"} <= row.keys() for row in rows)
 
 
@@ -117,14 +117,20 @@ def test_an_arm_that_keeps_the_clip_range_of_another_algorithm_is_a_finding() ->
         overrides=("objective.clip_low=0.1", "objective.clip_high=0.1", "objective.ddof=0"),
     )
     design = design_comparison(request)
-    kept = [row for row in known_beforehand(design, arm_configs(design)) if "keeps" in row["title"]]
+    kept = [
+        row for row in known_beforehand(design, arm_configs(design)) if "are kept" in row["title"]
+    ]
     # ddof has the same default in all of them, and clip_low in grpo and dapo.
     assert [(row["arms"], row["title"]) for row in kept] == [
-        ("gspo", "gspo keeps the recipe's objective.clip_low = 0.1, objective.clip_high = 0.1"),
-        ("dapo", "dapo keeps the recipe's objective.clip_high = 0.1"),
+        (
+            "gspo",
+            "options of the recipe are kept: objective.clip_low = 0.1, objective.clip_high = 0.1",
+        ),
+        ("dapo", "options of the recipe are kept: objective.clip_high = 0.1"),
     ]
     assert kept[0]["why"] == (
-        "The recipe sets this for grpo; gspo's own default is clip_low = 0.0003, clip_high = 0.0004."
+        "The recipe sets them for grpo; gspo's own defaults are clip_low = 0.0003, "
+        "clip_high = 0.0004."
     )
     arm = parse_arm(kept[0]["remedy"].partition("--arm '")[2].removesuffix("'"))
     options = config_of_arm(design, arm).objective.options
@@ -134,4 +140,4 @@ def test_an_arm_that_keeps_the_clip_range_of_another_algorithm_is_a_finding() ->
 def test_an_arm_with_the_default_options_of_its_algorithm_is_no_finding() -> None:
     design = design_comparison(Request(source="arithmetic", algorithms=("grpo", "gspo")))
     rows = known_beforehand(design, arm_configs(design))
-    assert not any("keeps" in row["title"] for row in rows)
+    assert not any("are kept" in row["title"] for row in rows)

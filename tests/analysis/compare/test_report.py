@@ -19,7 +19,6 @@ from covey.analysis.compare.report_files import SCHEMA, report_data, write_repor
 from covey.analysis.compare.report_html import MISSING, page, page_file
 from covey.analysis.compare.report_tables import (
     p_value,
-    pair_matrix,
     pair_summaries,
     pair_table,
     points,
@@ -108,11 +107,11 @@ def test_page_without_plotly_has_tables_and_names_the_extra(contents: ReportCont
     assert [tag for tag, _ in read.tags if tag in ("script", "img")] == []
     assert MISSING in read.text
     assert "First and last of each metric" in read.text
-    for told in (
+    for text in (
         "Cannot tell grpo and <b> apart",  # headline
         "about 7 seeds would be needed",
         "+83.3", "[+47.5, +100.0]",  # improvement of grpo
-        "[-98.7, +12.3]", "p 0.084",  # the pair turned round
+        "[-12.3, +98.7]", "0.084",  # the pair
         "12,500 tokens, 6 s", "not reached", "1 of 2 seeds",
         "the checkpoints do not differ",
         "killed <by> signal 9",
@@ -122,7 +121,7 @@ def test_page_without_plotly_has_tables_and_names_the_extra(contents: ReportCont
         'name = "<common>"',
         "2 arms, 3 seeds each, 20,000 tokens per run",
     ):  # fmt: skip
-        assert told in read.text
+        assert text in read.text
 
 
 @pytest.mark.usefixtures("no_plotly")
@@ -175,7 +174,7 @@ def test_long_name_wraps_on_a_narrow_screen() -> None:
 @pytest.mark.usefixtures("no_plotly")
 def test_completions_are_shown_side_by_side_and_escaped(contents: ReportContents) -> None:
     read = check_page(page(contents))
-    # Four problems with seed 1: two on which the two arms differ, one right, one wrong.
+    # Four prompts with seed 1: two on which the arms differ, one all correct, one all incorrect.
     assert read.texts.count(sample.EVIL) == 8
     assert read.text.count("✓ correct") == 4
     assert read.text.count("✗ incorrect") == 4
@@ -219,10 +218,6 @@ def test_tables_show_the_results() -> None:
     assert speed_table(found).head == ["arm", "50%"]
     assert speed_table(found).rows == [["grpo", "12,500 tokens, 6 s"], ["<b>", "not reached"]]
     assert pair_table(found).rows == [["grpo - <b>", "+50.0", "[-12.3, +98.7]", "0.084", "2", "7"]]
-    assert pair_matrix(found).rows == [
-        ["grpo", "", "+50.0\n[-12.3, +98.7]\np 0.084"],
-        ["<b>", "-50.0\n[-98.7, +12.3]\np 0.084", ""],
-    ]
 
 
 def test_tables_without_results_have_dashes() -> None:
@@ -237,11 +232,6 @@ def test_tables_without_results_have_dashes() -> None:
     assert result_table(unsaid).rows[0] == ["grpo", "-", "-", "-", "-", "0"]
     assert training_table(unsaid).rows[0] == ["grpo", "-", "-", "-", "-"]
     assert speed_table(unsaid).rows == [["grpo", "-"], ["<b>", "not reached"]]
-    assert pair_matrix(replace(found, pairs=(alone,))).rows == [
-        ["grpo", "", "+50.0"],
-        ["<b>", "-50.0", ""],
-    ]
-    assert pair_matrix(replace(found, pairs=(none,))).rows == [["grpo", "", "-"], ["<b>", "-", ""]]
     assert speed_table(replace(found, arms=(empty,))).rows == []
     assert [row[1:4] + row[5:] for row in pair_table(unsaid).rows] == [
         ["+50.0", "-", "-", "at least 2"],

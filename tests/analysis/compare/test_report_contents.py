@@ -18,10 +18,10 @@ from covey.analysis.compare.report_contents import (
 from covey.run.metrics import meaning
 
 
-def line(prompt_id: str, right: bool | None) -> dict[str, Any]:
+def line(prompt_id: str, correct: bool | None) -> dict[str, Any]:
     return {
-        "prompt_id": prompt_id, "prompt": f"{prompt_id}?", "target": "7", "completion": f"= {right}",
-        "success": right, "reward": 1.0, "tokens": 3, "finish": "stop", "values": {}, "samples": [], "info": {},
+        "prompt_id": prompt_id, "prompt": f"{prompt_id}?", "expected": "7", "answer": f"= {correct}",
+        "right": correct, "reward": 1.0, "tokens": 3, "finish": "stop", "values": {}, "samples": [], "info": {},
     }  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_health_panels_show_registered_metrics() -> None:
     assert [name for names in HEALTH.values() for name in names if meaning(name) is None] == []
 
 
-def outcome(arm: str, seed: int, state: str = "done") -> RunResult:
+def run_of(arm: str, seed: int, state: str = "done") -> RunResult:
     point = Point(step=20, tokens=9, updates=8, seconds=1.0, correct={"p0": True})
     return RunResult(
         arm=arm, seed=seed, state=state, points=(point,), folder=f"runs/{arm}/seed-{seed}"
@@ -108,7 +108,7 @@ def test_examples_are_from_the_last_evaluation_of_the_seed_most_arms_finished(
 ) -> None:
     found = report_contents(
         folder,
-        compared(outcome("y", 2), outcome("x", 1, "failed"), outcome("x", 2), outcome("y", 1)),
+        compared(run_of("y", 2), run_of("x", 1, "failed"), run_of("x", 2), run_of("y", 1)),
     )
     assert found.example_seed == 2
     assert {arm: a["text"] for arm, a in found.examples[0].completions.items()} == {
@@ -119,7 +119,7 @@ def test_examples_are_from_the_last_evaluation_of_the_seed_most_arms_finished(
 
 
 def test_kl_is_to_the_reference_if_an_arm_has_one(folder: Path) -> None:
-    found = report_contents(folder, compared(*(outcome(a, s) for a in "xy" for s in (1, 2))))
+    found = report_contents(folder, compared(*(run_of(a, s) for a in "xy" for s in (1, 2))))
     assert [(t.arm, t.metric, t.values) for t in found.health["KL"]] == [
         ("x", "objective/kl_avg", (1.5,)),
         ("y", "policy/approxkl_avg", (1.5,)),
@@ -128,5 +128,5 @@ def test_kl_is_to_the_reference_if_an_arm_has_one(folder: Path) -> None:
 
 
 def test_folders_without_completions_and_steps_give_an_empty_report(tmp_path: Path) -> None:
-    found = report_contents(tmp_path, compared(outcome("x", 1), outcome("y", 1, "failed")))
+    found = report_contents(tmp_path, compared(run_of("x", 1), run_of("y", 1, "failed")))
     assert (found.texts, found.example_seed, found.examples, found.health) == ({}, None, (), {})
