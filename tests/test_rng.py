@@ -137,9 +137,7 @@ def test_neighbouring_positions_are_not_correlated() -> None:
 
 @given(seed=seeds, size=st.integers(1, 40), data=st.data())
 @settings(deadline=None)
-def test_no_step_asks_a_prompt_twice_and_no_epoch_does(
-    seed: int, size: int, data: st.DataObject
-) -> None:
+def test_no_step_and_no_epoch_has_a_prompt_twice(seed: int, size: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, size))
     per_epoch = size // count
     for epoch in range(3):
@@ -153,7 +151,7 @@ def test_no_step_asks_a_prompt_twice_and_no_epoch_does(
         assert set(asked) <= set(range(size))
 
 
-def test_prompts_that_sit_an_epoch_out_have_their_turn_in_others() -> None:
+def test_prompts_left_out_of_one_epoch_are_in_others() -> None:
     asked = [i for s in range(60) for i in prompt_indices(seed=3, step=s, count=4, size=10)]
     assert set(asked) == set(range(10))
 
@@ -169,7 +167,7 @@ def test_the_steps_of_an_epoch_are_a_partition(seed: int, batches: int, count: i
     assert sorted(index for step in steps for index in step) == list(range(size))
 
 
-def test_prompts_do_not_depend_on_the_order_in_which_steps_are_asked() -> None:
+def test_prompts_do_not_depend_on_the_order_of_the_steps() -> None:
     def ask(step: int) -> list[int]:
         return prompt_indices(seed=5, step=step, count=7, size=20)
 

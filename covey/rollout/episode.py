@@ -47,6 +47,8 @@ class Episodes:
     finished: Callable[[int, Rollout], None]
     """Called with the number of the prompt and the rollout, as soon as it ends."""
     ready: list[Request] = field(init=False)
+    rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
+    """By number of the prompt, and sample."""
 
     def __post_init__(self) -> None:
         size, seed = self.sampling.group_size, self.sampling.seed
@@ -82,7 +84,17 @@ class Episodes:
         for completion, text in zip(completions, texts, strict=True):
             assert ENVIRONMENT.step(text) is None, "a single-turn episode ends here"
             number = completion.request.prompt
-            self.finished(number, _rollout(self.prompts[number], completion, text))
+            rollout = _rollout(self.prompts[number], completion, text)
+            self.rollouts[number, rollout.sample] = rollout
+            self.finished(number, rollout)
+
+    def groups(self) -> list[Group]:
+        """Return the group of each prompt, once all episodes have ended."""
+        samples = range(self.sampling.group_size)
+        return [
+            Group(prompt=p.prompt, rollouts=tuple(self.rollouts[number, s] for s in samples))
+            for number, p in enumerate(self.prompts)
+        ]
 
 
 def _rollout(encoded: EncodedPrompt, completion: Completion, text: str) -> Rollout:
@@ -111,19 +123,11 @@ def generate(
     model: LanguageModel,
     sampling: Sampling,
     step: int,
-    finished: Callable[[int, Rollout], None] | None = None,
+    finished: Callable[[int, Rollout], None] = lambda number, rollout: None,
 ) -> list[Group]:
     """Return a group of `sampling.group_size` rollouts, not scored, for each prompt in order."""
-    found: list[dict[int, Rollout]] = [{} for _ in prompts]
-
-    def add(number: int, rollout: Rollout) -> None:
-        found[number][rollout.sample] = rollout
-        if finished is not None:
-            finished(number, rollout)
-
-    engine.run(Episodes(prompts=prompts, model=model, sampling=sampling, step=step, finished=add))
-    samples = range(sampling.group_size)
-    return [
-        Group(prompt=encoded.prompt, rollouts=tuple(rollouts[sample] for sample in samples))
-        for encoded, rollouts in zip(prompts, found, strict=True)
-    ]
+    episodes = Episodes(
+        prompts=prompts, model=model, sampling=sampling, step=step, finished=finished
+    )
+    engine.run(episodes)
+    return episodes.groups()
