@@ -45,7 +45,7 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Train the recorded steps since the nearest checkpoint again, to get the exact weights.",
+        help="Train the recorded steps since the nearest checkpoint again, for exact weights.",
     ),
 ]
 
@@ -66,7 +66,9 @@ def explain_command(
     the output names. With --replay, other algorithms train on the same rollouts.
     """
     if line is not None and algorithms is not None:
-        raise ConfigError("--rollout shows one rollout, and --replay all of them; give one")
+        raise ConfigError(
+            "--rollout shows one rollout, --replay uses all of them; give one of the two"
+        )
     if options and algorithms is None:
         raise ConfigError("--set sets options of the algorithms in --replay; give --replay too")
     run = RunFolder.open(path)
@@ -110,7 +112,7 @@ def _check_line(line: int, trained: list[int], rollouts: int) -> None:
         raise ConfigError(f"--rollout {line}: the step has {rollouts} rollouts")
     if line not in trained:
         raise ConfigError(
-            f"--rollout {line}: the step did not learn from this rollout, its group was left out"
+            f"--rollout {line}: the step did not train on it; its group was filtered out"
         )
 
 

@@ -65,8 +65,7 @@ def show_step(explained: Explanation, console: Console) -> None:
     with_gradient = sum(g.share > 0 for g in explained.groups)
     equal = sum(g.zero_variance for g in explained.groups)
     lines = [
-        f"{with_gradient} of {len(explained.groups)} groups have a gradient; in {equal} all rewards are "
-        "equal",
+        f"{with_gradient} of {len(explained.groups)} groups have a gradient, {equal} equal rewards",
         f"{explained.tokens} trained tokens, {explained.zero_gradient} with gradient 0, "
         f"{explained.clipped} clipped",
         f"{explained.share_raised:.1%} of the gradient makes tokens likelier, the rest less likely",

@@ -1,4 +1,4 @@
-"""`covey numerics`: where sampler and trainer differ, by how much, and whether it matters."""
+"""`covey numerics`: differences between the log-probs of engine and trainer."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from covey.run.resume import last_good
 from covey.run.trackers import Tracker
 
 if TYPE_CHECKING:
-    from covey.analysis.numerics.measure import Report
+    from covey.analysis.numerics.measure_gaps import Report
     from covey.config import Config
 
 Target = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|RUN",
-        help="A TOML file, a packaged recipe, or a run folder: then its newest weights. "
+        help="A TOML file, a packaged recipe, or a run folder, whose newest weights are used. "
         "Default: arithmetic.",
     ),
 ]
@@ -43,8 +43,8 @@ Updates = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Optimizer steps to measure staleness by. Default: as many as lie behind the last "
-        "one of a batch, at least 1.",
+        help="Optimizer steps to measure staleness after. Default: those before the last one of a "
+        "batch, at least 1.",
     ),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write one JSON object here.")]
@@ -60,20 +60,22 @@ def numerics_command(
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure how far the sampler's log-probabilities are from the trainer's, and why.
+    """Measure how far the engine's log-probs are from the trainer's, and why.
 
-    The answers of a real step are sampled and judged, and their log-probabilities taken every way
-    that tells one cause from another: precision, batch shape, truncation, kernels, staleness. A run
-    is not changed, and nothing is saved.
+    Generates and scores the rollouts of one step, and computes their log-probs in several ways to
+    separate causes: precision, batch shape, truncation, kernels, staleness. A run is not changed,
+    and nothing is saved.
     """
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
     if run is not None and model is not None:
-        raise ConfigError("--model goes with a configuration; a run brings its own weights")
+        raise ConfigError("--model is for a configuration; a run has its own weights")
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     source = str(run.config_file) if run is not None else target or "arithmetic"
     if run is not None and run.environment().get("kind") in ("sft", "warmup"):
-        raise RunError(f"{run.path} is a warm-up; give a configuration, and --model its checkpoint")
+        raise RunError(
+            f"{run.path} is an SFT run; give a configuration, and its checkpoint as --model"
+        )
     with waiting(STARTING) as say:
         config = resolved(source, settings_of(overrides, model), smoke=smoke)
         report = _measured(config, run, updates, say)
@@ -92,7 +94,7 @@ def numerics_command(
 
 
 def _measured(config: Config, run: RunFolder | None, updates: int | None, say: Say) -> Report:
-    from covey.analysis.numerics.measure import default_updates, measure
+    from covey.analysis.numerics.measure_gaps import default_updates, measure
     from covey.training.build import assemble
     from covey.training.checkpoint import State, load
 
@@ -116,11 +118,20 @@ class _Notes(Tracker):
         self.completions = completions
         self.written = 0
 
-    def sampled(self, count: int) -> None:
-        """Count completions; what comes after the last one is measuring."""
-        self.written += count
-        done = self.written >= self.completions
-        self.say("measuring" if done else f"completions: {self.written} of {self.completions}")
+    def started(self, *, steps: int, done: int, answers: int) -> None:
+        """There is no run."""
+
+    def sampled(self, answers: int) -> None:
+        """Count them; what comes after the last one is measuring."""
+        self.written += answers
+        done = self.written >= self.answers
+        self.say("measuring" if done else f"completions: {self.written} of {self.answers}")
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """There are none."""
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """There are none."""
 
     def note(self, text: str) -> None:
         """Print it on stderr."""

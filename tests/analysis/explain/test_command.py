@@ -45,9 +45,9 @@ def test_json_holds_every_token(run_path: Path, capsys: pytest.CaptureFixture[st
     data = json.loads(capsys.readouterr().out)
     assert data["exact"] is True
     assert [a["line"] for a in data["rollouts"]] == list(range(1, 33))
-    for answer, row in zip(data["rollouts"], rows, strict=True):
-        assert [t["id"] for t in answer["tokens"]] == row["tokens"]
-        assert [t["sampler_logp"] for t in answer["tokens"]] == pytest.approx(row["sampler_logp"])
+    for rollout, row in zip(data["rollouts"], rows, strict=True):
+        assert [t["id"] for t in rollout["tokens"]] == row["tokens"]
+        assert [t["sampler_logp"] for t in rollout["tokens"]] == pytest.approx(row["sampler_logp"])
     assert run(["explain", str(run_path), "--step", "2", "--rollout", "9", "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
     assert one["rollouts"] == [data["rollouts"][8]]

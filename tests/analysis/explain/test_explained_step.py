@@ -59,7 +59,7 @@ def test_logged_metrics_with_an_adapter_epochs_entropy_and_a_token_budget(tmp_pa
         assert explained.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
-def test_the_steps_since_a_checkpoint_replayed_steps_end_in_the_same_weights(
+def test_training_the_steps_since_a_checkpoint_again_ends_in_the_same_weights(
     recorded_run: RunFolder, tmp_path: Path
 ) -> None:
     trainee = policy_before(without_checkpoints(recorded_run, tmp_path / "run"), 3, exact=True)
@@ -130,7 +130,7 @@ def test_rollouts_groups_and_the_step_add_up(explained) -> None:
     assert explained.share_raised == pytest.approx(raised / whole)
 
 
-def test_groups_are_told_apart_and_those_filtered_out_are_not_learned_from(
+def test_groups_are_separated_and_filtered_ones_are_not_trained(
     recorded_run: RunFolder, tmp_path: Path
 ) -> None:
     run = without_checkpoints(recorded_run, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Other ways to the same log-probabilities, to hold the trainer's and the sampler's against."""
+"""Variants of the trainer's log-probs: other batch shapes, float32, and truncated mass."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from covey.training.step import whole_batch
 from covey.types import Batch, Group
 
 SORTED_COPIES = 4
-"""Beside the logits, what a truncation makes of them: in order, their places, sums, what stays."""
+"""Tensors of a truncation beside the logits: sorted values, indices, cumulative sums, the mask."""
 
 
 @torch.no_grad()
 def trainer_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Tensor:
-    """Return what the trainer says of a batch, in its own micro-batches.
+    """Return the trainer's log-probs of a batch, in its own micro-batches.
 
-    A recorded pass would be padded, or not, depending on what was asked before.
+    They do not come from CUDA graphs, whose padding depends on earlier batches.
     """
     return whole_batch(batch, micro_batch_tokens, policy.plain_logp).logp
 
 
 @torch.no_grad()
 def alone_logp(policy: Policy, batch: Batch) -> torch.Tensor:
-    """Return what the trainer says of each answer that it sees by itself."""
-    # A budget of one token: a row that exceeds it still goes, alone.
+    """Return the trainer's log-probs of each completion in a batch of its own."""
+    # A micro-batch of one token holds one row, which may exceed it.
     return whole_batch(batch, 1, policy.plain_logp).logp
 
 
 @torch.no_grad()
 def wide_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Tensor:
-    """Return what the same weights say of a batch when all is computed in float32."""
+    """Return the log-probs of the same weights, computed in float32."""
     wide = upcast(policy.model)
 
     def logp(rows: Batch) -> LogProbs:
@@ -51,11 +51,11 @@ def wide_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Te
 
 
 def upcast(model: LanguageModel) -> LanguageModel:
-    """Return a copy of a model in float32, with the weights as they were rounded."""
+    """Return a copy of a model in float32, with the same rounded weights."""
     names = {id(module): name for name, module in model.model.named_modules()}
     copied = copy.deepcopy(model.model).float()
     head = replace(model.head, linear=copied.get_submodule(names[id(model.head.linear)]))
-    # Flash kernels take half precision only; the model's own forward pass is the plainest.
+    # Flash kernels need half precision; this uses the model's own forward pass.
     return replace(model, model=copied, head=head, flash=False, fused=False)
 
 
@@ -64,10 +64,10 @@ def upcast(model: LanguageModel) -> LanguageModel:
 def log_kept(
     policy: Policy, batch: Batch, distribution: Distribution, micro_batch_tokens: int
 ) -> torch.Tensor:
-    """Return [B, T] the logarithm of the mass that a truncation keeps at each token; 0 or less.
+    """Return [B, T] the log of the mass that a truncation keeps at each token; at most 0.
 
-    What is drawn is then divided by it: sampler_logp = logp - log kept. Being of the distribution
-    and not of the token, it is finite even where rounding would have cut the token itself.
+    sampler_logp = logp - log kept. This is a property of the distribution and not of the token, so
+    it is finite even where rounding would have cut off the token itself.
     """
     if not distribution.truncates:
         return torch.zeros_like(batch.sampler_logp)
@@ -91,7 +91,7 @@ def log_kept(
 
 
 def common_prefix(one: Sequence[Group], other: Sequence[Group], like: Batch) -> torch.Tensor:
-    """Return [B, T] the tokens up to which the answers of two samplings are the same."""
+    """Return [B, T] the mask of the common prefix of completions that were generated twice."""
     mask = torch.zeros_like(like.mask)
     pairs = [
         pair

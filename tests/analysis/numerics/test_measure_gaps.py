@@ -1,4 +1,4 @@
-"""Every cause is measured by itself, on real answers of real models."""
+"""Every cause, measured on completions of the embedded model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import pytest
 import torch
 import transformers
 
-from covey.analysis.numerics.measure import Report, clip_range, default_updates, measure
-from covey.analysis.numerics.ways import alone_logp, common_prefix, log_kept, upcast, wide_logp
+from covey.analysis.numerics.logp_variants import (
+    alone_logp,
+    common_prefix,
+    log_kept,
+    upcast,
+    wide_logp,
+)
+from covey.analysis.numerics.measure_gaps import Report, clip_range, default_updates, measure
 from covey.config import load_config
 from covey.embedded import CHECKPOINT
 from covey.models.logp import LogProbs
@@ -48,7 +54,7 @@ def exact() -> Report:
     return report_of()
 
 
-def test_in_float32_on_a_cpu_nothing_but_learning_makes_a_difference(exact: Report) -> None:
+def test_in_float32_on_a_cpu_only_staleness_makes_a_difference(exact: Report) -> None:
     found = lines(exact)
     assert list(found) == [
         "total", "precision", "micro_batch", "slots", "truncation", "kernel", "staleness",
@@ -56,16 +62,16 @@ def test_in_float32_on_a_cpu_nothing_but_learning_makes_a_difference(exact: Repo
     stale = found.pop("staleness")
     for gap in found.values():
         assert gap.max <= 1e-5
-        assert gap.verdict == "harmless"
+        assert gap.severity == "harmless"
     assert found["precision"].max == found["truncation"].max == 0.0
     assert found["total"].max > 0.0  # two ways through the model, not one number twice
     assert stale.mean > 100 * found["total"].mean
-    assert (exact.answers, exact.alone, exact.parted) == (8, 4, 0)
+    assert (exact.completions, exact.alone, exact.diverged) == (8, 4, 0)
     assert found["slots"].tokens == found["kernel"].tokens < found["total"].tokens
 
 
 @pytest.mark.parametrize("setting", ["top_p=0.8", "top_k=3", "min_p=0.2"])
-def test_a_truncation_is_worth_what_it_cuts_off(setting: str) -> None:
+def test_truncation_is_the_log_of_the_kept_mass(setting: str) -> None:
     report = report_of(f"rollout.{setting}", "rollout.temperature=1.5", updates=0)
     name, _, value = setting.partition("=")
     expected = torch.tensor(log_kept_by_hand(f"rollout.{setting}", name, float(value)))
@@ -108,7 +114,7 @@ def groups_of(parts: Parts) -> tuple[Group, ...]:
     return SynchronousSource(parts, Notes()).groups(1).selected.groups
 
 
-def test_in_bfloat16_precision_is_what_there_is() -> None:
+def test_in_bfloat16_precision_dominates() -> None:
     found = lines(
         report_of(
             "model.dtype=bfloat16", "rollout.group_size=2", "rollout.max_tokens=12",
@@ -139,7 +145,7 @@ def test_on_a_gpu_every_line_is_measured(dtype: str, least: float, most: float) 
     assert found["staleness"].mean > 0.0
 
 
-def test_the_wide_pass_is_that_of_the_rounded_weights() -> None:
+def test_the_float32_pass_uses_the_rounded_weights() -> None:
     parts = parts_of("model.dtype=bfloat16", "rollout.group_size=2", "rollout.max_tokens=8")
     model, groups = parts.policy.model, groups_of(parts)
     batch = collate(groups)
@@ -157,14 +163,14 @@ def test_the_wide_pass_is_that_of_the_rounded_weights() -> None:
     assert wide.head.linear is wide.model.get_output_embeddings()
 
 
-def test_staleness_is_what_optimizer_steps_do() -> None:
+def test_staleness_grows_with_optimizer_steps() -> None:
     one, two = (c.gap.mean for c in report_of(updates=2).causes if c.name == "staleness")
     assert 0.0 < one < two
     still = report_of("optimizer.learning_rate=0.0", updates=1)
     assert lines(still)["staleness"].max == 0.0
 
 
-def test_steps_that_teach_nothing_say_so() -> None:
+def test_steps_without_advantages_get_a_note() -> None:
     # Unreachable length: every answer is wrong, and so are all groups the same.
     report = report_of("rollout.max_tokens=2", updates=1, alone=2)
     assert lines(report)["staleness"].max == 0.0
@@ -175,13 +181,13 @@ def test_steps_that_teach_nothing_say_so() -> None:
     assert not moved.notes
 
 
-def test_bounds_that_are_not_of_ratios_say_so() -> None:
+def test_bounds_that_are_not_of_ratios_get_a_note() -> None:
     report = report_of("objective.name=dppo", "rollout.max_tokens=2", updates=0, alone=2)
     assert [note.partition(":")[0] for note in report.notes] == ["outside"]
 
 
 @pytest.mark.parametrize(
-    ("settings", "low", "high", "per_answer"),
+    ("settings", "low", "high", "per_completion"),
     [
         (("objective.clip_high=0.28",), 0.8, 1.28, False),
         (("objective.name=gspo",), 1 - 3e-4, 1 + 4e-4, True),
@@ -204,22 +210,22 @@ def test_bounds_that_are_not_of_ratios_say_so() -> None:
     ],
 )
 def test_the_clip_range_is_the_objectives(
-    settings: tuple[str, ...], low: float, high: float, per_answer: bool
+    settings: tuple[str, ...], low: float, high: float, per_completion: bool
 ) -> None:
     clip = clip_range(parts_of(*settings))
     assert (clip.low, clip.high) == (pytest.approx(low), pytest.approx(high))
-    assert clip.per_answer is per_answer
+    assert clip.per_completion is per_completion
 
 
 @pytest.mark.parametrize(("mini", "epochs", "expected"), [(1, 1, 1), (4, 1, 3), (2, 3, 5)])
-def test_staleness_is_that_of_the_last_step_of_a_batch(
+def test_default_updates_reach_the_last_step_of_a_batch(
     mini: int, epochs: int, expected: int
 ) -> None:
     config = load_config(None, [f"train.mini_batches={mini}", f"train.epochs={epochs}"])
     assert default_updates(config) == expected
 
 
-def test_alone_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone_means_one_row_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of()
     batch, sizes = collate(groups_of(parts)), []
 
@@ -232,7 +238,7 @@ def test_alone_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [1] * 8
 
 
-def test_nothing_is_cut_where_nothing_truncates() -> None:
+def test_without_truncation_all_mass_is_kept() -> None:
     parts = parts_of("rollout.max_tokens=4")
     batch = collate(groups_of(parts))
     kept = log_kept(parts.policy, batch, parts.sampling.distribution, 1000)
@@ -262,7 +268,7 @@ def group(*answers: tuple[int, ...]) -> Group:
     return Group(prompt=Prompt(id="p", task="t", messages=(), target=""), rollouts=rollouts)
 
 
-def test_after_the_end_of_a_schedule_answers_get_stale_at_its_peak() -> None:
+def test_staleness_after_the_end_of_a_schedule_uses_its_peak() -> None:
     settings = ("optimizer.schedule=linear", "train.steps=1")
     early, over = parts_of(*settings), parts_of(*settings)
     over.policy.version = total_updates(over.config.train)
@@ -272,13 +278,13 @@ def test_after_the_end_of_a_schedule_answers_get_stale_at_its_peak() -> None:
     ]
     before, after = (lines(report)["staleness"] for report in reports)
     assert after.mean == before.mean > 0  # the first step's rate is the peak
-    assert [any("took its peak, 0.0001" in n for n in r.notes) for r in reports] == [False, True]
+    assert [any("used its peak, 0.0001" in n for n in r.notes) for r in reports] == [False, True]
     still = report_of("optimizer.learning_rate=0")
     assert lines(still)["staleness"].max == 0
     assert not any("peak" in note for note in still.notes)
 
 
-def test_a_budget_of_tokens_says_where_the_schedule_stands() -> None:
+def test_a_token_budget_sets_the_position_in_the_schedule() -> None:
     settings = (
         "optimizer.schedule=linear", "train.steps=10", "train.stop_after={tokens=100000}", "train.mini_batches=1",
     )  # fmt: skip
