@@ -150,12 +150,12 @@ OWN = '''
 from covey.objective import build
 
 
-def steady(*, clip_low: float = 0.5, strength: float, other=None):
+def steady(*, low: float = 0.5, strength: float, other=None):
     """Mine.
 
         loss = none
     """
-    return build("gspo", clip_low=clip_low)
+    return build("gspo", clip_low=low)
 '''
 
 
@@ -164,7 +164,7 @@ def test_a_function_of_ones_own_is_shown_too(
 ) -> None:
     (tmp_path / "own_shown.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    out = printed(capsys, monkeypatch, 120, "own_shown:steady")
+    out = printed(capsys, monkeypatch, 120, "own_shown:steady", "--trust", "own_shown")
     sys.modules.pop("own_shown")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     for line in (
