@@ -118,20 +118,11 @@ class _Notes(Tracker):
         self.completions = completions
         self.written = 0
 
-    def started(self, *, steps: int, done: int, answers: int) -> None:
-        """There is no run."""
-
-    def sampled(self, answers: int) -> None:
-        """Count them; what comes after the last one is measuring."""
-        self.written += answers
-        done = self.written >= self.answers
-        self.say("measuring" if done else f"completions: {self.written} of {self.answers}")
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """There are none."""
-
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """There are none."""
+    def sampled(self, count: int) -> None:
+        """Count completions; what comes after the last one is measuring."""
+        self.written += count
+        done = self.written >= self.completions
+        self.say("measuring" if done else f"completions: {self.written} of {self.completions}")
 
     def note(self, text: str) -> None:
         """Print it on stderr."""

@@ -31,6 +31,7 @@ from covey.escape import printable
 from covey.evaluate.evaluate import Evaluation
 from covey.run.folder import RunFolder
 from covey.run.provenance import describe_environment
+from covey.run.trackers import Tracker
 from covey.stopping import stop_signal
 from covey.training.build import Parts, assemble, scorer_of
 from covey.training.loop import train
@@ -41,7 +42,7 @@ LONGEST_ERROR = 300
 CHUNK = 2**24
 
 
-class LogReporter:
+class LogTracker(Tracker):
     """Prints the evaluations and notes of a run to its log."""
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:

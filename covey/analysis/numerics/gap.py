@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from covey.objective.masked import bounded, row_mean
-from covey.objective.ratio import Ratio, token
+from covey.objective.ratio import PER_SEQUENCE, Ratio, token
 
 HARMLESS = (0.999, 0.0, 0.001)
 """Least effective sample size, largest share outside the clip range, and largest distance of the
@@ -34,7 +34,7 @@ class ClipRange:
     @property
     def per_completion(self) -> bool:
         """Whether all tokens of a completion share one ratio; then completions are counted."""
-        return self.ratio in PER_ANSWER
+        return self.ratio in PER_SEQUENCE
 
     def row(self) -> dict[str, Any]:
         """Return plain data."""

@@ -34,13 +34,14 @@ from covey.config import Config
 from covey.objective.compose import function_of
 from covey.objective.ratio import one, token
 from covey.objective.surrogate import geometric_clipped, trust_mask
+from covey.rollout.episode import encode_prompts, generate
 from covey.rollout.source import SynchronousSource
 from covey.run.trackers import Tracker
 from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.checkpoint import State
 from covey.training.collate import collate
-from covey.training.step import optimize
+from covey.training.step import Learner, filled_batch, optimize
 from covey.types import Batch, Group
 
 ALONE = 16
@@ -139,13 +140,13 @@ def _first(groups: Sequence[Group], completions: int) -> list[Group]:
 def _generated_alone(parts: Parts, few: Sequence[Group], step: int) -> list[Group]:
     """Generate the same completions one at a time; random numbers are addressed, so they repeat."""
     model = parts.policy.model
-    sampling = replace(parts.sampling, slots=1, samples=len(few[0].rollouts))
-    questions = ask(model, [group.prompt for group in few])
-    generated = parts.sampler.generate(questions, step=step, sampling=sampling)
-    return [
-        Group(prompt=group.prompt, rollouts=tuple(rollouts))
-        for group, rollouts in zip(few, generated, strict=True)
-    ]
+    return generate(
+        encode_prompts(model, [group.prompt for group in few]),
+        engine=parts.engine,
+        model=model,
+        sampling=replace(parts.sampling, max_concurrent=1, group_size=len(few[0].rollouts)),
+        step=step,
+    )
 
 
 def _diverged(few: Sequence[Group], solo: Sequence[Group]) -> int:
@@ -156,8 +157,8 @@ def _diverged(few: Sequence[Group], solo: Sequence[Group]) -> int:
 def _over_all(
     parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure total, precision and truncation over all groups, and micro_batch over a few."""
-    policy, budget = parts.policy, parts.update_settings.micro_batch_tokens
+    """Measure what needs the answers as they are; and of the few, the trainer's batch shape."""
+    policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     now = trainer_logp(policy, batch, budget)
     exact = policy.model.head.linear.weight.dtype in (torch.float32, torch.float64)
@@ -181,8 +182,8 @@ def _over_all(
 def _over_solo(
     parts: Parts, few: Sequence[Group], solo: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure slots and kernel on completions that were generated alone."""
-    policy, budget = parts.policy, parts.update_settings.micro_batch_tokens
+    """Measure what needs answers that were written alone."""
+    policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     single, many = (collate(groups, policy.model.device) for groups in (solo, few))
     width = min(single.tokens.shape[1], many.tokens.shape[1])
     same = common_prefix(solo, few, single)[:, :width]
@@ -199,11 +200,13 @@ def _stale(
     updates: int,
     clip: ClipRange,
 ) -> tuple[list[Cause], tuple[str, ...]]:
-    """Take optimizer steps on the rollouts, and measure the log-probs after each."""
-    policy, objective = parts.policy, objective_now(parts, state)
-    once, notes = _learning(parts, replace(settings, mini_batches=1, epochs=1))
-    batch = batch_of(parts, groups, state, replace(once, epochs=2))
-    before = trainer_logp(policy, batch, once.micro_batch_tokens)
+    """Take real optimizer steps on the answers, and measure after each how far they are."""
+    policy = parts.policy
+    once, notes = _learning(parts, parts.learner_at(state))
+    twice = replace(once, settings=replace(once.settings, epochs=2))
+    batch = filled_batch(twice, groups, state.step)
+    tokens = once.settings.micro_batch_tokens
+    before = trainer_logp(policy, batch, tokens)
     found = []
     for number in range(updates + 1):
         if number:
@@ -212,7 +215,7 @@ def _stale(
         gap = gap_of(after - before, batch.mask, clip)
         found.append(Cause(name="staleness", gap=gap, updates=number))
     # A penalty or an entropy bonus may move the policy all the same.
-    still = objective.only_surrogate or found[-1].gap.max == 0
+    still = once.objective.only_surrogate or found[-1].gap.max == 0
     if still and not _has_advantage(batch):
         notes += (
             "staleness: no trained token has an advantage, so these steps changed nothing; "
@@ -221,13 +224,18 @@ def _stale(
     return (found[1:] or found), notes if updates else ()
 
 
-def _learning(parts: Parts, settings: UpdateSettings) -> tuple[UpdateSettings, tuple[str, ...]]:
-    """Use the peak learning rate after the end of a schedule: a rate of 0 changes nothing."""
+def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]:
+    """Take one optimizer step to a batch, after the end of a schedule at its peak rate.
+
+    At a rate of 0 nothing gets stale.
+    """
     peak = parts.config.optimizer.learning_rate
-    if peak == 0 or settings.learning_rate(parts.policy.version) > 0:
-        return settings, ()
-    note = f"staleness: the schedule has reached a rate of 0; these steps used its peak, {peak:g}"
-    return replace(settings, learning_rate=lambda version: peak), (note,)
+    once = replace(learner.settings, mini_batches=1, epochs=1)
+    if peak == 0 or once.learning_rate(parts.policy.version) > 0:
+        return replace(learner, settings=once), ()
+    note = f"staleness: the schedule has come to a rate of 0; these steps took its peak, {peak:g}"
+    at_peak = replace(once, learning_rate=lambda version: peak)
+    return replace(learner, settings=at_peak), (note,)
 
 
 def _has_advantage(batch: Batch) -> bool:

@@ -204,7 +204,7 @@ def measure(
     head = model.get_output_embeddings()
     if head is None:
         raise ModelError("model: there is no output layer, which covey needs")
-    layers = getattr(model.base_model, "layers", ())
+    layers: Sequence[Any] = getattr(model.base_model, "layers", ())
     names = [set(dict(layer.named_children())) for layer in layers]
     llama = bool(names) and all(found == LLAMA_LAYER for found in names)
     llama = llama and all(hasattr(layer.mlp, "gate_proj") for layer in layers)

@@ -75,7 +75,7 @@ def test_a_fused_layer_keeps_what_autograd_saves(
 
     monkeypatch.setattr(fused, "flash_attention", attend)
     batch = equal_rows(2, 3, prompt=5, completion=8)
-    packed = pack_for(host_rows(batch), torch.device("cpu"), flash=True)
+    packed = pack(host_rows(batch), torch.device("cpu"), varlen=True)
     one, two = (layers_of(name, layers, rank) for layers in (1, 2))
     tokens = len(packed.input_ids)
     count = Pass(rows=6, columns=12, tokens=tokens, chosen=48, packed=True)
