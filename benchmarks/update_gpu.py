@@ -154,7 +154,9 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
 
     def once() -> float:
         return seconds_of(
-            lambda: optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0),
+            lambda: optimize(
+                Learner(policy=policy, objective=objective, settings=settings), batch, step=0
+            ),
             device,
         )
 

@@ -1,1 +1,69 @@
-"""Covey: group-relative reinforcement learning for language models."""
+"""Covey: group-relative reinforcement learning for language models.
+
+The public API. Names are imported when they are first used, so that `import covey` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from covey._version import __version__
+
+if TYPE_CHECKING:
+    from covey import functional
+    from covey.api import TrainResult, compare, evaluate, load_config, train
+    from covey.config import Config
+    from covey.environments import Environment
+    from covey.errors import CoveyError
+    from covey.rewards import Reward, Score
+    from covey.run.trackers import Tracker
+    from covey.types import Group, Prompt, Rollout
+
+_PLACES = {
+    "Config": "covey.config",
+    "CoveyError": "covey.errors",
+    "Environment": "covey.environments",
+    "Group": "covey.types",
+    "Prompt": "covey.types",
+    "Reward": "covey.rewards",
+    "Rollout": "covey.types",
+    "Score": "covey.rewards",
+    "Tracker": "covey.run.trackers",
+    "TrainResult": "covey.api",
+    "compare": "covey.api",
+    "evaluate": "covey.api",
+    "load_config": "covey.api",
+    "train": "covey.api",
+}
+
+__all__ = [
+    "Config",
+    "CoveyError",
+    "Environment",
+    "Group",
+    "Prompt",
+    "Reward",
+    "Rollout",
+    "Score",
+    "Tracker",
+    "TrainResult",
+    "__version__",
+    "compare",
+    "evaluate",
+    "functional",
+    "load_config",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "functional":
+        return importlib.import_module("covey.functional")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'covey' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -14,7 +14,7 @@ PLAIN = {"errors", "escape", "types"}
 
 # What each part may import at run time, beside itself. Imports for type checkers do not count.
 LAYERS: dict[str, set[str]] = {
-    "": set(),
+    "": {"_version"},
     "_version": set(),
     "errors": PLAIN,
     "escape": set(),
@@ -53,6 +53,7 @@ LAYERS: dict[str, set[str]] = {
 LAYERS["training"] = {*LAYERS, "training"} - {"", "cli"}
 LAYERS["analysis"] = {*LAYERS, "analysis"} - {"", "cli"}
 LAYERS["cli"] = {*LAYERS, "cli"} - {""}
+LAYERS["api"] = {*LAYERS} - {"", "__main__"}
 LAYERS["__main__"] = {"cli"}
 
 NO_TORCH = [

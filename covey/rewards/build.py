@@ -17,6 +17,7 @@ from covey.rewards.coherence import Coherence
 from covey.rewards.countdown import Countdown
 from covey.rewards.efficiency import Efficiency
 from covey.rewards.format import AgentExampleForm, ThinkAnswerForm, ThinkToolForm
+from covey.rewards.functions import NAME as FUNCTIONS
 from covey.rewards.judge import Judge
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import ByTask, Mix
@@ -115,6 +116,11 @@ def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
         return REWARDS[name]
     if is_import_path(name):
         return import_callable(name, f"{where}.name")
+    if name == FUNCTIONS:
+        raise ConfigError(
+            f"config: {where}.name = {name!r} stands for functions that were passed in Python: use "
+            "covey.train(..., rewards=...), with resume=RUN to continue a run"
+        )
     raise ConfigError(f"config: {where}.name = {name!r} is not known{nearest(name, REWARDS)}")
 
 

@@ -10,6 +10,7 @@ from covey.errors import ConfigError, CoveyError, nearest
 from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.code import Code
 from covey.tasks.countdown import Countdown
+from covey.tasks.dataset import NAME as DATASET
 from covey.tasks.gsm8k import Gsm8k
 from covey.tasks.hub import Hub
 from covey.tasks.jsonl import Jsonl
@@ -56,6 +57,11 @@ def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task],
         return ReasoningGym, {"dataset": name.removeprefix(_GYM)}
     if is_user_task(name):
         return import_callable(name, where), {}
+    if name == DATASET:
+        raise ConfigError(
+            f"config: {where} = {name!r} stands for data that was passed in Python: use "
+            "covey.train(..., dataset=...), with resume=RUN to continue a run"
+        )
     raise ConfigError(f"config: {where} = {name!r} is not known{nearest(name, TASKS)}")
 
 

@@ -20,7 +20,7 @@ from covey.reference import Reference
 from covey.reference.build import make_reference
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.scoring import Scorer, make_scorer
-from covey.tasks import bad_rows_of
+from covey.tasks import Task, bad_rows_of
 from covey.training.budget import Used
 from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
@@ -90,9 +90,9 @@ def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
     )
 
 
-def assemble(config: Config, reward: Reward | None = None) -> Parts:
-    """Build everything that a resolved configuration names; `reward` replaces the reward."""
-    task = task_of(config)
+def assemble(config: Config, reward: Reward | None = None, task: Task | None = None) -> Parts:
+    """Build everything that a resolved configuration names; objects from Python replace theirs."""
+    task = task_of(config) if task is None else task
     train_prompts, held_out = task.train(), held_out_of(config, task)
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")

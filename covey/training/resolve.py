@@ -6,7 +6,7 @@ that a misspelled name is an error within a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from covey.objective import Objective
 
 
-def resolve(config: Config, *, imports: bool = True) -> Config:
+def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
     """Write out the default options of the task, reward, length penalty and objective.
 
     All names are checked first, before anything imports torch. Without `imports`, no user code is
-    loaded, and its options stay as they were given.
+    loaded, and its options stay as they were given. `passed` are the sections (task, reward) whose
+    objects come from Python: there is nothing to look up.
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
@@ -44,7 +45,7 @@ def resolve(config: Config, *, imports: bool = True) -> Config:
     options = {
         where: options_of(config)
         for where, options_of in _OPTIONS.items()
-        if imports or not own.get(where)
+        if where not in passed and (imports or not own.get(where))
     }
     named = {where: {"name": getattr(config, where).name, **o} for where, o in options.items()}
     resolved = parse_config({**config.model_dump(), **named})

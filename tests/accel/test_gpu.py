@@ -216,7 +216,9 @@ def test_an_update_learns_and_measures() -> None:
     )  # fmt: skip
     batch = with_advantage(objective, shared_batch())
     before = batch_logp(model, batch).logp.detach()
-    metrics = optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0)
+    metrics = optimize(
+        Learner(policy=policy, objective=objective, settings=settings), batch, step=0
+    )
     after = batch_logp(model, batch).logp.detach()
     gain = ((after - before) * batch.advantage).where(batch.mask, 0.0).sum()
     assert float(gain) > 0

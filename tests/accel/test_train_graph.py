@@ -384,7 +384,9 @@ def test_an_update_with_graphs_equals_the_eager_update() -> None:
             logits_megabytes=MEGABYTES,
             passes=passes_of(model) if by_passes else None,
         )
-        metrics.append(optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0))
+        metrics.append(
+            optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0)
+        )
         weights.append([p.detach() for p in model.model.parameters()])
         if by_passes:
             assert any(bucket.ready is not None for bucket in policy.passes.buckets.values())

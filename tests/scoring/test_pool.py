@@ -81,9 +81,7 @@ def test_processes_share_the_work_and_do_not_wait_for_a_slow_job(
         ("child", "took longer than 1 seconds"),
     ],
 )
-def test_a_failing_reward_costs_one_completion_its_reward(
-    pool: Pool, bad: str, why: str
-) -> None:
+def test_a_failing_reward_costs_one_completion_its_reward(pool: Pool, bad: str, why: str) -> None:
     texts = ["1", "2", bad, "3", "4", "5"]
     results = [pool.submit(job(text)) for text in texts]
     results = [v.result()[0] for v in results]

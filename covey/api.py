@@ -1,0 +1,304 @@
+"""The Python API: train, evaluate and compare from a script or a notebook.
+
+    result = covey.train(dataset=rows, rewards=[correct, short], **{"train.steps": 10})
+
+Every function takes the same settings as the command line: a configuration, and dotted keys as
+keyword arguments. Errors are `CoveyError`s. Ctrl-C saves a checkpoint, and the run can be resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.config import Config, parse_config, toml_value
+from covey.config.load import overridden, read_settings
+from covey.errors import ConfigError
+from covey.run.folder import RunFolder, check_new_run, next_run_path
+from covey.run.resume import Start, start_of
+from covey.run.trackers import Tracker
+from covey.stopping import StopSignal, stop_signal
+
+if TYPE_CHECKING:
+    from covey.evaluate.evaluate import Evaluation
+    from covey.rewards import Reward
+    from covey.tasks import Task
+    from covey.training.build import Parts
+
+Source = Config | Mapping[str, Any] | str | Path | None
+"""A configuration, plain settings, a TOML file, the name of a recipe, or nothing."""
+Dataset = Iterable[Mapping[str, Any]] | str | Path
+Callback = Callable[[Mapping[str, Any]], None]
+"""Called after every training step with its metrics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a training run left behind."""
+
+    folder: Path
+    """The run folder."""
+    step: int
+    """The last saved training step."""
+    metrics: list[dict[str, Any]]
+    """The metrics of every step."""
+    evaluation: dict[str, Any] | None
+    """The last evaluation. None: there was none."""
+    model: Any
+    """The trained model, of transformers (with its adapter, of peft)."""
+    tokenizer: Any
+    interrupted: bool
+    """Whether a signal ended it early; `covey.train(resume=folder)` continues it."""
+
+
+class _Callbacks(Tracker):
+    """Calls functions with the metrics of each step."""
+
+    def __init__(self, functions: Sequence[Callback]) -> None:
+        self.functions = functions
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        for function in self.functions:
+            function(metrics)
+
+
+def load_config(source: Source = None, **overrides: Any) -> Config:
+    """Return a checked configuration; keyword arguments are settings by dotted key."""
+    if isinstance(source, Config):
+        settings: dict[str, Any] = source.model_dump()
+    elif isinstance(source, Mapping):
+        settings = dict(source)
+    else:
+        settings = {} if source is None else read_settings(str(source))
+    changes = [f"{key}={toml_value(value)}" for key, value in overrides.items()]
+    return parse_config(overridden(settings, changes))
+
+
+def train(
+    config: Source = None,
+    *,
+    model: str | Path | None = None,
+    dataset: Dataset | None = None,
+    held_out: Dataset | None = None,
+    rewards: Any = None,
+    trackers: Sequence[Tracker] | None = None,
+    callbacks: Sequence[Callback] = (),
+    run: str | Path | None = None,
+    resume: str | Path | None = None,
+    quiet: bool = False,
+    **overrides: Any,
+) -> TrainResult:
+    """Train a model, and return what came of it.
+
+    Args:
+        config: a `Config`, a dict, a TOML file or a recipe. Default: the recipe `arithmetic`, or
+            plain defaults if a dataset is given.
+        model: a folder, a hub name, a GGUF file, "smollm2" or "embedded".
+        dataset: rows with `prompt` (text or messages), optionally `target`, and columns that reach
+            the reward functions by name: a list of dicts, a `datasets.Dataset`, or a JSON Lines
+            file.
+        held_out: rows of evaluations. Default: a tenth of the dataset.
+        rewards: TRL-style functions, `f(completions, **columns)`: one, a list (summed), or a dict
+            of function to weight; or a reward object.
+        trackers: what follows the run. Default: the console, unless `quiet`.
+        callbacks: functions that are called with the metrics of each step.
+        run: the run folder to create. Default: the next `runs/NAME-N`.
+        resume: a run folder to continue, with its own settings; pass dataset and rewards again.
+        quiet: print nothing.
+        **overrides: settings by dotted key.
+    """
+    task, reward = _objects(dataset, held_out, rewards)
+    names = {"task": task, "reward": reward}
+    passed = {where for where, value in names.items() if value is not None}
+    if resume is not None:
+        if config is not None or overrides or model is not None or run is not None:
+            raise ConfigError("resume takes its settings from the run; give it alone")
+        folder = RunFolder.open(Path(resume))
+        _check_passed(folder, passed)
+        return _train(folder.config_file, folder, names, trackers, callbacks, quiet)
+    if run is not None:
+        check_new_run(Path(run))
+    source = "arithmetic" if config is None and dataset is None else config
+    chosen = _with_objects(source, passed, model, overrides)
+    return _train(chosen, None if run is None else Path(run), names, trackers, callbacks, quiet)
+
+
+def evaluate(
+    model: str | Path,
+    config: Source = None,
+    *,
+    dataset: Dataset | None = None,
+    rewards: Any = None,
+    samples: int = 0,
+    **overrides: Any,
+) -> Evaluation:
+    """Evaluate a model on held-out prompts: greedy accuracy and, with `samples`, pass@k.
+
+    With a dataset, all of its rows are evaluated.
+    """
+    from covey.engines.native.engine import NativeEngine
+    from covey.evaluate.evaluate import evaluate as evaluate_prompts
+    from covey.rollout.collect import Collector
+    from covey.training.build import load_model, scorer_of
+    from covey.training.resolve import held_out_of, resolve, sampling_of, task_of
+
+    task, reward = _objects(dataset, dataset, rewards)
+    passed = {where for where, value in {"task": task, "reward": reward}.items() if value}
+    source = "arithmetic" if config is None and dataset is None else config
+    settings = {**overrides, "evaluate.samples": samples}
+    chosen = resolve(_with_objects(source, passed, model, settings), passed=passed)
+    prompts = held_out_of(chosen, task or task_of(chosen))
+    language_model = load_model(chosen)
+    with closing(scorer_of(chosen, reward)) as scorer:
+        return evaluate_prompts(
+            prompts,
+            Collector(engine=NativeEngine(language_model), model=language_model, scorer=scorer),
+            sampling=sampling_of(chosen),
+            samples=chosen.evaluate.samples,
+            temperature=chosen.evaluate.temperature,
+        )
+
+
+def compare(
+    config: str | Path = "arithmetic",
+    *,
+    algorithms: Sequence[str] = (),
+    arms: Sequence[str] = (),
+    seeds: int = 3,
+    folder: str | Path | None = None,
+    parallel: int | None = None,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Train several arms under equal conditions, and return the report as plain data.
+
+    The report, with its page and tables, is also in the comparison's folder (`report["folder"]`).
+    """
+    from covey.cli.main import run as run_command
+
+    words = ["compare", str(config), "--seeds", str(seeds)]
+    words += ["--algorithms", ",".join(algorithms)] if algorithms else []
+    words += [word for arm in arms for word in ("--arm", arm)]
+    words += ["--parallel", str(parallel)] if parallel else []
+    for key, value in overrides.items():
+        words += ["--set", f"{key}={toml_value(value)}"]
+    parent = Path("comparisons")
+    where = Path(folder) if folder is not None else next_run_path(parent, Path(str(config)).stem)
+    code = run_command([*words, "--folder", str(where)])
+    if not (where / "report.json").is_file():
+        raise ConfigError(f"compare: ended with exit code {code}; its output says why")
+    report: dict[str, Any] = json.loads((where / "report.json").read_text(encoding="utf-8"))
+    return {**report, "folder": str(where)}
+
+
+def _objects(
+    dataset: Dataset | None, held_out: Dataset | None, rewards: Any
+) -> tuple[Task | None, Reward | None]:
+    """Return the task and the reward that were passed as objects."""
+    from covey.rewards.functions import function_reward
+    from covey.tasks.dataset import dataset_task
+
+    task = None if dataset is None else dataset_task(dataset, held_out)
+    return task, None if rewards is None else function_reward(rewards)
+
+
+def _with_objects(
+    source: Source, passed: set[str], model: str | Path | None, overrides: Mapping[str, Any]
+) -> Config:
+    """Return the configuration, in which objects from Python have names of their own."""
+    from covey.rewards.functions import NAME as FUNCTIONS
+    from covey.tasks.dataset import NAME as DATASET
+
+    names = {"task": DATASET, "reward": FUNCTIONS}
+    given = {f"{where}.name": names[where] for where in sorted(passed)}
+    if model is not None:
+        given["model.path"] = str(model)
+    return load_config(source, **{**given, **overrides})
+
+
+def _check_passed(folder: RunFolder, passed: set[str]) -> None:
+    """Refuse to resume a run without the objects that it was started with."""
+    from covey.rewards.functions import NAME as FUNCTIONS
+    from covey.tasks.dataset import NAME as DATASET
+
+    config = load_config(folder.config_file)
+    for where, name, wanted in (("task", "dataset", DATASET), ("reward", "rewards", FUNCTIONS)):
+        if (getattr(config, where).name == wanted) != (where in passed):
+            what = "pass it again" if where not in passed else "leave it out"
+            raise ConfigError(
+                f"resume: {folder.path} was started {'with' if where not in passed else 'without'} "
+                f"{name} from Python; {what}"
+            )
+
+
+def _train(
+    source: Config | Path,
+    target: RunFolder | Path | None,
+    objects: Mapping[str, Any],
+    trackers: Sequence[Tracker] | None,
+    callbacks: Sequence[Callback],
+    quiet: bool,
+) -> TrainResult:
+    from covey.training.build import assemble
+    from covey.training.loop import train as run_loop
+    from covey.training.resolve import resolve
+
+    passed = {where for where, value in objects.items() if value is not None}
+    config = resolve(load_config(source), passed=passed)
+    parts = assemble(config, objects["reward"], objects["task"])
+    with closing(parts.scorer):
+        folder, begins = _folder(parts, target)
+        with folder.locked(), _signals() as stop:
+            start = Start() if begins else start_of(folder, save_every=config.save.every)
+            follow = [*_shown(folder, trackers, quiet), _Callbacks(callbacks)]
+            done = run_loop(parts, folder, follow, stop, start)
+    evaluations = folder.evaluations()
+    return TrainResult(
+        folder=folder.path,
+        step=done,
+        metrics=folder.steps(),
+        evaluation=evaluations[-1] if evaluations else None,
+        model=parts.policy.model.model,
+        tokenizer=parts.policy.model.tokenizer,
+        interrupted=stop.received is not None,
+    )
+
+
+def _folder(parts: Parts, target: RunFolder | Path | None) -> tuple[RunFolder, bool]:
+    """Return the run folder, and whether the run begins there."""
+    import torch
+
+    from covey.config import to_toml
+    from covey.run.provenance import describe_environment
+
+    if isinstance(target, RunFolder):
+        return target, False
+    config = parts.config
+    name = f"{config.task.name}-{config.objective.name}".replace(":", ".")
+    environment = describe_environment(
+        config.seed, str(parts.policy.model.device), torch.get_num_threads()
+    )
+    environment["reward"] = parts.scorer.identity
+    environment["reference"] = parts.reference.identity if parts.reference else None
+    path = target or next_run_path(Path("runs"), name)
+    return RunFolder.create(path, to_toml(config), environment), True
+
+
+def _shown(folder: RunFolder, trackers: Sequence[Tracker] | None, quiet: bool) -> list[Tracker]:
+    if trackers is not None or quiet:
+        return list(trackers or ())
+    from covey.cli.screen import Screen
+    from covey.run.trackers.console import console_tracker
+
+    return [console_tracker(folder, Screen(soft_wrap=True))]
+
+
+def _signals() -> Any:
+    """Turn Ctrl-C into a saved checkpoint; only the main thread can have that."""
+    if threading.current_thread() is threading.main_thread():
+        return stop_signal()
+    return nullcontext(StopSignal())

@@ -1,0 +1,75 @@
+"""Tasks from data in memory, for the Python API: dicts, a `datasets.Dataset`, or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from covey.errors import ConfigError
+from covey.tasks.jsonl import json_lines
+from covey.tasks.rows import TARGET_COLUMNS, NumberedRow, RowReader
+from covey.tasks.task import hash_fraction
+from covey.types import Prompt
+
+NAME = "dataset"
+"""What `task.name` is in the configuration of a run whose data came from Python."""
+HELD_OUT_SHARE = 0.1
+
+Rows = Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetTask:
+    """Prompts that were passed in Python."""
+
+    training: Sequence[Prompt]
+    evaluation: Sequence[Prompt]
+    name: str = NAME
+
+    def train(self) -> Sequence[Prompt]:
+        """The prompts to train on."""
+        return self.training
+
+    def held_out(self) -> Sequence[Prompt]:
+        """The prompts of evaluations."""
+        return self.evaluation
+
+
+def dataset_task(
+    dataset: Rows | str | Path, held_out: Rows | str | Path | None = None
+) -> DatasetTask:
+    """Make a task of rows with `prompt` (text or messages), optionally `target`, and other columns.
+
+    Without `held_out`, one row in ten is held out, chosen by a hash of its number, so that the
+    choice does not depend on the other rows; at least one row is.
+    """
+    prompts = _read("train", dataset)
+    if held_out is not None:
+        return DatasetTask(prompts, _read("held_out", held_out))
+    chosen = [hash_fraction(prompt.id) < HELD_OUT_SHARE for prompt in prompts]
+    if not any(chosen):
+        chosen[-1] = True
+    training = [prompt for prompt, out in zip(prompts, chosen, strict=True) if not out]
+    if not training:
+        raise ConfigError("dataset: give at least two rows, or held_out rows of their own")
+    return DatasetTask(training, [p for p, out in zip(prompts, chosen, strict=True) if out])
+
+
+def _read(split: str, rows: Rows | str | Path) -> list[Prompt]:
+    reader = RowReader(name=NAME)
+    if isinstance(rows, str | Path):
+        return reader.read(split, map(_with_target, json_lines(Path(rows))), str(rows))
+    numbered = ((n, f"{split} row {n}", row) for n, row in enumerate(rows))
+    return reader.read(split, map(_with_target, numbered), split)
+
+
+def _with_target(numbered: NumberedRow | tuple[int, str, Mapping[str, Any]]) -> NumberedRow:
+    """Give a row without a target an empty one: a reward may not need any."""
+    number, where, row = numbered
+    if not isinstance(row, Mapping):
+        what = row if isinstance(row, str) else f"is not a dict but {type(row).__name__}"
+        return number, where, what
+    lacks = not any(column in row for column in TARGET_COLUMNS)
+    return number, where, {**row, "target": ""} if lacks else dict(row)

@@ -1,0 +1,166 @@
+"""The Python API: scripts and notebooks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import covey
+from covey.errors import ConfigError, DataError
+from covey.rewards.functions import function_reward
+from covey.tasks.dataset import dataset_task
+
+ROOT = Path(__file__).parent.parent
+ROWS = [
+    {"prompt": f"{a}+{b}?", "target": f"{a + b:02d}", "size": a}
+    for a in range(10, 20)
+    for b in (1, 2)
+]
+SMALL = {
+    "model.device": "cpu", "train.steps": 2, "rollout.prompts_per_step": 4, "rollout.group_size": 4,
+    "rollout.max_tokens": 24, "evaluate.every": 2, "train.mini_batches": 1,
+}  # fmt: skip
+
+
+def correct(completions: list[str], target: list[str], **columns: Any) -> list[float]:
+    return [
+        float(f"<answer>{t}</answer>" in text) for text, t in zip(completions, target, strict=True)
+    ]
+
+
+def short(completions: list[str], **columns: Any) -> list[float]:
+    return [-0.001 * len(text) for text in completions]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def small(tmp_path: Path, name: str = "run", **more: Any) -> covey.TrainResult:
+    options = {"model": "embedded", "dataset": ROWS, "rewards": [correct, short], "quiet": True}
+    return covey.train(**{**options, "run": tmp_path / name, **SMALL, **more})
+
+
+def test_the_public_api_is_what_it_says_and_imports_nothing_heavy() -> None:
+    for name in covey.__all__:
+        assert getattr(covey, name) is not None
+    assert dir(covey) == sorted(covey.__all__)
+    code = "import sys, covey; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = covey.nothing
+
+
+def test_a_run_on_own_data_with_own_functions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Mapping[str, Any]] = []
+    result = small(tmp_path, callbacks=[seen.append])
+    assert capsys.readouterr().out == ""
+    assert [m["step"] for m in result.metrics] == [m["step"] for m in seen] == [1, 2]
+    assert (result.step, result.interrupted) == (2, False)
+    assert result.evaluation is not None
+    assert result.evaluation["step"] == 2
+    rows = lines(result.folder / "rollouts/000001.jsonl")
+    for row in rows:
+        value = float(f"<answer>{row['target']}</answer>" in row["text"])
+        assert row["parts"] == {"correct": value, "short": -0.001 * len(row["text"])}
+        assert row["reward"] == pytest.approx(value - 0.001 * len(row["text"]))
+        assert row["success"] == (value == 1.0)
+        assert row["info"]["size"] == int(row["prompt"][:2])
+    assert sum(p.numel() for p in result.model.parameters()) == 460_160
+
+
+def test_it_is_the_run_of_the_command_line(tmp_path: Path) -> None:
+    options = {k: v for k, v in SMALL.items() if k != "model.device"}
+    made = covey.train(
+        "arithmetic", run=tmp_path / "a", quiet=True, **{**options, "model.device": "cpu"}
+    )
+    from covey.cli.main import run as command
+
+    words = [w for k, v in SMALL.items() for w in ("--set", f"{k}={v}")]
+    assert command(["train", "arithmetic", "--run", str(tmp_path / "b"), *words]) == 0
+    other = lines(tmp_path / "b/steps.jsonl")
+    for a, b in zip(made.metrics, other, strict=True):
+        assert {k: v for k, v in a.items() if "time" not in k} == {
+            k: v for k, v in b.items() if "time" not in k
+        }
+
+
+def test_an_interrupted_run_is_resumed_with_its_objects(tmp_path: Path) -> None:
+    def stop(metrics: Mapping[str, Any]) -> None:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGINT)
+
+    first = small(tmp_path, callbacks=[stop])
+    assert (first.step, first.interrupted) == (1, True)
+    with pytest.raises(ConfigError, match="was started with dataset from Python; pass it again"):
+        covey.train(resume=first.folder)
+    rest = covey.train(resume=first.folder, dataset=ROWS, rewards=[correct, short], quiet=True)
+    whole = small(tmp_path, "whole")
+    plain = [{k: v for k, v in m.items() if "time" not in k} for m in rest.metrics]
+    assert plain == [{k: v for k, v in m.items() if "time" not in k} for m in whole.metrics]
+
+
+def test_an_evaluation_and_a_configuration() -> None:
+    config = covey.load_config({"train": {"steps": 7}}, **{"rollout.group_size": 4})
+    assert (config.train.steps, config.rollout.group_size) == (7, 4)
+    found = covey.evaluate(
+        "embedded",
+        dataset=ROWS[:6],
+        rewards=correct,
+        **{"rollout.max_tokens": 24, "model.device": "cpu"},
+    )
+    assert found.prompts == 6
+    assert set(found.parts) == {"correct"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rewards": []}, "at least one reward function"),
+        ({"rewards": [correct, correct]}, "two functions are called correct"),
+        ({"rewards": {correct: float("nan")}}, "the weight of correct is nan"),
+        ({"dataset": [{"target": "1"}]}, "has no"),
+        ({"dataset": [1]}, "is not a dict but int"),
+        ({"dataset": ROWS[:1]}, "at least two rows"),
+        ({"config": "arithmetic", "train.stepz": 3}, "train.stepz is not a setting"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        covey.train(**arguments)
+
+
+def test_weights_and_a_running_event_loop() -> None:
+    prompt = dataset_task(ROWS).train()[0]
+    reward: Any = function_reward({correct: 2.0, short: 1.0})
+    text = f"<answer>{prompt.target}</answer>"
+
+    async def inside() -> Any:
+        return reward(prompt, text)
+
+    score = asyncio.run(inside())
+    assert score.reward == pytest.approx(2.0 - 0.001 * len(text))
+    assert reward(prompt, text) == score
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = runpy.run_path(str(ROOT / "examples/own_data.py"))
+    assert len(names["result"].metrics) == 10
+    assert (names["result"].folder / "success.html").stat().st_size > 1000
+    code = (ROOT / "examples/own_data.py").read_text().partition('"""\n\n')[2]
+    assert len([line for line in code.splitlines() if line.strip()]) < 20
+    assert code.strip() in (ROOT / "docs/api.md").read_text()
