@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.policy.test_adapter import adapted, embedded_model, learn, policy_of, trained
+from tests.models.test_adapter import adapted, embedded_model, learn, policy_of, trained
 
 from covey.engines.native.choose_backend import decoder_for, trial
 from covey.engines.native.engine import NativeEngine
