@@ -172,7 +172,7 @@ def test_a_step_that_can_be_recorded_writes_what_the_model_says(name: str) -> No
         pytest.skip("experts in float32 wait for the host")
     sampler = by_graph(model)
     assert isinstance(sampler.stepper.decoder, PooledDecoder)
-    assert "own forward pass; not written out, because" in sampler.way
+    assert "own forward pass; not written out, because" in sampler.info.backend
     check_greedy(model, sampler, 3)
     check_logps(model, sampler, 2)
 
@@ -184,7 +184,7 @@ def test_one_token_at_a_time_writes_what_the_model_says(name: str) -> None:
     if name in REREAD:
         assert isinstance(sampler.stepper.decoder, RereadingDecoder)
         why = f"all is read again for every token, which is slow, because {REREAD[name]}"
-        assert sampler.way.startswith(why)
+        assert sampler.info.backend.startswith(why)
     else:
         sampler.stepper = EagerStepper(model, decoder_for(model), shape_of(model))
         assert isinstance(sampler.stepper.decoder, TransformersDecoder)
@@ -226,8 +226,8 @@ def test_what_is_not_standard_attention_is_not_recorded() -> None:
     with pytest.raises(NotUnderstood, match="its attention is not transformers' standard one"):
         graph_stepper(model, shape_of(model))
     sampler = NativeEngine(model)
-    assert sampler.way.startswith("one token at a time")
-    assert sampler.way.endswith("by the model's own forward pass")
+    assert sampler.info.backend.startswith("one token at a time")
+    assert sampler.info.backend.endswith("by the model's own forward pass")
 
 
 def test_a_window_that_a_trial_is_too_short_for_is_checked() -> None:
@@ -268,7 +268,7 @@ def test_on_a_gpu_it_is_recorded(name: str) -> None:
     for dtype in types:
         model = made(name, dtype)
         sampler = NativeEngine(model)
-        assert isinstance(sampler.stepper, GraphStepper), sampler.way
+        assert isinstance(sampler.stepper, GraphStepper), sampler.info.backend
         assert isinstance(sampler.stepper.decoder, PooledDecoder)
         if dtype == torch.float32:
             check_greedy(model, sampler, 24)
@@ -287,6 +287,6 @@ def test_on_a_gpu_a_model_that_waits_for_the_host_is_not_recorded() -> None:
     model.backbone.layers[1].mlp.forward = waiting
     sampler = NativeEngine(model)
     assert isinstance(sampler.stepper, EagerStepper)
-    assert "a step of it cannot be recorded" in sampler.way
+    assert "a step of it cannot be recorded" in sampler.info.backend
     check_greedy(model, sampler, 12)
     assert isinstance(NativeEngine(made("mistral")).stepper.decoder, PooledDecoder)
