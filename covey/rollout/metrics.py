@@ -67,7 +67,7 @@ def _zero_variance_share(groups: Sequence[Group]) -> float:
     index, rewards = zip(*rows, strict=True)
     group = torch.tensor(index)
     flat = zero_variance(torch.tensor(rewards, dtype=torch.float64), group)
-    return len(group[flat].unique()) / len(groups)
+    return len(set(group[flat].tolist())) / len(groups)
 
 
 def _mean(values: Sequence[float]) -> float:

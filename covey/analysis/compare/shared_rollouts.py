@@ -74,10 +74,11 @@ class SharedEngine:
             write_text(self.names_file, json.dumps(self.names) + "\n")
         with _alone(file):
             if not file.exists():
-                self.engine.run(source)
-                _write(file, source.completions)
+                recorder = _Recorder(requests, ready)
+                self.engine.run(recorder)
+                _write(file, recorder.completions)
                 return
-        requests.done(_read(file, source.requests))
+        requests.done(_read(file, ready))
 
     def _name(self, requests: Sequence[Request], limits: Limits, step: int) -> str:
         settings = asdict(limits.sampling)
@@ -94,25 +95,19 @@ class SharedEngine:
 
 @dataclass(slots=True)
 class _Recorder:
-    """A source whose requests are known before the engine runs, and which keeps completions."""
+    """A source whose first requests were taken already, and which keeps completions."""
 
     source: RequestSource
-    requests: Sequence[Request] = field(init=False)
-    taken: bool = False
+    ready: Sequence[Request]
     completions: list[Completion] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.requests = self.source.take()
 
     @property
     def limits(self) -> Limits:
         return self.source.limits
 
     def take(self) -> Sequence[Request]:
-        if self.taken:
-            return self.source.take()
-        self.taken = True
-        return self.requests
+        ready, self.ready = self.ready, ()
+        return ready or self.source.take()
 
     def done(self, completions: Sequence[Completion]) -> None:
         self.completions += completions
@@ -133,16 +128,8 @@ def _alone(file: Path) -> Iterator[None]:
 
 
 def _write(file: Path, completions: Sequence[Completion]) -> None:
-    rows = [
-        {
-            "request": completion.request.number,
-            "tokens": completion.tokens,
-            "logp": completion.logp,
-            "finish": completion.finish,
-            "versions": completion.versions,
-        }
-        for completion in sorted(completions, key=lambda completion: completion.request.number)
-    ]
+    ordered = sorted(completions, key=lambda completion: completion.request.number)
+    rows = [{**asdict(completion), "request": completion.request.number} for completion in ordered]
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -228,8 +228,8 @@ def test_nonstandard_attention_is_not_captured() -> None:
     ):
         graph_backend(model, shape_of(model))
     sampler = NativeEngine(model)
-    assert sampler.way.startswith("one token at a time")
-    assert sampler.way.endswith("by the model's own forward pass")
+    assert sampler.info.backend.startswith("one token at a time")
+    assert sampler.info.backend.endswith("by the model's own forward pass")
 
 
 def test_a_window_longer_than_the_parity_check_is_checked() -> None:
