@@ -194,7 +194,7 @@ def test_an_option_of_a_piece_that_was_not_chosen(option: str, pieces: dict[str,
 
 
 def test_pieces_need_no_name_in_a_file(tmp_path: Path) -> None:
-    config = from_toml(tmp_path, '[objective]\nratio = "sequence"\nlow = 3e-4\nkl_in = "reward"\n')
+    config = from_toml(tmp_path, '[objective]\nratio = "sequence"\nclip_low = 3e-4\nkl_in = "reward"\n')
     assert config.objective.name == "composed"
     assert config.objective.options == {
         "advantage": "standardized", "ratio": "sequence", "surrogate": "clipped", "weights": "token_mean",
@@ -224,9 +224,9 @@ def test_a_resolved_algorithm_reads_back_as_the_same(name: str, tmp_path: Path) 
         ('ratio = "sequenc"', "config: objective.ratio = 'sequenc' is not known; did you mean 'sequence'?"),
         ("ratio = [1]", "config: objective.ratio = [1] is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
         ('ratio = "token"\nmin_weight = 1.0', "config: objective.min_weight is not an option of composed; did you mean 'weights'?"),
-        ('ratio = "token"\nlow = "x"', "config: objective.clip_low = 'x': input should be a valid number"),
+        ('ratio = "token"\nclip_low = "x"', "config: objective.clip_low = 'x': input should be a valid number"),
         ('name = "gspo"\nratio = "token"', "config: objective.ratio needs objective.name = 'composed'; 'gspo' has pieces of its own"),
-        ('name = "gspo"\nlow = -0.1', "objective.clip_low = -0.1 of gspo must be at least 0"),
+        ('name = "gspo"\nclip_low = -0.1', "objective.clip_low = -0.1 of gspo must be at least 0"),
         ('name = "gspo"\ntop_entropy = 0.2', "objective.top_entropy of gspo: its gain is of whole answers, so tokens cannot be left out; gspo_token takes the ratio of the answer token by token"),
         ('name = "composd"', "config: objective.name = 'composd' is not known; did you mean 'composed'?"),
     ],
@@ -255,7 +255,7 @@ def test_print_config_shows_the_length(capsys: pytest.CaptureFixture[str]) -> No
     settings = ["--set", "objective.name=dr_grpo", "--set", "rollout.max_tokens=37"]
     assert run(["train", *settings, "--print-config"]) == 0
     printed = capsys.readouterr().out
-    assert '[objective]\nname = "dr_grpo"\nlength = 37\nlow = 0.2\n' in printed
+    assert '[objective]\nname = "dr_grpo"\nlength = 37\nclip_low = 0.2\n' in printed
 
 
 # Functions of one's own

@@ -95,12 +95,13 @@ def _elsewhere(setup: Setup) -> dict[str, Any]:
             "evaluate": True,
             "sft": True,
             "model": {"gradient_checkpointing", "deterministic"},
-            "select": {"skip_zero_gradient", "max_age"},
+            "filter": {"skip_zero_gradient"},
+            "overlap": True,
             "train": {"micro_batch_tokens", "logits_megabytes", "graphs"},
         }
     )
     if not config.filter.dynamic_sampling:
-        del rest["select"]["max_rounds"]
+        del rest["filter"]["max_rounds"]
     if setup.one_update and "old_logp" not in setup.objective.needs:
         del rest["train"]["old_logp"]
     if normal_form(setup)["penalty"] is None:
