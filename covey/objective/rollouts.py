@@ -9,7 +9,7 @@ T tokens, R rollouts, W tokens of the longest rollout.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,11 +58,12 @@ def joined(batch: Batch) -> Joined:
     first = first[place[first].argsort()]
     blank = batch.tokens.new_zeros(len(ids), max(1, int(lengths.max())))
     shape = Joined(replace(batch, tokens=blank), place[:, None].expand_as(cells), column, cells)
-    changes = {
+    changes: dict[str, Any] = {
         name: shape.join(value)
         if value.ndim == 2 and name not in ("prompt_tokens", "prompt_lengths")
         else value[first]
         for name in batch.__slots__
         if isinstance(value := getattr(batch, name), torch.Tensor)
     }
-    return shape._replace(batch=replace(batch, **{**changes, "lengths": lengths, "host": None}))
+    changes |= {"lengths": lengths, "host": None}
+    return shape._replace(batch=replace(batch, **changes))

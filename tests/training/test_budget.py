@@ -53,13 +53,19 @@ def test_a_budget_of_optimizer_steps_fails_when_there_is_nothing_to_learn() -> N
     assert updates.over(used(steps=3, updates=12))
     assert not updates.over(used(steps=3 * PATIENCE, updates=9))
     assert updates.over(used(steps=3 * PATIENCE + 1, updates=12))
-    with pytest.raises(RunError, match=r"only 9 of the 10 optimizer steps of train\.stop_after were taken"):
+    with pytest.raises(
+        RunError, match=r"only 9 of the 10 optimizer steps of train\.stop_after were taken"
+    ):
         updates.over(used(steps=3 * PATIENCE + 1, updates=9))
 
 
 def test_the_learning_rate_follows_the_tokens_that_are_spent() -> None:
     def rate_at(version: int, *settings: str) -> float:
-        linear = ["optimizer.schedule=linear", "optimizer.learning_rate=1", "optimizer.warmup_steps=0"]
+        linear = [
+            "optimizer.schedule=linear",
+            "optimizer.learning_rate=1",
+            "optimizer.warmup_steps=0",
+        ]
         config = load_config(None, [*linear, "train.steps=10", "train.mini_batches=2", *settings])
         return schedule_of(config, used(steps=40, tokens=500, updates=80))(version)
 

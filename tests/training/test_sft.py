@@ -281,7 +281,9 @@ def test_too_long_solutions_are_left_out_and_a_step_of_nothing_else_is_an_error(
     assert min(left_out) > 30
     assert max(len(e.tokens) for e in examples) <= 30
     assert parts.policy.temperature == 1.0  # of the model itself, not of its samples
-    with pytest.raises(DataError, match="all 40 solutions of step 1 are too long, the shortest has"):
+    with pytest.raises(
+        DataError, match="all 40 solutions of step 1 are too long, the shortest has"
+    ):
         build_sft(settings_of(**QUICK, sft={"max_tokens": 5, "solutions": 40}))
 
 
