@@ -5,9 +5,9 @@
     )
     out.loss.backward()
 
-Shapes: B answers, T tokens (padded). Rows of a group may stand in any order. Log-probabilities may
-be of any float type; the arithmetic is in float32 at least, that of rewards in float64. What stands
-outside the mask, NaN included, changes nothing.
+Shapes: B completions, T tokens (padded). Rows of a group may stand in any order. Log-probabilities
+may be of any float type; the arithmetic is in float32 at least, that of rewards in float64. What
+stands outside the mask, NaN included, changes nothing.
 
 The rows given are taken as the whole optimizer step. To accumulate gradients over micro-batches, or
 over ranks, use `covey.objective`: fill in advantages and weights for the whole step, and add up the
@@ -90,13 +90,13 @@ def loss(
         logp: [B, T] log-probabilities now; the gradient flows here.
         old_logp: [B, T] log-probabilities when the batch was collected.
         mask: [B, T] true, or not 0, for the tokens that are trained.
-        rewards: [B]; NaN for an answer that could not be scored: it enters no statistic.
-        group: [B] which answers share a prompt.
+        rewards: [B]; NaN for a completion that could not be scored: it enters no statistic.
+        group: [B] which completions share a prompt.
         ref_logp: [B, T] under the reference; needed if the algorithm's beta is not 0.
         sampler_logp: [B, T] of what was sampled from; needed to correct for the sampler.
         entropy: [B, T] of the policy that sampled; for an entropy bonus, of the policy now.
-        success: [B] which answers are right, where an algorithm asks; by default, reward > 0.
-        tokens: [B, T] token ids, where an algorithm asks.
+        success: [B] which rollouts succeed, where an algorithm reads it; by default, reward > 0.
+        tokens: [B, T] token ids, where an algorithm reads them.
         options: the algorithm's own; one that it does not have is an error.
     """
     objective = build(algorithm, **options)
@@ -137,7 +137,7 @@ def advantages(
     in_reward = objective.kl_in_reward
     if in_reward and old_logp is None:
         raise ConfigError(f"{algorithm} with a KL in the reward needs old_logp")
-    # What only the loss needs is not asked for here.
+    # Needs of the loss alone do not apply here.
     only = replace(
         objective, beta=objective.beta if in_reward else 0.0, correction=None, veto=0.0,
         off_policy_limit=0.0, entropy_bonus=0.0,
@@ -215,7 +215,7 @@ def _check_groups(group: torch.Tensor) -> None:
     alone = group_sum(torch.ones_like(group, dtype=torch.long), group) == 1
     if alone.any():
         raise ConfigError(
-            f"group {int(group[alone][0])} has one answer; a group has at least two to compare"
+            f"group {int(group[alone][0])} has one completion; a group has at least two to compare"
         )
 
 

@@ -1,8 +1,7 @@
-"""Ctrl-C and SIGTERM while a run goes on.
+"""Ctrl-C and SIGTERM during a run.
 
 The first signal lets the step in progress end. A step that waits for another process or machine
-may wait for minutes, and whoever sent the signal does not: some seconds after the signal such a
-wait is given up.
+might wait for minutes, so such a wait is given up some seconds after the signal.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from dataclasses import dataclass
 from types import FrameType
 
 GRACE_SECONDS = 3.0
-"""How long a wait may go on after a signal."""
+"""How long a wait may last after a signal."""
 POLL_SECONDS = 0.25
-"""How often it is looked at whether the step has come to a wait since."""
+"""How often to check whether the step is now in a wait."""
 
 _waits = 0
 """How many waits the main thread is in, one inside the other. Signals reach no other thread."""

@@ -159,7 +159,7 @@ def test_a_group_of_one_is_refused_where_answers_are_compared(name: str) -> None
     if name == "reinforce_pp":
         assert run(name, given)[1].any()
     else:
-        message = "group -4 has one answer; a group has at least two to compare"
+        message = "group -4 has one completion; a group has at least two to compare"
         assert refused(name, given) == message
 
 

@@ -1,4 +1,4 @@
-"""Advantages: how much better an answer was than its group.
+"""Advantages: how much better a rollout was than its group.
 
 Shapes: B rollouts, T completion tokens. Rewards and statistics are float64, because a float32 mean
 of equal rewards is not equal to them, and a standard deviation of 3e-8 then turns rounding into an
@@ -146,12 +146,12 @@ def whitened(
 
 
 def per_token(advantage: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Give every trained token the advantage [B] of its answer: [B, T], 0 elsewhere."""
+    """Give every trained token the advantage [B] of its completion: [B, T], 0 elsewhere."""
     return advantage[:, None].expand_as(mask).where(mask, 0.0)
 
 
 def rollout_rewards(batch: Batch) -> torch.Tensor:
-    """Return the rewards [B], less the answer's KL to the reference if that is in the reward."""
+    """Return the rewards [B], less the KL to the reference if that is part of the reward."""
     if batch.token_penalty is None:
         return batch.rewards
     return batch.rewards - row_sum(batch.token_penalty.double(), batch.mask).squeeze(1)
@@ -198,7 +198,7 @@ def length_weighted(batch: Batch) -> torch.Tensor:
 
 
 def scaled_up(batch: Batch) -> torch.Tensor:
-    """A_i = alpha (R_i - mean_g R), alpha = N / answers in mixed groups. GPG, arXiv 2504.02546."""
+    """A_i = alpha (R_i - mean_g R), alpha = N / rollouts in mixed groups. GPG, arXiv 2504.02546."""
     rewards = rollout_rewards(batch)
     advantage, scored = centered(rewards, batch.group), ~rewards.isnan()
     useful = scored & ~zero_variance(rewards, batch.group)
@@ -206,14 +206,14 @@ def scaled_up(batch: Batch) -> torch.Tensor:
 
 
 def group_whitened(
-    batch: Batch, *, weighting: Literal["answer", "token"] = "answer", eps: float = 1e-8
+    batch: Batch, *, weighting: Literal["sequence", "token"] = "sequence", eps: float = 1e-8
 ) -> torch.Tensor:
     """A = C / (std C + eps), C_i = R_i - mean_g R, over the batch. REINFORCE++-baseline.
 
     arXiv 2501.03262. With `weighting = "token"`, as in verl, mean and deviation are over tokens,
     which brings length back in: the mean is no longer 0.
     """
-    if weighting == "answer":
+    if weighting == "sequence":
         return standardized_by_batch(batch, ddof=1, eps=eps, of="centered")
     advantage = group_centered(batch)
     return whitened(advantage, batch.mask & ~batch.rewards.isnan()[:, None], eps=eps)
@@ -229,7 +229,7 @@ def returns_whitened(batch: Batch, *, gamma: float = 1.0, eps: float = 1e-8) -> 
 
 
 def token_rewards(batch: Batch) -> torch.Tensor:
-    """Return the reward of each token [B, T]: the answer's at its last one, less the KL penalty."""
+    """Return the reward of each token [B, T]: the rollout's at its last token, less the penalty."""
     later = batch.mask.flip(1).cumsum(dim=1).flip(1)
     rewards = batch.rewards[:, None].expand_as(batch.mask).where(batch.mask & (later == 1), 0.0)
     return rewards if batch.token_penalty is None else rewards - batch.token_penalty.double()
@@ -246,9 +246,9 @@ def returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch
 
 
 def best_of_group(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
-    """(R_(1) - R_(2)) / (std_g R + eps) for the best answer, 0 for the others: pass@k training.
+    """(R_(1) - R_(2)) / (std_g R + eps) for the best completion, 0 for the others: pass@k training.
 
-    arXiv 2503.19595. Of several best answers the first has the advantage, and it is 0.
+    arXiv 2503.19595. Of several best completions the first has the advantage, and it is 0.
     """
     rewards = rollout_rewards(batch)
     scale = standardized(rewards, batch.group, ddof=ddof, eps=eps)

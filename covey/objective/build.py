@@ -1,4 +1,4 @@
-"""From a name and options to an objective.
+"""Building an objective from a name and options.
 
 A name is that of an algorithm, `composed` for one put together from pieces, or the dotted path of a
 function of the user's own. Whatever it is, it becomes one function with one signature, which holds
@@ -78,7 +78,7 @@ def extended(
 
 
 def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..., Objective]:
-    """Return the named algorithm as one function of its own options and of everybody's.
+    """Return the named algorithm as one function of its own options and the shared ones.
 
     `pieces` are the options given, of which `composed` needs those that name its pieces: they
     decide which other options there are.
@@ -109,7 +109,7 @@ def build(name: str, **options: Any) -> Objective:
 
 
 def _users(name: str, function: Callable[..., Any]) -> Callable[..., Objective]:
-    """Turn what goes wrong in a function of the user's own into one line."""
+    """Wrap a function of the user's own, so that its errors are one line."""
     parameters = dict(inspect.signature(function).parameters)
     for key, parameter in parameters.items():
         if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -153,18 +153,18 @@ def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., 
 
 
 def _checked(name: str, objective: Objective) -> Objective:
-    """Refuse what would silently not do what it says."""
+    """Refuse combinations of options that would silently have no effect."""
     by_sequence = objective.per_sequence and objective.ratio is not RATIOS["sequence_token"]
     surrogate = getattr(objective.surrogate, "func", objective.surrogate)
     if objective.top_entropy < 1.0 and (by_sequence or surrogate is geometric_clipped):
         raise ConfigError(
-            f"objective.top_entropy of {name}: its gain is of whole answers, so tokens cannot be "
-            "left out; gspo_token takes the ratio of the answer token by token"
+            f"objective.top_entropy of {name}: its gain is of whole completions, so tokens cannot "
+            "be left out; gspo_token takes the ratio of the completion token by token"
         )
     if objective.penalty is k3_sequence and objective.kl_in == "reward":
         raise ConfigError(
-            f"objective.kl = 'k3_sequence' of {name} is of whole answers and goes into the loss; "
-            "for objective.kl_in = 'reward' take k1"
+            f"objective.kl = 'k3_sequence' of {name} is of whole completions and goes into the "
+            "loss; for objective.kl_in = 'reward' take k1"
         )
     if objective.kl_target and not objective.beta:
         raise ConfigError("objective.kl_target adapts beta, which is 0; start with a beta above 0")

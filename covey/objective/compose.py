@@ -129,7 +129,7 @@ def signed(
     parameters: Mapping[str, inspect.Parameter],
     hints: Mapping[str, Any],
 ) -> Callable[..., Objective]:
-    """Give a function that takes anything the signature of what it really takes."""
+    """Give a function with **options an explicit signature."""
     signature = inspect.Signature(list(parameters.values()))
     function.__signature__ = signature  # type: ignore[attr-defined]
     function.__annotations__ = dict(hints)

@@ -5,9 +5,9 @@ a constant factor [B, T] for the gain of every token. The factors are never diff
 the denominators as they are: what they remove shrinks the step. The native sampler shares the
 trainer's weights, so the default is no correction at all.
 
-Token weights are biased over long answers; the product is unbiased, but its variance explodes with
-length, so that truncating it punishes long answers and masking it drops them. The geometric mean
-does not depend on length and is no importance weight: it is good for rejecting.
+Token weights are biased over long completions; the product is unbiased, but its variance explodes
+with length, so that truncating it punishes long completions and masking it drops them. The
+geometric mean does not depend on length and is no importance weight: it is good for rejecting.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ def token_mask(
 def sequence_truncate(
     log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
 ) -> torch.Tensor:
-    """clip(prod_t rho, low, high) for all tokens of an answer."""
+    """clip(prod_t rho, low, high) for all tokens of a completion."""
     return ratio.product(log_rho, mask).exp().clamp(low, high)
 
 
 def sequence_mask(
     log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
 ) -> torch.Tensor:
-    """prod_t rho where it lies in [low, high], else 0: the answer is dropped."""
+    """prod_t rho where it lies in [low, high], else 0: the completion is dropped."""
     return _within(ratio.product(log_rho, mask).exp(), low, high)
 
 
 def geometric_truncate(
     log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
 ) -> torch.Tensor:
-    """clip(exp(mean_t log rho), low, high) for all tokens of an answer."""
+    """clip(exp(mean_t log rho), low, high) for all tokens of a completion."""
     return ratio.sequence(log_rho, mask).exp().clamp(low, high)
 
 
@@ -77,7 +77,7 @@ def divergence_mask(
 
 
 def no_veto(log_rho: torch.Tensor, *, veto: float) -> torch.Tensor:
-    """Mark the answers [B, 1] none of whose tokens has rho < veto."""
+    """Mark the completions [B, 1] none of whose tokens has rho < veto."""
     return ~(bounded(log_rho).exp() < veto).any(dim=1, keepdim=True)
 
 

@@ -1,4 +1,4 @@
-"""What an algorithm is, in words: for `covey algorithms` and for the pages under docs/algorithms.
+"""Descriptions of algorithms, for `covey algorithms` and for the pages under docs/algorithms.
 
 All of it is read off the code: the docstring, the signature, the table of options, and the pieces
 of the objective that the algorithm builds.

@@ -1,7 +1,7 @@
-"""What an update does, in numbers: exact over trained tokens, however a step is split.
+"""Diagnostics of a training step: exact over trained tokens, however a step is split.
 
 Every mean is kept as (sum, count) and divided once at the end, never a mean of means. Where all
-tokens of an answer share one ratio, ratio and clip are counted once an answer.
+tokens of a completion share one ratio, ratio and clip are counted once for each row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Meter:
     """Collects (sum, count), largest and smallest by name.
 
     Values that are observed together are summed together: single small sums would cost more than
-    the objective itself. Numbers stay on the device until they are asked for, then come together.
+    the objective itself. Numbers stay on the device until `read`, which fetches them at once.
     """
 
     def __init__(self) -> None:
@@ -139,9 +139,9 @@ def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
     meter.means(values, mask)
     meter.extremes("debug/sampler_logp_diff", gap.abs(), mask)
     meter.extremes("debug/rho", rho, mask)
-    answers = mask.any(dim=1, keepdim=True)
+    completions = mask.any(dim=1, keepdim=True)
     perplexity = bounded(row_mean(-gap, mask)).exp()
-    meter.means({"debug/sampler_ppl_ratio": perplexity}, answers)
+    meter.means({"debug/sampler_ppl_ratio": perplexity}, completions)
 
 
 def observe_correction(meter: Meter, batch: Batch) -> None:

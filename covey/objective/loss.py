@@ -259,7 +259,7 @@ def policy_loss(
 
 
 def _kept(objective: Objective, batch: Batch, tokens: Tokens) -> torch.Tensor | None:
-    """Mark tokens [B, T] with advantage >= 0, or that are still likely. DeepSeek-V3.2, equation 9."""
+    """Mark tokens [B, T] with advantage >= 0 or still likely. DeepSeek-V3.2, equation 9."""
     if not objective.off_policy_limit:
         return None
     fallen = row_mean(difference(batch.sampler_logp, tokens.logp.detach(), batch.mask), batch.mask)

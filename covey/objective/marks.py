@@ -55,7 +55,7 @@ def largest(batch: Batch, logp: torch.Tensor, *, share: float) -> torch.Tensor:
 
 
 def _scored(batch: Batch) -> torch.Tensor:
-    """Return the mask [B, T] without answers that could not be scored: no statistic has them."""
+    """Return the mask [B, T] without unscored rollouts: they enter no statistic."""
     return batch.mask & ~batch.rewards.isnan()[:, None]
 
 
@@ -73,15 +73,15 @@ def _shuffled(batch: Batch) -> torch.Tensor:
     """Return a number [B, T] for each token that is as good as random, yet always the same.
 
     It is a hash of the sampler's log-probabilities, of those up to the token and of those of the
-    whole answer, which tells answers apart that begin alike. So the pick does not depend on the
-    order of rows, on micro-batches or ranks, and comes out the same when a run is resumed.
+    whole completion, so that completions with the same beginning differ. The pick does not depend
+    on the order of rows, on micro-batches or ranks, and is the same when a run is resumed.
     """
     bits = batch.sampler_logp.where(batch.mask, 0.0).double().contiguous().view(torch.int64)
     odd, other = -7046029254386353131, -4658895280553007687  # SplitMix64's and xxHash's constants
     mixed = (bits ^ (bits >> 29)) * other
     each = mixed * odd + 1
-    answer = each.where(batch.mask, 0).sum(dim=1, keepdim=True)
-    history = each.cumsum(dim=1) + (answer ^ (answer >> 31)) * other
+    completion = each.where(batch.mask, 0).sum(dim=1, keepdim=True)
+    history = each.cumsum(dim=1) + (completion ^ (completion >> 31)) * other
     mixed = (history ^ (history >> 32)) * odd
     mixed = (mixed ^ (mixed >> 29)) * other
     return (mixed ^ (mixed >> 32)).double()

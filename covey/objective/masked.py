@@ -23,22 +23,22 @@ def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def row_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sum over the trained tokens of each answer, [B, 1]."""
+    """Sum over the trained tokens of each completion, [B, 1]."""
     return values.where(mask, 0.0).sum(dim=1, keepdim=True)
 
 
 def row_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """T_i, the trained tokens of each answer, [B, 1]; at least 1, so that it can divide."""
+    """T_i, the trained tokens of each completion, [B, 1]; at least 1, so that it can divide."""
     return mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean over the trained tokens of each answer, [B, 1]."""
+    """Mean over the trained tokens of each completion, [B, 1]."""
     return row_sum(values, mask) / row_tokens(mask)
 
 
 class _SequenceMean(torch.autograd.Function):
-    """The mean of each answer, handed to all of its tokens. See `sequence_mean`."""
+    """The mean of each completion, handed to all of its tokens. See `sequence_mean`."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -56,17 +56,17 @@ class _SequenceMean(torch.autograd.Function):
 
 
 def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Give every trained token the mean of its answer: [B, T], 0 elsewhere.
+    """Give every trained token the mean of its completion: [B, T], 0 elsewhere.
 
-    The gradient is the mean too. Where all tokens of an answer receive the same, which is what one
-    advantage for the answer comes to, each passes on exactly what it received, so that a ratio of
-    the answer and ratios of its tokens have the same gradient to the last bit where they have the
-    same gradient at all.
+    The gradient is the mean too. Where all tokens of a completion receive the same, which is what
+    one advantage for the completion comes to, each passes on exactly what it received, so that a
+    ratio of the completion and ratios of its tokens have the same gradient to the last bit where
+    they have the same gradient at all.
     """
     mean: torch.Tensor = _SequenceMean.apply(values, mask)
     return mean
 
 
 def spread(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Give every trained token the value [B, 1] of its answer: [B, T], 0 elsewhere."""
+    """Give every trained token the value [B, 1] of its completion: [B, T], 0 elsewhere."""
     return values.expand_as(mask).where(mask, 0.0)

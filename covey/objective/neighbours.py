@@ -1,7 +1,7 @@
-"""Methods next door, for comparison in your own loop: PPO with a critic, and DPO.
+"""Related methods, for comparison in your own loop: PPO with a critic, and DPO.
 
 Covey trains neither: the first needs a value head, the second preference pairs instead of groups.
-Shapes: B answers, T tokens, mask [B, T] bool.
+Shapes: B completions, T tokens, mask [B, T] bool.
 """
 
 from __future__ import annotations

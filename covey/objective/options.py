@@ -34,31 +34,31 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "min_weight": Option("The smallest weight, as an absolute number.", 0),
         "tau_pos": Option("Steepness of the gate for good tokens.", 1e-9),
         "tau_neg": Option("Steepness of the gate for the others.", 1e-9),
-        "power_pos": Option("Power of the weight for good answers.", 0),
-        "rate_pos": Option("Decay of the weight for good answers.", 0),
-        "power_neg": Option("Power of the weight for bad answers.", 0),
-        "rate_neg": Option("Decay of the weight for bad answers.", 0),
+        "power_pos": Option("Power of the weight for good completions.", 0),
+        "rate_pos": Option("Decay of the weight for good completions.", 0),
+        "power_neg": Option("Power of the weight for bad completions.", 0),
+        "rate_neg": Option("Decay of the weight for bad completions.", 0),
         "ddof": Option(
             "Of the standard deviation; 0 makes group advantages sqrt(G/(G-1)) times larger.", 0, 1
         ),
         "eps": Option("Added to the standard deviation, or to the variance where one whitens.", 0),
         "of": Option("Whose deviation: that of the `rewards`, or of the `centered` ones."),
         "weighting": Option(
-            "Whether every `answer` or every `token` counts once in the deviation."
+            "Whether every `sequence` or every `token` counts once in the deviation."
         ),
-        "gamma": Option("Discount of what comes later in the answer.", 0, 1),
+        "gamma": Option("Discount of what comes later in the completion.", 0, 1),
         "length": Option("Constant that token sums are divided by: the generation budget.", 1),
         "aggregation": Option("How tokens add up: one of the weights."),
-        "alpha1": Option("Reward of a right answer, and minus that of a wrong one."),
+        "alpha1": Option("Reward of a correct completion, and minus that of a wrong one."),
         "alpha2": Option("Size of the entropy part of a token's reward.", 0),
-        "beta1": Option("Reward of a right answer, and minus that of a wrong one."),
-        "beta2": Option("Size of the entropy part of an answer's reward.", 0),
+        "beta1": Option("Reward of a correct completion, and minus that of a wrong one."),
+        "beta2": Option("Size of the entropy part of a completion's reward.", 0),
         "scope": Option("Whether entropies are compared within the `group` or over the `batch`."),
         "norm": Option("Whether shaped rewards are normalized over the `batch` or by `polarity`."),
         "entropy_floor": Option("Entropies below it count as this in 1/H.", 1e-12),
-        "mean": Option("Whether an answer's ratio is the `geometric` or `arithmetic` mean."),
-        "bonus": Option("Factor of a conflict token in a good answer.", 0),
-        "max_entropy": Option("An answer whose mean entropy is larger is left out.", 0),
+        "mean": Option("Whether a completion's ratio is the `geometric` or `arithmetic` mean."),
+        "bonus": Option("Factor of a conflict token in a good completion.", 0),
+        "max_entropy": Option("A completion whose mean entropy is larger is left out.", 0),
         "entropy_cost": Option("What is taken off the advantage per nat of mean entropy."),
         "share": Option("Share of the step's tokens that are picked, at least one.", 0, 1),
         "cov_low": Option("Tokens with a covariance above this are candidates."),
@@ -70,7 +70,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
             "Whether the KL is taken off every token in the `loss` or off the `reward`."
         ),
         "kl_target": Option("Adapt beta so as to keep the KL near this; 0: beta is fixed.", 0),
-        "kl_horizon": Option("Answers over which an adaptive beta makes up for a wrong KL.", 1),
+        "kl_horizon": Option("Completions over which an adaptive beta makes up for a wrong KL.", 1),
         "entropy_bonus": Option("Weight of the policy's entropy, added to each token's gain."),
         "top_entropy": Option(
             "Share of tokens, the most uncertain, whose surrogate counts.", 1e-9, 1
@@ -80,14 +80,14 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "correction_high": Option("Upper bound of the correction.", 0),
         "correction_mean_one": Option("Divide corrections by their mean over the step."),
         "veto": Option(
-            "Drop an answer if the trainer finds a token less likely than this times the "
-            "sampler's word; 0: never.",
+            "Drop a completion if the trainer finds a token less likely than this times the "
+            "sampler's probability; 0: never.",
             0,
             1,
         ),
         "off_policy_limit": Option(
-            "Drop a bad answer whose mean logp has fallen by more than this since it was sampled; "
-            "0: never.",
+            "Drop a completion with a negative advantage whose mean logp has fallen by more than "
+            "this since it was sampled; 0: never.",
             0,
         ),
         "advantage": Option("How advantages are computed."),

@@ -49,7 +49,7 @@ def k3_plus(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> tor
 
 
 def k3_sequence(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """k3 of whole answers, d = sum_t d: DeepSeek-R1's equation as printed (arXiv 2501.12948)."""
+    """k3 of whole rows, d = sum_t d: DeepSeek-R1's equation as printed (arXiv 2501.12948)."""
     return spread(k3(bounded(row_sum(d, mask)), log_ratio, mask), mask)
 
 

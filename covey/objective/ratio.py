@@ -20,21 +20,21 @@ def token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def sequence(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """log s = 1/T_i sum_t x, the same for every token of an answer. GSPO, arXiv 2507.18071."""
+    """log s = 1/T_i sum_t x, the same for every token of a completion. GSPO, arXiv 2507.18071."""
     return bounded(sequence_mean(x, mask))
 
 
 def sequence_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The value of log s, but the gradient of the token's own logp. GSPO-token, the same paper.
 
-    Where all tokens of an answer have one advantage it gives the gradient of `sequence`; here each
-    may have its own.
+    Where all tokens of a completion have one advantage it gives the gradient of `sequence`; here
+    each may have its own.
     """
     return sequence(x.detach(), mask) + (x - x.detach())
 
 
 def product(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """log q = sum_t x: the ratio of whole answers as single actions. RLOO, arXiv 2402.14740."""
+    """log q = sum_t x: the ratio of whole completions as single actions. RLOO, arXiv 2402.14740."""
     return spread(bounded(row_sum(x, mask)), mask)
 
 
@@ -63,4 +63,4 @@ RATIOS: Mapping[str, Ratio] = MappingProxyType(
 )
 
 PER_SEQUENCE: frozenset[Ratio] = frozenset({sequence, sequence_token, product, arithmetic})
-"""Ratios that all tokens of an answer share: diagnostics give each answer one vote."""
+"""Ratios that all tokens of a completion share: diagnostics give each completion one vote."""

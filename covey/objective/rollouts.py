@@ -65,4 +65,5 @@ def joined(batch: Batch) -> Joined:
         for name in batch.__slots__
         if isinstance(value := getattr(batch, name), torch.Tensor)
     }
-    return shape._replace(batch=replace(batch, **{**changes, "lengths": lengths, "host": None}))
+    changes |= {"lengths": lengths, "host": None}
+    return shape._replace(batch=replace(batch, **changes))

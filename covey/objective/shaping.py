@@ -3,9 +3,9 @@
 The first two are the entropy-shaping pair of arXiv 2508.04349 (v5), GTPO and GRPO-S; the third is
 the other GTPO, arXiv 2508.03772. Entropy H is that of the policy that collected the batch.
 
-Right answers form O+, wrong ones O-. A group that is all right or all wrong has advantage 0 and
-enters no statistic, as if dynamic sampling had dropped it: the paper's runs do drop it, and without
-that an all-wrong group is pushed about by its entropies alone.
+Correct completions form O+, wrong ones O-. A group that is all correct or all wrong has advantage 0
+and enters no statistic, as if dynamic sampling had dropped it: the paper's runs do drop it, and
+without that an all-wrong group is pushed about by its entropies alone.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ WITHOUT_CONFLICTS: frozenset[Need] = frozenset({"groups", "old_entropy", "tokens
 
 
 class Polarity(NamedTuple):
-    """Which answers [B] count as right and which as wrong. Neither: the answer is left out."""
+    """Which rollouts [B] count as correct and which as wrong. Neither: the rollout is left out."""
 
-    right: torch.Tensor
+    correct: torch.Tensor
     wrong: torch.Tensor
 
 
 def polarity(batch: Batch) -> Polarity:
-    """Split the scored answers of groups that have both right and wrong ones."""
-    # Without trained tokens an answer has no entropy to be compared by.
+    """Split the scored completions of groups that have both correct and wrong ones."""
+    # Without trained tokens a completion has no entropy to be compared by.
     scored = ~batch.rewards.isnan() & batch.mask.any(dim=1)
-    right, wrong = scored & batch.success, scored & ~batch.success
-    mixed = (group_sum(right.double(), batch.group) > 0) & (
+    correct, wrong = scored & batch.success, scored & ~batch.success
+    mixed = (group_sum(correct.double(), batch.group) > 0) & (
         group_sum(wrong.double(), batch.group) > 0
     )
-    return Polarity(right=right & mixed, wrong=wrong & mixed)
+    return Polarity(correct=correct & mixed, wrong=wrong & mixed)
 
 
 def entropy_shaped_tokens(
@@ -64,17 +64,19 @@ def entropy_shaped_tokens(
     eps: float = 1e-6,
     entropy_floor: float = 1e-3,
 ) -> torch.Tensor:
-    """GTPO, equations 2 to 4: a bonus for uncertain tokens of right answers, and a malus for sure
-    tokens of wrong ones, each normalized over all tokens of the batch."""
-    right, wrong = polarity(batch)
-    of_right, of_wrong = batch.mask & right[:, None], batch.mask & wrong[:, None]
+    """GTPO, equations 2 to 4: rewards shaped by entropy, normalized over all tokens of the batch.
+
+    Uncertain tokens of correct completions get a bonus, certain tokens of wrong ones a malus.
+    """
+    correct, wrong = polarity(batch)
+    of_correct, of_wrong = batch.mask & correct[:, None], batch.mask & wrong[:, None]
     entropy = _entropy(batch)
     group = batch.group if scope == "group" else torch.zeros_like(batch.group)
-    shaped_right = alpha1 + alpha2 * _share(entropy.clamp(min=1e-12), of_right, group)
+    shaped_correct = alpha1 + alpha2 * _share(entropy.clamp(min=1e-12), of_correct, group)
     shaped_wrong = -alpha1 - alpha2 * _share(1 / entropy.clamp(min=entropy_floor), of_wrong, group)
     advantage = torch.zeros_like(entropy)
-    for shaped, mine in ((shaped_right, of_right), (shaped_wrong, of_wrong)):
-        among = mine if norm == "polarity" else of_right | of_wrong
+    for shaped, mine in ((shaped_correct, of_correct), (shaped_wrong, of_wrong)):
+        among = mine if norm == "polarity" else of_correct | of_wrong
         values = shaped.where(mine, 0.0)[among]
         if len(values) and not all_equal(values):
             difference = values - values.mean()
@@ -84,7 +86,7 @@ def entropy_shaped_tokens(
 
 
 def _share(values: torch.Tensor, mask: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Return v / (sum of v) times how many there are, over the group's answers at each position."""
+    """Return v / (sum of v) * count, over the completions of a group at each position."""
     _, index = group.unique(return_inverse=True)
 
     def at_position(of: torch.Tensor) -> torch.Tensor:
@@ -105,14 +107,14 @@ def entropy_shaped_sequences(
     eps: float = 1e-6,
     entropy_floor: float = 1e-3,
 ) -> torch.Tensor:
-    """GRPO-S, equation 6: the same by answer, with the mean entropy, standardized in the group."""
-    right, wrong = polarity(batch)
+    """GRPO-S, equation 6: the same by rollout, with the mean entropy, standardized in the group."""
+    correct, wrong = polarity(batch)
     entropy = row_mean(_entropy(batch), batch.mask)
     group = batch.group if scope == "group" else torch.zeros_like(batch.group)
-    bonus = _share(entropy.clamp(min=1e-12), right[:, None], group)
+    bonus = _share(entropy.clamp(min=1e-12), correct[:, None], group)
     malus = _share(1 / entropy.clamp(min=entropy_floor), wrong[:, None], group)
-    shaped = torch.where(right[:, None], beta1 + beta2 * bonus, -beta1 - beta2 * malus).squeeze(1)
-    shaped = shaped.where(right | wrong, torch.nan)
+    shaped = torch.where(correct[:, None], beta1 + beta2 * bonus, -beta1 - beta2 * malus).squeeze(1)
+    shaped = shaped.where(correct | wrong, torch.nan)
     return per_token(standardized(shaped, batch.group, ddof=ddof, eps=eps), batch.mask)
 
 
@@ -123,13 +125,13 @@ def without_conflicts(
     max_entropy: float = 0.7,
     entropy_cost: float = 0.1,
 ) -> torch.Tensor:
-    """The other GTPO (arXiv 2508.03772): what good and bad answers share is not pushed down.
+    """The other GTPO (arXiv 2508.03772): what good and bad completions share is not pushed down.
 
-    A_i = R_i - mean_g R - entropy_cost H_i, or 0 where the mean entropy H_i of an answer exceeds
-    max_entropy. A conflict token is one that some good and some bad answer of the group have at the
-    same place, in an unbroken run from the start or, counted backwards, from the end. There A is
-    multiplied by `bonus` in good answers and by 0 in bad ones, and the answer's advantage is
-    divided by its number of conflict tokens.
+    A_i = R_i - mean_g R - entropy_cost H_i, or 0 where the mean entropy H_i of a completion exceeds
+    max_entropy. A conflict token is one that some good and some bad completion of the group have at
+    the same place, in an unbroken run from the start or, counted backwards, from the end. There A
+    is multiplied by `bonus` in good completions and by 0 in bad ones, and the completion's
+    advantage is divided by its number of conflict tokens.
     """
     rewards = rollout_rewards(batch)
     difference = centered(rewards, batch.group)
@@ -143,7 +145,7 @@ def without_conflicts(
 def _conflicts(
     batch: Batch, advantage: torch.Tensor, bonus: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factor of each token [B, T] and the number of conflict tokens of each answer."""
+    """Return the factor of each token [B, T] and the number of conflict tokens of each row."""
     forward = _conflict_run(batch.tokens, batch.mask, batch.group, advantage)
     order = _from_the_end(batch.mask)
     reverse = _conflict_run(
@@ -166,7 +168,7 @@ def _from_the_end(mask: torch.Tensor) -> torch.Tensor:
 def _conflict_run(
     tokens: torch.Tensor, mask: torch.Tensor, group: torch.Tensor, advantage: torch.Tensor
 ) -> torch.Tensor:
-    """Mark the tokens [B, T] before the first that is not shared by good and bad answers."""
+    """Mark the tokens [B, T] before the first that is not shared by good and bad completions."""
     shared = torch.zeros_like(mask)
     for each in group.unique():
         rows = (group == each).nonzero().squeeze(1)

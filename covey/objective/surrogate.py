@@ -92,7 +92,8 @@ def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: flo
 def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Gain:
     """A exp(mean_t z), z = log r clipped to [-clip_low, clip_high] where A pushes. GMPO.
 
-    arXiv 2507.20673. Only the bound on the side of A's sign acts. The bounds are of the logarithm: 0.4 lets ratios from 0.67 to 1.49 through.
+    arXiv 2507.20673. Only the bound on the side of A's sign acts. The bounds are of the logarithm:
+    0.4 lets ratios from 0.67 to 1.49 through.
     """
     x, advantage = tokens.log_ratio, tokens.advantage
     held = x.clamp(-clip_low, clip_high)
@@ -125,7 +126,7 @@ def gamma_weight(
     """sg(phi(r)) A logp, phi(w) = w^power exp(rate (1 - w)). VESPO, arXiv 2602.10693.
 
     phi(1) = 1, and it vanishes for ratios near 0 and far above 1. The ratio is that of whole
-    answers, so `r` is at least 1e-8.
+    completions, so `r` is at least 1e-8.
     """
     good = tokens.advantage >= 0
     power = _either(good, power_pos, power_neg, tokens)

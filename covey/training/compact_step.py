@@ -1,4 +1,4 @@
-"""A step of AdamW on a compact state, in torch operations; covey/accel/kernels/adamw.py is the same.
+"""A step of AdamW on a compact state in torch operations, as in covey/accel/kernels/adamw.py.
 
 A float32 weight is kept in two halves of 16 bits: the nearest bfloat16, which is what the model
 computes with, and what is to be added to its bits to have the weight back, all of it. Moments are

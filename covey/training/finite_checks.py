@@ -1,4 +1,4 @@
-"""Numbers that a step must not learn from: log-probabilities that are not finite.
+"""Checks for log-probabilities that are not finite, before a step trains on them.
 
 Ratios and penalties are clamped, and the gradient of a clamp at NaN is 0. A NaN from a reference
 would take the penalty off its token without a trace in the gradient, and a NaN of the policy that
@@ -24,7 +24,7 @@ CAUSES = {
         "optimizer.learning_rate if it was sound at first; earlier checkpoints may be",
     ),
 }
-"""For each field: who gave the log-probabilities, and what to do where they are not finite."""
+"""For each field: where it comes from, and what to do where it is not finite."""
 
 
 def check_finite(batch: Batch, step: int) -> None:
@@ -34,7 +34,7 @@ def check_finite(batch: Batch, step: int) -> None:
     if not known:
         return
     wrong = [(~values.isfinite() & batch.mask).sum() for values in known.values()]
-    *counts, tokens = torch.stack([*wrong, batch.mask.sum()]).tolist()  # a device is asked once
+    *counts, tokens = torch.stack([*wrong, batch.mask.sum()]).tolist()  # one fetch from the device
     for name, count in zip(known, counts, strict=True):
         if count:
             whose, remedy = CAUSES[name]

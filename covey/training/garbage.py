@@ -1,8 +1,8 @@
-"""Python's garbage collector, kept off what will never be garbage.
+"""Keeping Python's garbage collector from objects that live as long as the process.
 
 Torch, transformers and Triton make some four hundred thousand objects when they are imported, and
-a full collection looks at every one of them: a fifth of a second. The thousands of answers of a
-step bring such collections about, one after the other, while a GPU waits.
+a full collection visits every one of them: a fifth of a second. The thousands of rollouts of a
+step trigger such collections, one after the other, while a GPU waits.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def freeze_garbage_collector() -> Iterator[None]:
-    """Leave what exists by now out of all collections; what is made from now on is collected.
+    """Leave objects that exist by now out of all collections; later ones are collected.
 
-    What is garbage already goes first, or it would stay: perhaps somebody's last model.
+    A full collection comes first, or garbage that exists already would stay, such as a model.
     """
     gc.collect()
     gc.freeze()

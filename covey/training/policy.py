@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from covey.accel.packing import host_rows
-from covey.accel.train_graph import TrainGraphs, train_graphs_for
+from covey.accel.train_graph import train_graphs_for
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp, scatter_logp
 from covey.training.optimizer import Optimizer, Stepped
@@ -26,15 +26,15 @@ class Policy:
     version: int = 0
     """Optimizer steps taken."""
     graphs: bool = True
-    """Whether passes are recorded, where the model and its device allow it."""
-    passes: TrainGraphs | None = None
-    """Those that are."""
+    """Whether CUDA graphs are used, where the model and its device allow it."""
+    passes: Passes | None = None
+    """The CUDA graphs of forward and backward passes."""
 
     def logp(self, batch: Batch) -> LogProbs:
         """Return log-probability and entropy of every trained token, with gradient if enabled.
 
-        A gradient goes straight to where the optimizer finds it, and has to be asked for before
-        this is called again: passes may be recorded, and share their memory (graph.py).
+        Call backward before the next call: the passes may be CUDA graphs, which share their memory
+        (accel/train_graph.py). The gradient goes straight to where the optimizer reads it.
         """
         if self.graphs and self.passes is None:
             self.passes = train_graphs_for(
@@ -49,12 +49,12 @@ class Policy:
             if self.passes is None or self.passes.failed:
                 raise
             self.passes.give_up(error)
-        # By now nothing holds on to what the failed pass had, nor to the memory of graphs.
+        # By now nothing refers to the memory of the failed pass, or of the graphs.
         torch.cuda.empty_cache()
         return self.plain_logp(batch)
 
     def plain_logp(self, batch: Batch) -> LogProbs:
-        """Return the same as autograd knows it: to be differentiated at any time, by anything."""
+        """Return the same without CUDA graphs: differentiable at any time, by any caller."""
         return batch_logp(
             self.model,
             batch,

@@ -1,4 +1,4 @@
-"""Worked solutions to learn from before reinforcement: the task's own, or a file's."""
+"""Worked solutions for supervised training: the task's own, or those of a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from covey.config import Config
 from covey.errors import ConfigError, DataError
 from covey.tasks import Task
 from covey.tasks.jsonl import json_lines
-from covey.tasks.rows import RowReader
 from covey.types import Prompt
 
 _PLACE = re.compile(r"\{(worked|solution|answer)\}")
@@ -21,7 +20,7 @@ AS_IT_IS = "{answer}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A question and what is to be answered."""
+    """A prompt and the completion to learn."""
 
     prompt: Prompt
     text: str
@@ -29,12 +28,12 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solutions:
-    """Solutions that are written when they are asked for."""
+    """Solutions, each written when it is read."""
 
     prompts: Sequence[Prompt]
     template: str
     prefill: str = ""
-    """How every answer begins. It stands in the prompt already, so solutions go without it."""
+    """How every completion begins. It is part of the prompt, so solutions go without it."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -46,9 +45,9 @@ class Solutions:
 
 
 def write_solution(prompt: Prompt, template: str) -> str:
-    """Fill in a template: {worked} is the way, {solution} a right answer, {answer} the expected.
+    """Fill in a template: {worked} derives the answer, {solution} is one, {answer} is the target.
 
-    {solution} is {answer} where a task has no other; {worked} has nothing to stand in for it.
+    {solution} defaults to {answer}; {worked} has no default.
     """
 
     def filled(match: re.Match[str]) -> str:
@@ -84,6 +83,8 @@ def solutions_of(config: Config, task: Task) -> Solutions:
 
 
 def _from_file(file: str) -> list[Prompt]:
-    """Read rows of a prompt (text or messages) and a completion."""
-    reader = RowReader(target="completion", name="sft")
-    return reader.read("train", json_lines(Path(file)), file)
+    """Read {question, completion}, or {messages, completion} with the conversation before it."""
+    rows = list(json_lines(Path(file)))
+    conversations = any(isinstance(row, dict) and "messages" in row for _, _, row in rows)
+    table = Table(answer="completion", messages="messages" if conversations else "", name="sft")
+    return table.read("train", rows, file)

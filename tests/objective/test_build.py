@@ -194,7 +194,7 @@ def test_an_option_of_a_piece_that_was_not_chosen(option: str, pieces: dict[str,
 
 
 def test_pieces_need_no_name_in_a_file(tmp_path: Path) -> None:
-    config = from_toml(tmp_path, '[objective]\nratio = "sequence"\nlow = 3e-4\nkl_in = "reward"\n')
+    config = from_toml(tmp_path, '[objective]\nratio = "sequence"\nclip_low = 3e-4\nkl_in = "reward"\n')
     assert config.objective.name == "composed"
     assert config.objective.options == {
         "advantage": "standardized", "ratio": "sequence", "surrogate": "clipped", "weights": "token_mean",
@@ -224,10 +224,10 @@ def test_a_resolved_algorithm_reads_back_as_the_same(name: str, tmp_path: Path) 
         ('ratio = "sequenc"', "config: objective.ratio = 'sequenc' is not known; did you mean 'sequence'?"),
         ("ratio = [1]", "config: objective.ratio = [1] is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
         ('ratio = "token"\nmin_weight = 1.0', "config: objective.min_weight is not an option of composed; did you mean 'weights'?"),
-        ('ratio = "token"\nlow = "x"', "config: objective.clip_low = 'x': input should be a valid number"),
+        ('ratio = "token"\nclip_low = "x"', "config: objective.clip_low = 'x': input should be a valid number"),
         ('name = "gspo"\nratio = "token"', "config: objective.ratio needs objective.name = 'composed'; 'gspo' has pieces of its own"),
-        ('name = "gspo"\nlow = -0.1', "objective.clip_low = -0.1 of gspo must be at least 0"),
-        ('name = "gspo"\ntop_entropy = 0.2', "objective.top_entropy of gspo: its gain is of whole answers, so tokens cannot be left out; gspo_token takes the ratio of the answer token by token"),
+        ('name = "gspo"\nclip_low = -0.1', "objective.clip_low = -0.1 of gspo must be at least 0"),
+        ('name = "gspo"\ntop_entropy = 0.2', "objective.top_entropy of gspo: its gain is of whole completions, so tokens cannot be left out; gspo_token takes the ratio of the completion token by token"),
         ('name = "composd"', "config: objective.name = 'composd' is not known; did you mean 'composed'?"),
     ],
 )  # fmt: skip
@@ -255,7 +255,7 @@ def test_print_config_shows_the_length(capsys: pytest.CaptureFixture[str]) -> No
     settings = ["--set", "objective.name=dr_grpo", "--set", "rollout.max_tokens=37"]
     assert run(["train", *settings, "--print-config"]) == 0
     printed = capsys.readouterr().out
-    assert '[objective]\nname = "dr_grpo"\nlength = 37\nlow = 0.2\n' in printed
+    assert '[objective]\nname = "dr_grpo"\nlength = 37\nclip_low = 0.2\n' in printed
 
 
 # Functions of one's own
@@ -499,7 +499,7 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
         ("grpo", {"correction": "token_mask", "correction_high": 0.9}, "objective.correction = 'token_mask' is 1 where sampler and trainer agree, and must be within its bounds 0.0 and 0.9"),
         ("grpo", {"correction": "divergence_mask", "correction_low": 0.5}, "objective.correction = 'divergence_mask' is 0 where sampler and trainer agree, and must be within its bounds 0.5 and 2.0"),
         ("gspo", {"correction_low": 3.0}, "objective.correction_low = 3.0 of gspo exceeds correction_high = 2.0"),
-        ("rloo", {"kl": "k3_sequence"}, "objective.kl = 'k3_sequence' of rloo is of whole answers and goes into the loss; for objective.kl_in = 'reward' take k1"),
+        ("rloo", {"kl": "k3_sequence"}, "objective.kl = 'k3_sequence' of rloo is of whole completions and goes into the loss; for objective.kl_in = 'reward' take k1"),
         ("dapo", {"veto": 1.5}, "objective.veto = 1.5 of dapo must be at least 0 and at most 1"),
         ("dapo", {"kl_target": 0.1}, "objective.kl_target adapts beta, which is 0; start with a beta above 0"),
         ("dapo", {"clip_low": "0.2"}, "objective.clip_low = '0.2' of dapo must be a number"),
@@ -535,8 +535,8 @@ def test_tokens_are_left_out_only_where_they_can_be(name: str) -> None:
     built = "composed" if name in pieces else name
     if name in {"gspo", "luspo", "gmpo", "rloo", "grpo_s", "vespo", *pieces}:
         assert refused(built, **options) == (
-            f"objective.top_entropy of {built}: its gain is of whole answers, so tokens cannot be "
-            "left out; gspo_token takes the ratio of the answer token by token"
+            f"objective.top_entropy of {built}: its gain is of whole completions, so tokens cannot be "
+            "left out; gspo_token takes the ratio of the completion token by token"
         )
     else:
         out, _ = descend(built, **options)

@@ -178,7 +178,7 @@ MEAN = 0.8 ** (1 / 3)
 
 
 @pytest.mark.parametrize(
-    ("name", "clip_low", "clip_high", "expected"),
+    ("name", "low", "high", "expected"),
     [
         ("token_truncate", 0.6, 1.5, [0.8, 1.5, 0.6]),
         ("token_mask", 0.6, 1.5, [0.8, 0.0, 0.0]),
@@ -194,10 +194,10 @@ MEAN = 0.8 ** (1 / 3)
         ("divergence_mask", 0.0, 0.17, [0.0] * 3),
     ],
 )
-def test_corrections(name: str, clip_low: float, clip_high: float, expected: list[float]) -> None:
+def test_corrections(name: str, low: float, high: float, expected: list[float]) -> None:
     mask = torch.tensor([[True, True, False, True]])
     log_rho = row(*(math.log(r) for r in RHO))[:, [0, 1, 0, 2]].where(mask, 0.0)
-    factor = CORRECTIONS[name](log_rho, mask, clip_low=clip_low, clip_high=clip_high)
+    factor = CORRECTIONS[name](log_rho, mask, low=low, high=high)
     assert factor[mask].tolist() == pytest.approx(expected)
 
 

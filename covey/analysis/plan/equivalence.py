@@ -126,7 +126,7 @@ def reference_is_policy(setup: Setup) -> bool:
 def _advantage(setup: Setup) -> Piece:
     config, found = setup.config, piece_of(setup.objective.advantage)
     options = dict(found.options)
-    if found.function is advantage.group_whitened and options["weighting"] == "answer":
+    if found.function is advantage.group_whitened and options["weighting"] == "sequence":
         options = {"ddof": 1, "eps": options["eps"], "of": "centered"}
         found = Piece(advantage.standardized_by_batch, tuple(sorted(options.items())))
     if found.function is advantage.standardized_by_batch and config.rollout.prompts_per_step == 1:

@@ -64,7 +64,7 @@ def dr_grpo(
     from batch to batch.
 
     Worth knowing: what other codes call dr_grpo often keeps the division by the standard deviation
-    (TRL's loss_type alone) or by the answer's own length; neither is this algorithm.
+    (TRL's loss_type alone) or by the completion's own length; neither is this algorithm.
     """
     return Objective(
         advantage=advantage.group_centered,
@@ -123,7 +123,7 @@ def lite_ppo(
         A_i  = (R_i - mean_g R) / (std_batch R + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The batch is all answers of a step, whatever number of optimizer steps it is split into.
+    The batch is all completions of a step, whatever number of optimizer steps it is split into.
     """
     return Objective(
         advantage=partial(advantage.standardized_by_batch, ddof=ddof, eps=eps),
@@ -143,8 +143,8 @@ def opo(
         A_i  = R_i - sum_g T R / sum_g T
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The baseline weighs answers by their length, which minimises the variance if the gradient of an
-    answer grows with its length; so every token has the same weight here.
+    The baseline weighs completions by their length, which minimises the variance if the gradient of
+    an completion grows with its length; so every token has the same weight here.
 
     Departure: the paper takes one optimizer step per batch, where the clip never acts. It is here
     for those who take more.
@@ -176,7 +176,7 @@ def reinforce_pp(
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     Since the baseline is that of the batch, prompts of different difficulty are pushed as wholes;
-    `reinforce_pp_baseline` mends that.
+    `reinforce_pp_baseline` corrects that.
     """
     return Objective(
         advantage=partial(advantage.returns_whitened, gamma=gamma, eps=eps),
@@ -196,7 +196,7 @@ def reinforce_pp_baseline(
     clip_high: float = 0.2,
     beta: float = 0.0,
     kl: Kl = "k2",
-    weighting: Literal["answer", "token"] = "answer",
+    weighting: Literal["sequence", "token"] = "sequence",
     eps: float = 1e-8,
 ) -> Objective:
     """REINFORCE++ with the group's mean as baseline, arXiv 2501.03262.
@@ -204,9 +204,9 @@ def reinforce_pp_baseline(
         C_i  = R_i - mean_g R;   A_i = C_i / (std_batch C + eps)
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Codes disagree on the deviation: over tokens in verl and OpenRLHF, over answers in ms-swift.
-    We take answers, where the mean of C stays 0 and length does not come in; `weighting = "token"`
-    is the other reading. A KL in the loss is k2, as the paper recommends.
+    Codes disagree on the deviation: over tokens in verl and OpenRLHF, over completions in ms-swift.
+    We take completions, where the mean of C stays 0 and length does not come in; `weighting =
+    "token"` is the other reading. A KL in the loss is k2, as the paper recommends.
     """
     return Objective(
         advantage=partial(advantage.group_whitened, weighting=weighting, eps=eps),

@@ -1,4 +1,4 @@
-"""Algorithms whose ratio, or whose clip, is of whole answers."""
+"""Algorithms whose ratio, or whose clip, is of whole completions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gspo(
 
     Worth knowing: s is a geometric mean, so it moves far less than the ratio of a token; a clip of
     0.2, which fits tokens, never acts on it. With one optimizer step per rollout batch s is 1 and
-    the gradient is GRPO's. The mean is over answers: over tokens it would be another algorithm
+    the gradient is GRPO's. The mean is over completions: over tokens it would be another algorithm
     (that is `luspo`, up to a constant), though several codes do that under this name.
     """
     return Objective(
@@ -49,12 +49,12 @@ def gspo_token(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Objective:
-    """GSPO-token, arXiv 2507.18071 equations 13 to 18: the ratio of the answer, token by token.
+    """GSPO-token, arXiv 2507.18071 equations 13 to 18: the ratio of the completion, token by token.
 
         s_t  = sg(s_i) exp(logp - sg(logp)),  sg: no gradient
         loss = - 1/N sum_i 1/T_i sum_t min(s_t A, clip(s_t, 1-clip_low, 1+clip_high) A)
 
-    The same value and gradient as `gspo` while all tokens of an answer have one advantage. It is
+    The same value and gradient as `gspo` while all tokens of a completion have one advantage. It is
     the form to take with advantages of single tokens, such as `top_entropy` makes.
     """
     return Objective(
@@ -80,7 +80,8 @@ def luspo(
 
         loss = - 1/N sum_i T_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
-    GSPO's division by the answer's length favours short right answers; this takes it back.
+    GSPO's division by the completion's length favours short correct completions; this takes it
+    back.
     """
     return Objective(
         advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
@@ -134,10 +135,10 @@ def rloo(
         q_i  = exp( sum_t (logp - old_logp) )
         loss = - 1/N sum_i min(q A, clip(q, 1-clip_low, 1+clip_high) A)
 
-    An answer is one action, so its ratio is the product over its tokens and the gradient of each
+    A completion is one action, so its ratio is the product over its tokens and the gradient of each
     token has weight 1/N, whatever the length. The paper takes one step per batch, where the ratio
-    is 1; the clip for several steps is TRL's. For long answers the product leaves the clip range at
-    once: take few optimizer steps.
+    is 1; the clip for several steps is TRL's. For long completions the product leaves the clip
+    range at once: take few optimizer steps.
     """
     return Objective(
         advantage=advantage.against_the_others,
@@ -164,9 +165,9 @@ def grpo_s(
     eps: float = 1e-6,
     entropy_floor: float = 1e-3,
 ) -> Objective:
-    """GRPO-S, arXiv 2508.04349 (v5): rewards shaped by the mean entropy H_i of each answer.
+    """GRPO-S, arXiv 2508.04349 (v5): rewards shaped by the mean entropy H_i of each completion.
 
-        rs_i =  beta1 + beta2 n H_i / sum_{k in O+} H_k            for the n right answers, O+
+        rs_i =  beta1 + beta2 n H_i / sum_{k in O+} H_k            for the n correct completions, O+
         rs_j = -beta1 - beta2 m (1/H_j) / sum_{k in O-} 1/H_k      for the m wrong ones, O-
         A_i  = (rs_i - mean_g rs) / (std_g rs + eps)
         w_i  = exp( 1/T_i sum_t (logp - old_logp) )
@@ -175,10 +176,10 @@ def grpo_s(
     Choices: the paper prints w as a mean of ratios (equation 8, `mean = "arithmetic"`) and as a
     geometric mean (algorithm 1), which is our default; its sums over k are of the group in the
     equations, and of the batch in its runs (`scope`). Clip 0.2 and 0.28 practically never acts on a
-    geometric mean. 1/H is taken of H no smaller than entropy_floor. Right is what the reward calls
-    a success.
+    geometric mean. 1/H is taken of H no smaller than entropy_floor. A completion is correct if the
+    reward calls it a success.
 
-    Departure: a group that is all right or all wrong has advantage 0, as dynamic sampling, which
+    Departure: a group that is all correct or all wrong has advantage 0, as dynamic sampling, which
     the paper's runs use, would have it.
     """
     return Objective(

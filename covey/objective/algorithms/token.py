@@ -26,22 +26,22 @@ def gtpo(
 ) -> Objective:
     """Group Token Policy Optimization, arXiv 2508.04349 (v5): rewards shaped by token entropy H.
 
-        rp[i,t] =  alpha1 + alpha2 d_t H[i,t] / sum_{k in O+} H[k,t]        right answers, O+
-        rn[j,t] = -alpha1 - alpha2 h_t (1/H[j,t]) / sum_{k in O-} 1/H[k,t]  wrong answers, O-
+        rp[i,t] =  alpha1 + alpha2 d_t H[i,t] / sum_{k in O+} H[k,t]        correct completions, O+
+        rn[j,t] = -alpha1 - alpha2 h_t (1/H[j,t]) / sum_{k in O-} 1/H[k,t]  wrong completions, O-
         A       = (rp - mean rp) / (std rp + eps), and the same for rn
         loss    = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    d_t and h_t count the right and wrong answers that reach position t. Not to be confused with
-    `gtpo_trajectory`, which has the same initials.
+    d_t and h_t count the correct and wrong completions that reach position t. Not to be confused
+    with `gtpo_trajectory`, which has the same initials.
 
     Choices: mean and deviation are over all tokens of the batch, rp being 0 on tokens of wrong
-    answers and rn on those of right ones. The paper can also be read as "over tokens of the same
-    polarity" (`norm = "polarity"`), but then alpha1 and alpha2 cancel and half of every right
-    answer is pushed down. The sums over k are of the group, as in the equations; the paper's runs
-    took the batch (`scope`). 1/H is taken of H no smaller than entropy_floor. Right is what the
-    reward calls a success.
+    completions and rn on those of correct ones. The paper can also be read as "over tokens of the
+    same polarity" (`norm = "polarity"`), but then alpha1 and alpha2 cancel and half of every
+    correct completion is pushed down. The sums over k are of the group, as in the equations; the
+    paper's runs took the batch (`scope`). 1/H is taken of H no smaller than entropy_floor. A
+    completion is correct if the reward calls it a success.
 
-    Departure: a group that is all right or all wrong has advantage 0, as dynamic sampling, which
+    Departure: a group that is all correct or all wrong has advantage 0, as dynamic sampling, which
     the paper's runs use, would have it.
     """
     shaped = partial(
@@ -73,10 +73,11 @@ def gtpo_trajectory(
         A_i  = R_i - mean_g R - entropy_cost H_i;  0 if H_i > max_entropy
         loss = - 1/N sum_i 1/T_i sum_t exp(logp - sg(logp)) A_i delta[i,t] / max(1, conflicts_i)
 
-    H_i is the mean entropy of the answer. A conflict token stands at the same place in a good and
-    in a bad answer of the group, in an unbroken run from the start or from the end. On it delta is
-    `bonus` in a good answer, 0 in a bad one, for each of the two runs; elsewhere 1. So the form
-    that all answers share is not pushed down with the bad ones. No ratio, no clip, no reference.
+    H_i is the mean entropy of the completion. A conflict token stands at the same place in a good
+    and in a bad completion of the group, in an unbroken run from the start or from the end. On it
+    delta is `bonus` in a good completion, 0 in a bad one, for each of the two runs; elsewhere 1. So
+    the form that all completions share is not pushed down with the bad ones. No ratio, no clip, no
+    reference.
 
     Departures: H_i is taken when the batch is collected rather than anew in every optimizer step,
     so that the advantage is a constant of the batch. A group without variance has advantage 0; the

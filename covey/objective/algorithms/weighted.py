@@ -72,7 +72,7 @@ def gpg(
 ) -> Objective:
     """Group Policy Gradient, arXiv 2504.02546.
 
-        A_i  = alpha (R_i - mean_g R),  alpha = N / answers in groups with variance
+        A_i  = alpha (R_i - mean_g R),  alpha = N / completions in groups with variance
         loss = - 1/T sum_i sum_t A logp
 
     Neither ratio nor clip: with several optimizer steps per batch nothing holds the policy back.
