@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tests.policy.test_gguf import tiny, write_gguf
+from tests.models.test_gguf import tiny, write_gguf
 from torch import nn
 
 from covey.accel.head import LIVE_COPIES
