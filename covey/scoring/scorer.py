@@ -50,9 +50,10 @@ def make_scorer(
 
 def check_timeout(name: str, reward: Reward, timeout: float) -> None:
     """Refuse a time limit that would end a reward before its own do: it would never say 0."""
-    if timeout < max_seconds(reward):
+    needed = max_seconds(reward)
+    if timeout < needed:
         raise ConfigError(
-            f"config: scoring.timeout = {timeout:g} is less than the {max_seconds(reward):g} seconds "
+            f"config: scoring.timeout = {timeout:g} is less than the {needed:g} seconds "
             f"that reward {name} may take by its own limits: raise it, or lower the reward's "
             "total_seconds if it has them"
         )
