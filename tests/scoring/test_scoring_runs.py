@@ -21,8 +21,8 @@ from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import RewardError
 from covey.rewards import as_reward
-from covey.rewards.math_answer import MathAnswer
 from covey.rewards.format import ThinkAnswerForm
+from covey.rewards.math_answer import MathAnswer
 from covey.run.folder import RunFolder
 from covey.run.resume import start_of
 from covey.scoring import Job, Pool, ScoreResult, make_scorer
