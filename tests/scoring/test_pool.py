@@ -48,7 +48,7 @@ def rewards(results: list[ScoreResult]) -> list[float | None]:
 def test_results_come_back_in_order_whichever_finishes_first(pool: Pool) -> None:
     times = [0.4, 0.0, 0.2, 0.1, 0.3, 0.0]
     futures = [pool.submit(job(f"sleep {t}")) for t in times]
-    assert [rewards(f.result())[0] for f in futures] == times
+    assert [reward_values(f.result())[0] for f in futures] == times
 
 
 def test_processes_share_the_work_and_do_not_wait_for_a_slow_job(
@@ -61,7 +61,7 @@ def test_processes_share_the_work_and_do_not_wait_for_a_slow_job(
     assert len(pids) == 1
     assert not long.done()
     (tmp_path / "done").touch()
-    assert rewards(long.result()) == [1.0]
+    assert reward_values(long.result()) == [1.0]
     pool.close()
 
 
@@ -87,7 +87,7 @@ def test_a_failing_reward_costs_one_completion_its_reward(pool: Pool, bad: str, 
     results = [v.result()[0] for v in results]
     assert rewards(results) == [1.0, 2.0, None, 3.0, 4.0, 5.0]
     assert results[2].error.startswith(why)
-    assert rewards(pool.submit(job("6")).result()) == [6.0]
+    assert reward_values(pool.submit(job("6")).result()) == [6.0]
 
 
 def test_a_time_limit_kills_what_the_reward_had_started_as_well(pool: Pool) -> None:
@@ -96,19 +96,19 @@ def test_a_time_limit_kills_what_the_reward_had_started_as_well(pool: Pool) -> N
     assert alive(pid)
     # Both processes are busy, so each reaches its time limit; one of them has the child.
     for future in [pool.submit(job("loop")) for _ in range(4)]:
-        assert rewards(future.result()) == [None]
+        assert reward_values(future.result()) == [None]
     wait_until(lambda: not alive(pid))
 
 
 def test_what_a_reward_prints_stays_out_of_the_conversation(pool: Pool) -> None:
     futures = [pool.submit(job("print hello")) for _ in range(5)]
-    assert [rewards(f.result()) for f in futures] == [[0.5]] * 5
+    assert [reward_values(f.result()) for f in futures] == [[0.5]] * 5
 
 
 def test_large_scores_and_many_completions_arrive(pool: Pool) -> None:
     assert rewards(pool.submit(job("big")).result()) == [1.0]
     futures = [pool.submit(job(str(n), str(-n))) for n in range(2000)]
-    assert [rewards(f.result()) for f in futures] == [[n, -n] for n in range(2000)]
+    assert [reward_values(f.result()) for f in futures] == [[n, -n] for n in range(2000)]
 
 
 def test_an_async_function_scores_many_completions_concurrently() -> None:
@@ -116,12 +116,12 @@ def test_an_async_function_scores_many_completions_concurrently() -> None:
     pool.start()
     started = time.monotonic()
     futures = [pool.submit(job("0.4")) for _ in range(32)]
-    assert [rewards(f.result()) for f in futures] == [[0.4]] * 32
+    assert [reward_values(f.result()) for f in futures] == [[0.4]] * 32
     assert time.monotonic() - started < 32 * 0.4 / 2
     # The one that never comes back is the only one without a reward.
     futures = [pool.submit(job(t)) for t in ("0", "600", "0.1", "words")]
-    assert [rewards(f.result())[0] for f in futures] == [0.0, None, 0.1, None]
-    assert rewards(pool.submit(job("0")).result()) == [0.0]
+    assert [reward_values(f.result())[0] for f in futures] == [0.0, None, 0.1, None]
+    assert reward_values(pool.submit(job("0")).result()) == [0.0]
     pool.close()
 
 
@@ -141,16 +141,16 @@ def test_one_that_blocks_or_dies_costs_those_that_wait_beside_it_nothing(
     pool.start()
     futures = [pool.submit(job(bad if n == 5 else str(n))) for n in range(24)]
     results = [f.result()[0] for f in futures]
-    assert rewards(results) == [None if n == 5 else n for n in range(24)]
+    assert reward_values(results) == [None if n == 5 else n for n in range(24)]
     assert results[5].error.startswith(why)
-    assert [rewards(pool.submit(job("6")).result()) for _ in range(3)] == [[6.0]] * 3
+    assert [reward_values(pool.submit(job("6")).result()) for _ in range(3)] == [[6.0]] * 3
     pool.close()
 
 
 def test_a_function_of_whole_groups_gets_whole_groups() -> None:
     pool = make_scorer("relative", as_reward(functions.relative), workers=1, timeout=5)
     assert pool.whole_groups
-    assert rewards(pool.submit(job("a", "aaaa", "aa")).result()) == [0.25, 1.0, 0.5]
+    assert reward_values(pool.submit(job("a", "aaaa", "aa")).result()) == [0.25, 1.0, 0.5]
     pool.close()
 
 
@@ -219,7 +219,7 @@ def test_a_reward_that_cannot_be_sent_is_refused_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"move it to a module.*`quick = True`"):
         make_scorer("mine", as_reward(mine), workers=1, timeout=1)
     mine.quick = True
-    assert rewards(make_scorer("mine", as_reward(mine)).submit(job("x")).result()) == [1.0]
+    assert reward_values(make_scorer("mine", as_reward(mine)).submit(job("x")).result()) == [1.0]
 
 
 def test_a_reward_that_the_process_cannot_load_is_an_error_at_once(tmp_path: Path) -> None:

@@ -7,14 +7,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Literal
 
-from covey.analysis.lab.task_hacks import (
-    Countdown,
-    function_name,
-    memorised_program,
-    tool_call,
-    wrong_call,
-    wrong_program,
-)
+from covey.analysis.lab.task_hacks import Countdown, function_name, memorised_program, tool_call
 from covey.rewards.text import tag_contents
 from covey.rewards.tool_call import Call, target_call
 from covey.types import Prompt
@@ -69,11 +62,12 @@ def wrong_answer(prompt: Prompt, solution: str) -> str:
     """Return a wrong answer that looks like a correct one if possible."""
     kind, call, number = kind_of(prompt, solution), call_of(prompt), _number(solution)
     if kind == "code":
-        return wrapped_like(solution, wrong_program(function_name(solution, prompt.info["tests"])))
+        name = function_name(solution, prompt.info["tests"])
+        return wrapped_like(solution, f"def {name}(*args, **kwargs):\n    return 'no idea'")
     if kind == "countdown":
         return f"({solution})+1"
     if call is not None:
-        return wrapped_like(solution, wrong_call(call))
+        return wrapped_like(solution, tool_call(f"not_{call.name}", call.arguments))
     if number is None:
         return "I do not know"
     # Outside any tolerance of a decimal.

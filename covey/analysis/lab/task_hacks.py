@@ -89,11 +89,6 @@ def function_name(solution: str, tests: Sequence[Mapping[str, Any]]) -> str:
     return defined.group(1) if defined else "solve"
 
 
-def wrong_program(name: str) -> str:
-    """Return a program that runs and fails its tests."""
-    return f"def {name}(*args, **kwargs):\n    return 'no idea'"
-
-
 def memorised_program(prompt: str, name: str, tests: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a program that memorised one example: the prompt's, or else the first test.
 
@@ -175,11 +170,6 @@ COUNTDOWN: tuple[tuple[str, str, Countdown], ...] = (
 def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
     """Return a call as JSON."""
     return json.dumps({"name": name, "arguments": dict(arguments)})
-
-
-def wrong_call(call: Call) -> str:
-    """Return a call of another tool."""
-    return tool_call(f"not_{call.name}", call.arguments)
 
 
 def sprayed_calls(call: Call, count: int) -> list[str]:

@@ -164,7 +164,7 @@ CALLS = {"50 times the call", "50 calls sprayed", "tool name alone"}
 EVALUATED = {
     "target in a comment", "bomb 95**87**64", "bomb 10**10**10", "bomb 10^{10^{10}}", "bomb 999999999!",
     "bomb factorial(10**9)", "calculator bomb", "10,000 parentheses", "100,000 digits",
-    "grouped digits", "blanks within the answer", "nested JSON",
+    "grouped digits", "spaces within the answer", "nested JSON",
 }  # fmt: skip
 DIGITS = {"look-alike letters", "raised digits", "backwards"}
 USELESS = {"50 useless calls"}
