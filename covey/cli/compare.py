@@ -131,10 +131,7 @@ def compare_command(
         raise ConfigError("--add needs --folder, the comparison to extend, and no new settings")
     else:
         prepared = prepare(request, PARENT, folder)
-    prepared = checked(prepared)
-    _print_design(prepared.folder, prepared.design)
-    if not plan_only:
-        _run(prepared, parallel)
+    _run(checked(prepared), parallel, plan_only)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -170,8 +167,8 @@ def _print_design(folder: Path, design: Design) -> None:
         console.print(text)
 
 
-def _run(prepared: Prepared, parallel: int | None) -> None:
-    """Run what is unfinished, then write the reports."""
+def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
+    """Print the design, run what is unfinished, and write the reports."""
     from covey.analysis.compare.comparison_folder import write_design
     from covey.analysis.compare.launch import make_jobs, run_jobs
     from covey.analysis.compare.prepare import parallel_runs
@@ -180,6 +177,9 @@ def _run(prepared: Prepared, parallel: int | None) -> None:
     from covey.run.provenance import describe_environment
 
     folder, design = prepared.folder, prepared.design
+    _print_design(folder, design)
+    if plan_only:
+        return
     jobs = make_jobs(
         folder, design
     )  # loads the model: a bad model fails before anything is written
