@@ -70,9 +70,8 @@ def plan_command(
         found = [*more, *found]
     if as_json:
         rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
-        data = {"text": plan.paragraph(), "plan": plan.row()}
-        data |= {"memory": memory.row() if memory else None, "memory_unknown": problem}
-        typer.echo(json.dumps({**data, "findings": rows}))
+        data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
+        typer.echo(json.dumps({**data, "memory_unknown": problem, "findings": rows}))
         return
     console = Screen(highlight=False)
     _show_plan(plan, console)
