@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -70,9 +70,8 @@ def plan_command(
         found = [*more, *found]
     if as_json:
         rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
-        data: dict[str, Any] = {"text": plan.paragraph(), "plan": plan.row()}
-        data |= {"memory": memory.row() if memory else None, "memory_unknown": problem}
-        typer.echo(json.dumps({**data, "findings": rows}))
+        data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
+        typer.echo(json.dumps({**data, "memory_unknown": problem, "findings": rows}))
         return
     console = Screen(highlight=False)
     _show_plan(plan, console)

@@ -171,9 +171,9 @@ def _llama_modules(config: Any) -> tuple[nn.Module, nn.Module]:
     with torch.device("meta"):
         head = nn.Linear(hidden, config.vocab_size, bias=False)
         tied = getattr(config, "tie_word_embeddings", False)
-        # nn.Embedding(...) would draw normal numbers, for which torch imports its compiler.
+        # Without a weight nn.Embedding draws normal numbers, for which torch imports its compiler.
         weight = head.weight if tied else nn.Parameter(torch.empty_like(head.weight))
-        embedding = nn.Embedding.from_pretrained(weight, freeze=False)  # type: ignore[no-untyped-call]
+        embedding = nn.Embedding(config.vocab_size, hidden, _weight=weight)
         embedding.weight = weight
         layers = nn.ModuleList(layer() for _ in range(config.num_hidden_layers))
         norm = nn.RMSNorm(hidden)
@@ -204,7 +204,7 @@ def measure(
     head = model.get_output_embeddings()
     if head is None:
         raise ModelError("model: there is no output layer, which covey needs")
-    layers: Sequence[Any] = getattr(model.base_model, "layers", ())
+    layers: Any = getattr(model.base_model, "layers", ())
     names = [set(dict(layer.named_children())) for layer in layers]
     llama = bool(names) and all(found == LLAMA_LAYER for found in names)
     llama = llama and all(hasattr(layer.mlp, "gate_proj") for layer in layers)

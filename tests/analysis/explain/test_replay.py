@@ -246,8 +246,8 @@ def test_the_runs_algorithm_has_the_runs_options_and_others_their_defaults(
     recorded_run: RunFolder,
 ) -> None:
     built = objectives(recorded_run, ["grpo", "dr_grpo", "gspo"])
-    assert built["grpo"].surrogate.keywords["high"] == 0.03
-    assert built["gspo"].surrogate.keywords["high"] == 4e-4
+    assert built["grpo"].surrogate.keywords["clip_high"] == 0.03
+    assert built["gspo"].surrogate.keywords["clip_high"] == 4e-4
     assert built["dr_grpo"].weights.keywords["length"] == 40  # rollout.max_tokens
 
 
