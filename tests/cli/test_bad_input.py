@@ -68,7 +68,7 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (
             ["rollout.prompts_per_step=1000000", "rollout.group_size=11"],
             2,
-            ["11000000 answers a step"],
+            ["11000000 completions a step"],
         ),
         (["train.steps=1000000001"], 2, ["train.steps", "less than or equal to 1000000000"]),
         (["train.epochs=1000000001"], 2, ["train.epochs"]),
@@ -81,7 +81,7 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (["rollout.temperature=0.0"], 2, ["rollout.temperature"]),
         (["optimizer.learning_rate=fast"], 2, ["optimizer.learning_rate = 'fast'"]),
         (["optimizer.learning_rate=nan"], 2, ["optimizer.learning_rate"]),
-        (["train.mini_batches=5"], 2, ["train.mini_batches = 5", "4 answers"]),
+        (["train.mini_batches=5"], 2, ["train.mini_batches = 5", "4 completions"]),
         (["objective.name=gropo"], 2, ["'gropo'", "did you mean 'grpo'"]),
         (["objective.clip=0.1"], 2, ["objective.clip", "grpo"]),
         (["objective.clip_low=abc"], 2, ["objective.clip_low = 'abc'"]),
@@ -135,7 +135,7 @@ def test_one_line_and_nothing_written(
             for words in (
                 ["train", "--run"],
                 ["train", "--resume"],
-                ["warmup", "--run"],
+                ["sft", "--run"],
                 ["runs"],
                 ["eval"],
                 ["numerics"],

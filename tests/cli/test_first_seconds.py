@@ -1,4 +1,4 @@
-"""The first seconds of a command: mistakes that need no torch, and a line for who waits."""
+"""The first seconds of a command: errors before torch is imported, and the status line."""
 
 from __future__ import annotations
 
@@ -53,9 +53,13 @@ def here(tmp_path: Path) -> Path:
         ("explain train --step 100", "no completions of step 100; it has steps 1 to 2"),
         ("explain sft --step 1", "sft is an SFT run, which samples no completions"),
         ("rewards score nothere.jsonl", "cannot read nothere.jsonl: No such file or directory\n"),
+        ("algorithms gsop", "objective.name = 'gsop' is not known; did you mean 'gspo'?"),
+        ("train --set objective.name=gsop", "did you mean 'gspo'?"),
+        ("train --set task.name=arithmetics", "did you mean 'arithmetic'?"),
+        ("train --set reward.name=maths", "did you mean 'math'?"),
     ],
 )
-def test_mistakes_that_can_be_seen_at_once_are_told_at_once(
+def test_mistakes_are_reported_before_torch_is_imported(
     arguments: str, words: str, here: Path
 ) -> None:
     before = sorted(here.rglob("*"))
@@ -69,7 +73,7 @@ def test_mistakes_that_can_be_seen_at_once_are_told_at_once(
     assert sorted(here.rglob("*")) == before
 
 
-def test_a_terminal_shows_what_is_waited_for_and_the_result_stays_pure() -> None:
+def test_a_terminal_shows_the_status_and_stdout_only_the_result() -> None:
     shows, stderr = pty.openpty()
     code = "import sys; from covey.cli.main import run; sys.exit(run(sys.argv[1:]))"
     with subprocess.Popen(
@@ -96,7 +100,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def test_where_there_is_no_terminal_nothing_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_no_status_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     with waiting("loading [bold]") as say:
         say("loading [more]")
     assert capfd.readouterr() == ("", "")
