@@ -63,7 +63,7 @@ def check_timeout(name: str, reward: Reward, timeout: float) -> None:
     """Refuse a time limit below the reward's own: a timeout would replace its score of 0."""
     if timeout < max_seconds(reward):
         raise ConfigError(
-            f"config: scoring.timeout = {timeout:g} is less than the {max_seconds(reward):g} seconds "
-            f"that reward {name} may take by its own limits: raise it, or lower the reward's "
-            "total_seconds if it has them"
+            f"config: scoring.timeout = {timeout:g} is less than the {max_seconds(reward):g} "
+            f"seconds that reward {name} may take by its own limits: raise it, or lower the "
+            "reward's total_seconds if it has them"
         )

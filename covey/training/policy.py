@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from covey.accel.packing import host_rows
-from covey.accel.train_graph import train_graphs_for
+from covey.accel.train_graph import TrainGraphs, train_graphs_for
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp, scatter_logp
 from covey.training.optimizer import Optimizer, Stepped
@@ -27,7 +27,7 @@ class Policy:
     """Optimizer steps taken."""
     graphs: bool = True
     """Whether CUDA graphs are used, where the model and its device allow it."""
-    passes: Passes | None = None
+    passes: TrainGraphs | None = None
     """The CUDA graphs of forward and backward passes."""
 
     def logp(self, batch: Batch) -> LogProbs:

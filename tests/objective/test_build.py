@@ -194,7 +194,9 @@ def test_an_option_of_a_piece_that_was_not_chosen(option: str, pieces: dict[str,
 
 
 def test_pieces_need_no_name_in_a_file(tmp_path: Path) -> None:
-    config = from_toml(tmp_path, '[objective]\nratio = "sequence"\nclip_low = 3e-4\nkl_in = "reward"\n')
+    config = from_toml(
+        tmp_path, '[objective]\nratio = "sequence"\nclip_low = 3e-4\nkl_in = "reward"\n'
+    )
     assert config.objective.name == "composed"
     assert config.objective.options == {
         "advantage": "standardized", "ratio": "sequence", "surrogate": "clipped", "weights": "token_mean",

@@ -41,7 +41,7 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-def rewards(results: list[ScoreResult]) -> list[float | None]:
+def reward_values(results: list[ScoreResult]) -> list[float | None]:
     return [None if v.score is None else v.score.reward for v in results]
 
 
@@ -85,7 +85,7 @@ def test_a_failing_reward_costs_one_completion_its_reward(pool: Pool, bad: str, 
     texts = ["1", "2", bad, "3", "4", "5"]
     results = [pool.submit(job(text)) for text in texts]
     results = [v.result()[0] for v in results]
-    assert rewards(results) == [1.0, 2.0, None, 3.0, 4.0, 5.0]
+    assert reward_values(results) == [1.0, 2.0, None, 3.0, 4.0, 5.0]
     assert results[2].error.startswith(why)
     assert reward_values(pool.submit(job("6")).result()) == [6.0]
 
@@ -106,7 +106,7 @@ def test_what_a_reward_prints_stays_out_of_the_conversation(pool: Pool) -> None:
 
 
 def test_large_scores_and_many_completions_arrive(pool: Pool) -> None:
-    assert rewards(pool.submit(job("big")).result()) == [1.0]
+    assert reward_values(pool.submit(job("big")).result()) == [1.0]
     futures = [pool.submit(job(str(n), str(-n))) for n in range(2000)]
     assert [reward_values(f.result()) for f in futures] == [[n, -n] for n in range(2000)]
 

@@ -66,9 +66,9 @@ class SharedEngine:
         if self.version > 0 or not requests.limits.requests:
             self.engine.run(requests)
             return
-        source = _Recorder(requests)
-        step = source.requests[0].address.step
-        file = self.folder / f"{self._name(source.requests, requests.limits, step)}.jsonl"
+        ready = requests.take()
+        step = ready[0].address.step
+        file = self.folder / f"{self._name(ready, requests.limits, step)}.jsonl"
         if step != EVALUATION_STEP and file.stem not in self.names:
             self.names.append(file.stem)
             write_text(self.names_file, json.dumps(self.names) + "\n")
