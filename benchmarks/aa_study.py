@@ -26,10 +26,12 @@ import numpy as np
 from described import described
 from scipy import stats
 
-from covey.analysis.compare.outcome import Arm, Comparison, Outcome, Point
+from covey.analysis.compare.comparison import Arm, Comparison, Point, RunResult
+from covey.analysis.compare.conclusion import conclude
+from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.statistics import LEVEL, power
-from covey.analysis.compare.verdict import PairVerdict, verdict
-from covey.run.files import append_line, read_lines
+from covey.run.files import append_line
+from covey.run.records import read_lines
 
 RESULT = Path(__file__).parent / "results" / "aa_study.json"
 SETTINGS: Mapping[str, Any] = {
@@ -75,14 +77,14 @@ class Watch:
         self.seconds += metrics["time/total"]
 
     def evaluated(self, step: int, evaluation: Any) -> None:
-        right = {item.prompt.id: bool(item.greedy.right) for item in evaluation.items}
+        correct = {item.prompt.id: bool(item.greedy.right) for item in evaluation.items}
         place = {
             "step": step,
             "tokens": self.tokens,
             "updates": self.updates,
             "seconds": self.seconds,
         }
-        self.points.append({**place, "right": right})
+        self.points.append({**place, "correct": correct})
 
     def note(self, text: str) -> None: ...
 
@@ -94,8 +96,9 @@ def train_one(arm: str, seed: int) -> dict[str, Any]:
     from covey.config import load_config, to_toml
     from covey.run.folder import RunFolder
     from covey.stopping import StopSignal
-    from covey.training.build import assemble, resolve
+    from covey.training.build import assemble
     from covey.training.loop import train
+    from covey.training.resolve import resolve
 
     torch.set_num_threads(1)
     started = time.process_time()
@@ -127,19 +130,19 @@ def train_missing(wanted: Iterable[tuple[str, int]], file: Path, jobs: int) -> N
         for count, future in enumerate(as_completed(futures), start=1):
             row = future.result()
             append_line(file, {**row, "settings": SETTINGS})
-            end = sum(row["points"][-1]["right"].values()) / SETTINGS["evaluate.prompts"]
+            end = sum(row["points"][-1]["correct"].values()) / SETTINGS["evaluate.prompts"]
             print(f"{count}/{len(missing)} {row['arm']} seed {row['seed']}: {end:.1%}", flush=True)
 
 
-def outcome(row: Mapping[str, Any]) -> Outcome:
+def outcome(row: Mapping[str, Any]) -> RunResult:
     """Return a run as a comparison has it."""
     points = tuple(Point(**point) for point in row["points"])
-    return Outcome(arm=row["arm"], seed=row["seed"], state="done", points=points)
+    return RunResult(arm=row["arm"], seed=row["seed"], state="done", points=points)
 
 
-def judge(
+def compare(
     runs: Mapping[tuple[str, int], Mapping[str, Any]], names: tuple[str, str], seeds: list[int]
-) -> PairVerdict:
+) -> PairResult:
     """Compare two arms as `covey compare` does."""
     comparison = Comparison(
         name="aa-study",
@@ -148,12 +151,12 @@ def judge(
         seeds=tuple(seeds),
         budget="steps",
         amount=SETTINGS["train.steps"],
-        outcomes=tuple(outcome(runs[name, seed]) for name in names for seed in seeds),
+        runs=tuple(outcome(runs[name, seed]) for name in names for seed in seeds),
     )
-    return verdict(comparison).pairs[0]
+    return conclude(comparison).pairs[0]
 
 
-def summary(pairs: list[PairVerdict]) -> dict[str, Any]:
+def summary(pairs: list[PairResult]) -> dict[str, Any]:
     """Count what was found, and what chance allows."""
     found = sum(pair.decision == "better" for pair in pairs)
     interval = stats.binomtest(found, len(pairs)).proportion_ci(method="wilson")
@@ -163,7 +166,7 @@ def summary(pairs: list[PairVerdict]) -> dict[str, Any]:
         "repetitions": len(pairs),
         "mean_difference": float(differences.mean()),
         "deviation_between_seeds": deviation,
-        # What the power computation of a verdict makes of all seeds together.
+        # What the power computation of a comparison makes of all seeds together.
         "power": power(float(differences.mean()) / deviation, len(pairs[0].seeds)),
         "found": found,
         "rate": found / len(pairs),
@@ -180,7 +183,7 @@ def summary(pairs: list[PairVerdict]) -> dict[str, Any]:
                 "p_value": pair.p_value,
                 "decision": pair.decision,
                 "better": pair.better,
-                "words": pair.words,
+                "summary": pair.summary,
             }
             for pair in pairs
         ],
@@ -203,8 +206,8 @@ def main() -> None:
     wanted += [("frozen", seed) for seeds in groups for seed in seeds]
     train_missing(wanted, arguments.runs, arguments.jobs)
     runs = kept_runs(arguments.runs)
-    same = summary([judge(runs, ("grpo", "again"), seeds) for seeds in groups])
-    known = summary([judge(runs, ("grpo", "frozen"), seeds) for seeds in groups])
+    same = summary([compare(runs, ("grpo", "again"), seeds) for seeds in groups])
+    known = summary([compare(runs, ("grpo", "frozen"), seeds) for seeds in groups])
     allowed = stats.binom.ppf([0.025, 0.975], arguments.repetitions, LEVEL).astype(int).tolist()
     report = {
         "seeds_an_arm": arguments.seeds,

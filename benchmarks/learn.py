@@ -83,7 +83,7 @@ def files_of(folder: Path, task: str) -> list[str]:
 def export(folder: Path) -> None:
     """Write the prompts of chain_sum to files."""
     from covey.cli.startup import resolved
-    from covey.training.build import task_of
+    from covey.training.resolve import task_of
 
     task = task_of(resolved(str(HERE / "chain_sum.toml")))
     folder.mkdir(parents=True, exist_ok=True)

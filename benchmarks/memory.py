@@ -141,7 +141,7 @@ def random_model(
     import torch
     import transformers
 
-    from covey.models.language_model import wrap
+    from covey.models.load_model import wrap
 
     kind = torch.bfloat16 if device == "cuda" else torch.float32
     assert dtype == "auto"
@@ -158,7 +158,7 @@ def random_model(
 
 def config_of(setting: Setting, device: str, folder: Path) -> Any:
     from covey.config import load_config
-    from covey.training.build import resolve
+    from covey.training.resolve import resolve
 
     path = "embedded" if setting.model == "embedded" else str(folder / setting.model)
     always = (

@@ -21,12 +21,14 @@ from pathlib import Path
 
 from covey.config import load_config
 from covey.rewards import Reward, Score
-from covey.rewards.answer import MathAnswer
 from covey.rewards.code import CodeTests
-from covey.rollout.collect import Moment, ask, collect
+from covey.rewards.math_answer import MathAnswer
+from covey.rollout.collect import Collector
+from covey.rollout.episode import encode_prompts
 from covey.scoring import InlineScorer, Job, Pool
 from covey.tasks import Code
-from covey.training.build import assemble, resolve
+from covey.training.build import assemble
+from covey.training.resolve import resolve
 from covey.types import Prompt
 
 
@@ -43,7 +45,7 @@ def numbers(count: int) -> list[Job]:
         "The answer is {}.",
     ]
     return [
-        Job(prompt=prompt(n, str(n)), texts=(texts[n % 4].format(n + n % 3 // 2),), share=1.0)
+        Job(prompt=prompt(n, str(n)), texts=(texts[n % 4].format(n + n % 3 // 2),), progress=1.0)
         for n in range(count)
     ]
 
@@ -58,7 +60,7 @@ def formulas(count: int) -> list[Job]:
             (f"({n}, {n + 1})", f"({n}, {n + 2})"),
             (f"\\frac{{\\pi}}{{{n}}}", f"\\frac{{2\\pi}}{{{2 * n}}}"),
         ][n % 4]
-        jobs.append(Job(prompt=prompt(n, gold), texts=(f"\\boxed{{{given}}}",), share=1.0))
+        jobs.append(Job(prompt=prompt(n, gold), texts=(f"\\boxed{{{given}}}",), progress=1.0))
     return jobs
 
 
@@ -73,7 +75,7 @@ def equations(count: int) -> list[Job]:
                 f"\\{{{n + 5 + k % 2}, {n} + {k} - {k}\\}}",
                 f"{2 * n}x + 6y = 14 + {k % 2} + {k} - {k}",
             ][n % 3]
-            jobs.append(Job(prompt=prompt(n, gold), texts=(f"\\boxed{{{given}}}",), share=1.0))
+            jobs.append(Job(prompt=prompt(n, gold), texts=(f"\\boxed{{{given}}}",), progress=1.0))
     return jobs
 
 
@@ -83,7 +85,7 @@ def intervals(count: int) -> list[Job]:
         Job(
             prompt=prompt(n, f"x > {n}"),
             texts=(f"\\boxed{{({n + n % 2}, \\infty)}}",),
-            share=1.0,
+            progress=1.0,
         )
         for n in range(2, count + 2)
     ]
@@ -94,7 +96,9 @@ def programs(count: int) -> list[Job]:
     prompts = [*task.train(), *task.held_out()]
     asked = [(n, prompts[n % len(prompts)]) for n in range(count)]
     # There are fewer questions than answers, each of which is to be new.
-    return [Job(prompt=p, texts=(f"{p.info['solution']}\n# {n}\n",), share=1.0) for n, p in asked]
+    return [
+        Job(prompt=p, texts=(f"{p.info['solution']}\n# {n}\n",), progress=1.0) for n, p in asked
+    ]
 
 
 def rate(
@@ -131,26 +135,21 @@ def beside_sampling() -> dict[str, float]:
     """Sample the same answers with a reward that takes no time, and with a slow one."""
     config = resolve(load_config("arithmetic", ["rollout.prompts_per_step=32", "evaluate.every=0"]))
     parts = assemble(config)
-    questions = ask(parts.policy.model, parts.train_prompts[:32])
+    prompts = encode_prompts(parts.policy.model, parts.train_prompts[:32])
     seconds = {}
     slow = Pool(_importable_slow(), "slow", workers=2, timeout=60.0)
     with closing(slow):
         slow.start()
         for round_number in range(3):
             for name, scorer in (("quick", InlineScorer(parts.scorer.reward)), ("slow", slow)):  # type: ignore[attr-defined]
-                collected = collect(
-                    questions,
-                    sampler=parts.sampler,
-                    scorer=scorer,
-                    sampling=parts.sampling,
-                    moment=Moment(step=round_number),
-                )
+                collector = Collector(engine=parts.engine, model=parts.policy.model, scorer=scorer)
+                collected = collector.collect(prompts, sampling=parts.sampling, step=round_number)
                 best = seconds.get(name, float("inf"))
                 seconds[name] = min(best, collected.rollout_seconds)
     return {
         "sampling_seconds_with_a_quick_reward": seconds["quick"],
         "sampling_seconds_with_a_reward_of_0.1_s_an_answer": seconds["slow"],
-        "seconds_that_reward_takes_for_all": 0.1 * 32 * parts.sampling.samples,
+        "seconds_that_reward_takes_for_all": 0.1 * 32 * parts.sampling.group_size,
     }
 
 

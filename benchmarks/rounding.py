@@ -27,8 +27,10 @@ from torch.nn.functional import rms_norm, silu
 from covey.config.smoke import WORD_PROBLEMS
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
-from covey.models.language_model import LanguageModel, load_language_model
-from covey.rollout.collect import ask, draw_prompts
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
+from covey.rollout.episode import encode_prompts, generate
+from covey.rollout.prompts import step_prompts
 from covey.tasks import Arithmetic, Task
 from covey.tasks.gsm8k import Gsm8k
 
@@ -115,11 +117,10 @@ Answer = tuple[list[int], list[int]]
 
 def written(model: LanguageModel, task: Task, prompts: int, tokens: int) -> list[Answer]:
     """Return answers of the model."""
-    questions = ask(model, draw_prompts(task.train(), seed=0, step=0, count=prompts))
-    sampling = Sampling(samples=2, max_tokens=tokens)
-    groups = NativeEngine(model).generate(questions, step=0, sampling=sampling)
-    pairs = zip(questions, groups, strict=True)
-    return [(list(q.tokens), list(r.tokens)) for q, group in pairs for r in group]
+    encoded = encode_prompts(model, step_prompts(task.train(), seed=0, step=0, count=prompts))
+    sampling = Sampling(group_size=2, max_tokens=tokens)
+    groups = generate(encoded, engine=NativeEngine(model), model=model, sampling=sampling, step=0)
+    return [(list(r.prompt_tokens), list(r.tokens)) for group in groups for r in group.rollouts]
 
 
 def logp_of(model: LanguageModel, answers: list[Answer], rounded: Rounding) -> torch.Tensor:

@@ -13,19 +13,19 @@ import torch
 from speed_device import forget, synchronize
 from speed_report import Report, reason
 from speed_sampler import asked, sampling_of, tokens_in
-from speed_shapes import questions, random_model, tiny_shapes, word_tokenizer
+from speed_shapes import questions, random_model, rollouts_of, tiny_shapes, word_tokenizer
 from speed_sizes import Sizes
 from update_gpu import Setting, policy_for
 
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.kv_cache import Slots
+from covey.engines.native.slots import Slots
 from covey.engines.protocol import Sampling
-from covey.models.language_model import wrap
+from covey.models.load_model import wrap
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.collate import collate
 from covey.training.policy import Policy
-from covey.training.update import Seen, UpdateSettings, update
+from covey.training.step import Learner, Seen, StepSettings, optimize
 from covey.types import Batch, Group
 
 SHARP = 3.0
@@ -41,22 +41,22 @@ class Enough(Exception):
 class FirstStep:
     """A stepper that notes when it is first asked to go on, and when it has; then it stops."""
 
-    def __init__(self, stepper: Any, device: str) -> None:
-        self.stepper, self.device = stepper, device
+    def __init__(self, backend: Any, device: str) -> None:
+        self.backend, self.device = backend, device
         self.begun = self.ended = 0.0
 
     def width_for(self, answers: int) -> int:
-        return int(self.stepper.width_for(answers))
+        return int(self.backend.width_for(answers))
 
     def begin(self, **needs: Any) -> Slots:
-        slots = self.stepper.begin(**needs)
+        slots = self.backend.begin(**needs)
         assert isinstance(slots, Slots)
         return slots
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
         synchronize(self.device)
         self.begun = time.perf_counter()
-        self.stepper.advance(slots, width, most)
+        self.backend.advance(slots, width, most)
         synchronize(self.device)
         self.ended = time.perf_counter()
         raise Enough
@@ -72,10 +72,10 @@ def first_rollout(sizes: Sizes, name: str) -> dict[str, float]:
     started = time.perf_counter()
     sampler = NativeEngine(wrap(model, tokenizer, name))
     ready = time.perf_counter()
-    sampler.stepper = first = FirstStep(sampler.stepper, sizes.device)
+    sampler.backend = first = FirstStep(sampler.backend, sizes.device)
     prompts = asked(sizes, sampler.model, answers)
     with suppress(Enough):
-        sampler.generate(prompts, step=0, sampling=sampling_of(sizes, answers))
+        rollouts_of(sampler, prompts, step=0, sampling=sampling_of(sizes, answers))
     return {
         "ready_s": ready - started,
         "first_token_s": first.begun - started,
@@ -118,8 +118,8 @@ def _sampler_and_trainer(sizes: Sizes, dtype: torch.dtype, scale: float) -> dict
     model = random_model(shape.config, dtype=dtype, device=sizes.device, scale=scale)
     policy = policy_for(model, Setting(device=sizes.device))
     prompts = asked(sizes, policy.model, sizes.logp_answers)
-    found = NativeEngine(policy.model).generate(
-        prompts, step=0, sampling=sampling_of(sizes, sizes.logp_answers)
+    found = rollouts_of(
+        NativeEngine(policy.model), prompts, step=0, sampling=sampling_of(sizes, sizes.logp_answers)
     )
     groups = [
         Group(
@@ -134,7 +134,7 @@ def _sampler_and_trainer(sizes: Sizes, dtype: torch.dtype, scale: float) -> dict
         "dtype": str(dtype).removeprefix("torch."),
         "answers": sizes.logp_answers,
         "tokens": tokens_in(found),
-        "recorded": len(policy.passes.recorded()) if policy.passes is not None else 0,
+        "recorded": len(policy.passes.captured()) if policy.passes is not None else 0,
         **seen,
     }
 
@@ -142,7 +142,7 @@ def _sampler_and_trainer(sizes: Sizes, dtype: torch.dtype, scale: float) -> dict
 def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, float]:
     """Update a few times without moving, and return what the last pass of each token said."""
     objective = ALGORITHMS["grpo"](beta=0.0)
-    settings = UpdateSettings(
+    settings = StepSettings(
         mini_batches=1,
         epochs=1,
         micro_batch_tokens=budget,
@@ -162,7 +162,7 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
     for _ in range(UPDATES):
         differences.clear()
         entropies.clear()
-        update(batch, policy=policy, objective=objective, settings=settings, step=0, watch=watch)
+        optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0, watch=watch)
     difference = torch.cat(differences)
     assert len(difference) == int(batch.mask.sum()), "every token was seen once"
     return {
@@ -186,8 +186,10 @@ def _greedy(sizes: Sizes, config: Any) -> dict[str, Any]:
     sampler = NativeEngine(
         wrap(random_model(config, **options), word_tokenizer(config.vocab_size), "greedy")
     )
-    greedy = Sampling(max_tokens=new, slots=answers, distribution=Distribution(temperature=0.0))
-    found = sampler.generate(prompts, step=0, sampling=greedy)
+    greedy = Sampling(
+        max_tokens=new, max_concurrent=answers, distribution=Distribution(temperature=0.0)
+    )
+    found = rollouts_of(sampler, prompts, step=0, sampling=greedy)
     pairs = list(zip(found, theirs.tolist(), strict=True))
     return {
         "who": "greedy text and `generate`",

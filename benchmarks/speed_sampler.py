@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from speed_device import forget, seconds_of
 from speed_report import Report, reason
-from speed_shapes import questions, random_model, step_bytes, word_tokenizer
+from speed_shapes import questions, random_model, rollouts_of, step_bytes, word_tokenizer
 from speed_sizes import Sizes
 
 from covey.engines.native.engine import NativeEngine
-from covey.engines.protocol import Question, Sampling
-from covey.models.language_model import LanguageModel, wrap
+from covey.engines.protocol import Sampling
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import wrap
+from covey.rollout.episode import EncodedPrompt
 from covey.training.garbage import freeze_garbage_collector
 from covey.types import Rollout
 
@@ -49,13 +51,13 @@ def made_sampler(sizes: Sizes, name: str) -> NativeEngine:
     return NativeEngine(wrap(model, word_tokenizer(config.vocab_size), name))
 
 
-def asked(sizes: Sizes, model: LanguageModel, answers: int) -> list[Question]:
+def asked(sizes: Sizes, model: LanguageModel, answers: int) -> list[EncodedPrompt]:
     vocabulary = model.model.config.vocab_size
     return questions(answers // sizes.group, words=sizes.prompt, vocabulary=vocabulary)
 
 
 def sampling_of(sizes: Sizes, slots: int) -> Sampling:
-    return Sampling(samples=sizes.group, max_tokens=sizes.tokens, slots=slots)
+    return Sampling(group_size=sizes.group, max_tokens=sizes.tokens, max_concurrent=slots)
 
 
 def timed(sampler: NativeEngine, sizes: Sizes, answers: int, repeat: int) -> Timed:
@@ -64,7 +66,7 @@ def timed(sampler: NativeEngine, sizes: Sizes, answers: int, repeat: int) -> Tim
     written: list[int] = []
 
     def once(step: int) -> None:
-        written.append(tokens_in(sampler.generate(prompts, step=step, sampling=sampling)))
+        written.append(tokens_in(rollouts_of(sampler, prompts, step=step, sampling=sampling)))
 
     once(0)
     with freeze_garbage_collector():  # as in a run
@@ -83,17 +85,17 @@ def step_seconds(sampler: NativeEngine, sizes: Sizes, answers: int) -> float:
 
     The memory is that of the last call, so that slots still point to their prompts.
     """
-    stepper, sampling = sampler.stepper, sampling_of(sizes, answers)
-    width = stepper.width_for(answers)
-    slots = stepper.begin(
-        width=width, questions=answers // sizes.group, longest=sizes.prompt, sampling=sampling
+    backend, sampling = sampler.backend, sampling_of(sizes, answers)
+    width = backend.width_for(answers)
+    slots = backend.begin(
+        width=width, prompts=answers // sizes.group, longest=sizes.prompt, sampling=sampling
     )
-    graphs = getattr(stepper, "graphs", None)
+    graphs = getattr(backend, "graphs", None)
     if graphs is not None and sizes.device.startswith("cuda"):
         graph = graphs[width, slots.room, sampling.distribution]
         call, apart = graph.replay, True  # one token, and prompts stand apart from answers
     else:
-        call, apart = (lambda: stepper.advance(slots, width, most=1)), False
+        call, apart = (lambda: backend.advance(slots, width, most=1)), False
     half = sizes.tokens // 2 - STEPS // 2
     times = []
     for _ in range(sizes.repeat):
@@ -230,7 +232,7 @@ def ragged(sizes: Sizes, report: Report) -> None:
     seconds: dict[str, float] = {}
 
     def all_of(who: str) -> None:
-        found = [sampler.generate(call, step=0, sampling=sampling) for call in parts[who]]
+        found = [rollouts_of(sampler, call, step=0, sampling=sampling) for call in parts[who]]
         answers = chain.from_iterable(chain.from_iterable(found))
         lengths[who] = [len(rollout.tokens) for rollout in answers]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ import tokenizers
 import torch
 import transformers
 
-from covey.engines.protocol import Question
-from covey.types import Prompt
+from covey.engines.native.engine import NativeEngine
+from covey.engines.protocol import Sampling
+from covey.rollout.episode import EncodedPrompt, generate
+from covey.types import Prompt, Rollout
 
 PEAK = 989e12
 """Dense bfloat16 flops a second of an H100 or H200, by its data sheet."""
@@ -129,16 +132,24 @@ def prompt_text(number: int, *, words: int, vocabulary: int) -> str:
     return " ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(words))
 
 
-def questions(count: int, *, words: int, vocabulary: int) -> list[Question]:
+def questions(count: int, *, words: int, vocabulary: int) -> list[EncodedPrompt]:
     """Return prompts with their tokens."""
     texts = [prompt_text(number, words=words, vocabulary=vocabulary) for number in range(count)]
     return [
-        Question(
+        EncodedPrompt(
             prompt=Prompt(id=str(number), task="words", messages=(), target=""),
             tokens=tuple(int(word[1:]) for word in text.split()),
         )
         for number, text in enumerate(texts)
     ]
+
+
+def rollouts_of(
+    engine: NativeEngine, prompts: Sequence[EncodedPrompt], *, step: int, sampling: Sampling
+) -> list[list[Rollout]]:
+    """Generate a group for each prompt."""
+    groups = generate(prompts, engine=engine, model=engine.model, sampling=sampling, step=step)
+    return [list(group.rollouts) for group in groups]
 
 
 def step_bytes(

@@ -31,8 +31,9 @@ from speed_sizes import Sizes
 from step_workers import PLAIN_TRL, Watch, stopwatch
 
 from covey.rewards.score import Score
-from covey.rollout.collect import draw_prompts
-from covey.tasks.task import Generated, asked
+from covey.rollout.prompts import step_prompts
+from covey.tasks.task import Generated, chat_messages
+from covey.trust import trust
 from covey.types import Prompt
 
 PUBLISHED_MINUTES = 300
@@ -60,7 +61,7 @@ class Words:
 
     def _prompt(self, number: int) -> Prompt:
         text = prompt_text(number, words=self.words, vocabulary=self.vocabulary)
-        return Prompt(id=f"words/{number}", task=self.name, messages=asked(text), target="")
+        return Prompt(id=f"words/{number}", task=self.name, messages=chat_messages(text), target="")
 
 
 def even_words(text: str) -> float:
@@ -112,10 +113,11 @@ class Stopwatch(Watch):
 def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int, steps: int) -> Run:
     """Train by covey's own loop, from random weights; nothing is evaluated or saved."""
     from covey.config import load_config
-    from covey.models.language_model import wrap
+    from covey.models.load_model import wrap
     from covey.run.folder import RunFolder
     from covey.training import loop
-    from covey.training.build import assemble, resolve
+    from covey.training.build import assemble
+    from covey.training.resolve import resolve
 
     shape = sizes.shapes[name]
 
@@ -125,6 +127,7 @@ def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int,
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return wrap(model, word_tokenizer(shape.config.vocab_size), path)
 
+    trust(["speed_step"])  # the task below is ours
     always = (
         "model.path=made-up",
         f"model.device={sizes.device}",
@@ -191,7 +194,7 @@ def step_trl(sizes: Sizes) -> dict[str, Any]:
         return [even_words(text) for text in completions]
 
     task = Words(words=sizes.prompt, vocabulary=vocabulary).train()
-    draws = (draw_prompts(task, seed=0, step=n, count=sizes.prompts) for n in range(steps))
+    draws = (step_prompts(task, seed=0, step=n, count=sizes.prompts) for n in range(steps))
     cuda = sizes.device.startswith("cuda")
     marks: list[float] = []
     with tempfile.TemporaryDirectory() as folder:

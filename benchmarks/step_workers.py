@@ -75,8 +75,9 @@ def time_covey(warmup: int, steps: int) -> Steps:
     from covey.config import load_config, to_toml
     from covey.run.folder import RunFolder
     from covey.stopping import StopSignal
-    from covey.training.build import assemble, resolve
+    from covey.training.build import assemble
     from covey.training.loop import train
+    from covey.training.resolve import resolve
 
     config = resolve(load_config("arithmetic", _covey_settings(warmup + steps)))
     watch = Watch()
@@ -180,11 +181,11 @@ def _rendered_prompts(tokenizer: Any, steps: int) -> list[tuple[str, Prompt]]:
 
     Text, not messages: TRL then need not render the chat template again for each of 128 rows.
     """
-    from covey.rollout.collect import draw_prompts
+    from covey.rollout.prompts import step_prompts
     from covey.tasks import Arithmetic
 
     task = Arithmetic(**OPERATIONS).train()
-    drawn = [p for s in range(steps) for p in draw_prompts(task, seed=SEED, step=s, count=PROMPTS)]
+    drawn = [p for s in range(steps) for p in step_prompts(task, seed=SEED, step=s, count=PROMPTS)]
     rendered = []
     for prompt in drawn:
         text = tokenizer.apply_chat_template(

@@ -31,13 +31,13 @@ import torch
 from speed_device import forget, peaks, seconds_of
 from speed_shapes import PEAK, Shape, flops, random_model, shapes, word_tokenizer
 
-from covey.models.language_model import wrap
-from covey.models.layout import micro_batches
+from covey.models.load_model import wrap
+from covey.models.micro_batches import micro_batches
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.update import UpdateSettings, update
+from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch
 
 
@@ -120,7 +120,7 @@ def packed_tokens(shape: Shape, read: int) -> int:
 def replays(policy: Policy) -> list[str]:
     """Time both ways of every recorded pass on the device; the gradients are worth nothing."""
     found = []
-    for one in policy.passes.recorded() if policy.passes is not None else ():
+    for one in policy.passes.captured() if policy.passes is not None else ():
         parts = [f"{one.rows.size.tokens} tokens"]
         for way, graph in (("forward", one.forward_graph), ("backward", one.backward_graph)):
             times = [milliseconds(graph.replay) for _ in range(5)] if graph is not None else []
@@ -147,14 +147,14 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
     policy = make_policy(shape.config, setting)
     objective = ALGORITHMS["grpo"](beta=0.0)
     batch = with_advantage(objective, make_batch(shape, setting.group, device))
-    settings = UpdateSettings(
+    settings = StepSettings(
         mini_batches=1, epochs=1, micro_batch_tokens=budget, old_logp_from_sampler=True,
         learning_rate=lambda _: 1e-6, seed=0,
     )  # fmt: skip
 
     def once() -> float:
         return seconds_of(
-            lambda: update(batch, policy=policy, objective=objective, settings=settings, step=0),
+            lambda: optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0),
             device,
         )
 
@@ -175,7 +175,7 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
         "flash": policy.model.flash,
         "fused": policy.model.fused,
         "graphs": setting.graphs,
-        "recorded": len(policy.passes.recorded()) if policy.passes is not None else 0,
+        "recorded": len(policy.passes.captured()) if policy.passes is not None else 0,
         "first_s": round(first, 2),
         "second_s": round(second, 2),
         "third_s": round(third, 2),

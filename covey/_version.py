@@ -1,3 +1,3 @@
-"""The version, in a module of its own so that packaging can read it without importing torch."""
+"""The version, in its own module so that packaging reads it without importing torch."""
 
 __version__ = "0.1.0"

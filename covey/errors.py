@@ -1,14 +1,14 @@
-"""Every error that Covey raises for its user.
+"""Errors that a user can fix, and hints for misspelled names.
 
-    CoveyError                 whatever the user can put right; the command line prints one line
-    ├── ConfigError            a key, a value or a flag that is not what it should be (exit code 2)
+    CoveyError                 what the user can fix; the command line prints one line
+    ├── ConfigError            a wrong key, value or flag (exit code 2)
     ├── ModelError             a model or tokenizer that cannot be loaded or used
-    ├── DataError              prompts that cannot be used: none at all, or longer than the context
-    ├── RewardError            too many answers could not be scored
+    ├── DataError              unusable prompts: none at all, or longer than the context
+    ├── RewardError            too many completions could not be scored
     ├── RunError               a run folder that cannot be used
-    └── DiskError              a write that did not succeed; nothing is left half written
+    └── DiskError              a failed write; no partial file is left
 
-Mistakes of our own are assertions, not these.
+Bugs in Covey are assertions instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 
 class CoveyError(Exception):
-    """Something the user can put right. The message is one line that says how."""
+    """A mistake that the user can fix. The message is one line that says how."""
 
     exit_code = 1
 
@@ -27,7 +27,7 @@ class CoveyError(Exception):
 
 
 class ConfigError(CoveyError, ValueError):
-    """A key, a value or a flag is not what it should be."""
+    """A key, a value or a flag is wrong."""
 
     exit_code = 2
 
@@ -41,7 +41,7 @@ class DataError(CoveyError):
 
 
 class RewardError(CoveyError):
-    """Answers could not be scored."""
+    """Completions could not be scored."""
 
 
 class RunError(CoveyError):
@@ -49,22 +49,22 @@ class RunError(CoveyError):
 
 
 class DiskError(CoveyError):
-    """A write failed, and what it had begun was removed."""
+    """A write failed. The partial file was removed."""
 
 
 def reason(error: Exception) -> str:
-    """Return why a file cannot be read, without its name, which the message has already."""
+    """Return why a file cannot be read, without its name, which the message already has."""
     return getattr(error, "strerror", None) or str(error)
 
 
 NEAR = 0.5
-"""Names that have less than this in common are not taken for one another."""
+"""The least similarity (of `difflib`) at which a name is suggested."""
 
 
 def closest(name: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that was probably meant, or None if none is near.
+    """Return the most similar choice, or None if none is similar.
 
-    Letters are often swapped: among those that are near, one with the same letters comes first.
+    Swapped letters are common typos, so a choice with the same letters wins.
     """
     options = sorted(choices)
     near = difflib.get_close_matches(name, options, n=max(1, len(options)), cutoff=NEAR)
@@ -72,7 +72,7 @@ def closest(name: str, choices: Iterable[str]) -> str | None:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return a hint such as `; did you mean 'seed'?`, or the list of choices if none is near."""
+    """Return a hint such as `; did you mean 'seed'?`, or list the choices if none is similar."""
     options = sorted(choices)
     close = closest(name, options)
     if close is not None:

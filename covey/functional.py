@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,19 @@ from covey.objective.diagnostics import (
     observe_sampler,
     summary,
 )
+from covey.objective.loss import Need
 from covey.types import Batch
+
+ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
+    {
+        "reference": ("ref_logp", "its beta is not 0"),
+        "sampler_logp": ("sampler_logp", "it compares with the sampler"),
+        "old_entropy": ("entropy", "it reads entropies"),
+        "entropy": ("entropy", "it reads entropies"),
+        "tokens": ("tokens", "it compares tokens"),
+    }
+)
+"""For each need: the argument that it takes, and why."""
 
 
 class LossOutput(NamedTuple):
@@ -73,8 +86,7 @@ def loss(
     """Return the loss of an algorithm.
 
     Args:
-        algorithm: a name of `covey algorithms`, "composed", or a dotted path to your own, whose
-            module must be trusted: see covey.trust.
+        algorithm: a name of `covey algorithms`, "composed", or the path of your own (trusted).
         logp: [B, T] log-probabilities now; the gradient flows here.
         old_logp: [B, T] log-probabilities when the batch was collected.
         mask: [B, T] true, or not 0, for the tokens that are trained.
@@ -122,7 +134,7 @@ def advantages(
 ) -> torch.Tensor:
     """Return the advantages [B, T] of an algorithm, float64; the arguments are those of `loss`."""
     objective = build(algorithm, **options)
-    in_reward = objective.needs_reference and objective.kl_in == "reward"
+    in_reward = objective.kl_in_reward
     if in_reward and old_logp is None:
         raise ConfigError(f"{algorithm} with a KL in the reward needs old_logp")
     # What only the loss needs is not asked for here.
@@ -160,7 +172,7 @@ def _batch(
     }  # fmt: skip
     _check_shapes(mask, {"rewards": rewards, "group": group, **optional})
     _check_needs(objective, optional)
-    if objective.compares:
+    if "groups" in objective.needs:
         _check_groups(group)
     mask, rewards = mask.bool(), rewards.detach().double()
     rows, width = mask.shape
@@ -194,20 +206,8 @@ def _check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]
 
 
 def _check_needs(objective: Objective, given: Mapping[str, torch.Tensor | None]) -> None:
-    needs = {
-        "ref_logp": (objective.needs_reference, "its beta is not 0"),
-        "sampler_logp": (
-            objective.corrects or objective.off_policy_limit > 0,
-            "it compares with the sampler",
-        ),
-        "entropy": (
-            objective.needs_old_entropy or objective.entropy_bonus != 0.0,
-            "it reads entropies",
-        ),
-        "tokens": (objective.needs_tokens, "it compares tokens"),
-    }
-    for name, (needed, why) in needs.items():
-        if needed and given[name] is None:
+    for need, (name, why) in ARGUMENTS.items():
+        if need in objective.needs and given[name] is None:
             raise ConfigError(f"this objective needs {name}, since {why}")
 
 

@@ -1,7 +1,7 @@
 """Addressed random numbers.
 
-What is drawn depends only on what it is drawn for: (seed, step, prompt, sample, position). There is
-no generator whose state moves on, so a resumed run, another batch size, another slot order or
+A number depends only on its address: (seed, step, prompt, sample, turn, position). No generator
+carries state from one draw to the next, so a resumed run, another batch size, another slot order or
 another number of workers draws the same numbers. The counter-based generator is numpy's Philox.
 """
 
@@ -10,42 +10,48 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 _PROMPT_ORDER, _TOKENS, _MINI_BATCHES, _REFILL, _SOLUTIONS = range(5)
-"""Purposes, each a stream of its own."""
+"""Purposes. Each has its own stream."""
 
 
-def _philox(
-    seed: int, step: int, purpose: int, address: int = 0, index: int = 0
-) -> np.random.Philox:
+def _philox(seed: int, step: int, purpose: int, index: int = 0) -> np.random.Philox:
     # Counter word 0 is left to the generator, which counts it up four draws at a time.
     return np.random.Philox(
         key=np.array([seed, step], dtype=np.uint64),
-        counter=np.array([0, index, address, purpose], dtype=np.uint64),
+        counter=np.array([0, index, 0, purpose], dtype=np.uint64),
     )
 
 
 @lru_cache(maxsize=65536)
-def _address(name: str) -> int:
+def _hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def completion_uniforms(
-    *, seed: int, step: int, answers: Sequence[tuple[str, int]], count: int
-) -> np.ndarray:
-    """Return the uniforms in [0, 1), float32, for positions 0 to count - 1 of each of n rollouts.
+class Address(NamedTuple):
+    """What the random numbers of one completion depend on. Positions count from 0."""
 
-    [n, count]; a rollout is given by its prompt and sample.
-    """
+    seed: int
+    step: int
+    prompt: str
+    sample: int
+    turn: int = 0
+
+
+def completion_uniforms(addresses: Sequence[Address], count: int) -> np.ndarray:
+    """Return uniforms [n, count] in [0, 1), float32: positions 0 to count - 1 of n completions."""
     # One generator is pointed to address after address: making one takes far longer than drawing.
-    generator = _philox(seed, step, _TOKENS)
+    generator = _philox(0, 0, _TOKENS)
     state = generator.state
-    counter = state["state"]["counter"]
-    bits = np.empty((len(answers), count), dtype=np.uint64)
-    for row, (prompt, sample) in enumerate(answers):
-        counter[1], counter[2] = sample, _address(prompt)
+    key, counter = state["state"]["key"], state["state"]["counter"]
+    bits = np.empty((len(addresses), count), dtype=np.uint64)
+    for row, (seed, step, prompt, sample, turn) in enumerate(addresses):
+        key[0], key[1] = seed, step
+        # Turns count in the upper half of the word of the purpose, where turn 0 changes nothing.
+        counter[1], counter[2], counter[3] = sample, _hash(prompt), _TOKENS | turn << 32
         generator.state = state
         bits[row] = generator.random_raw(count)
     # 24 bits: as many as float32 holds, so that no uniform is ever rounded up to 1.
@@ -61,10 +67,10 @@ def _epoch_order(seed: int, epoch: int, size: int, purpose: int = _PROMPT_ORDER)
 
 
 def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
-    """Return which prompts of a task of `size` step number `step` asks, none of them twice.
+    """Return the indices of the prompts of a step, all different, in a task of `size` prompts.
 
-    A step lies within one epoch, a new order of all prompts; the few that no whole step is left
-    for sit that epoch out.
+    Each epoch is a new order of all prompts. A step lies within one epoch, so prompts that cannot
+    fill a whole step at the end of an epoch are left out of it.
     """
     epoch, place = divmod(step, size // count)
     order = _epoch_order(seed, epoch, size)
@@ -72,21 +78,21 @@ def prompt_indices(*, seed: int, step: int, count: int, size: int) -> list[int]:
 
 
 def sft_indices(*, seed: int, start: int, stop: int, size: int) -> list[int]:
-    """Return which solutions of `size` come number `start` to `stop` - 1 in a warm-up.
+    """Return the indices of SFT solutions number `start` to `stop` - 1, out of `size`.
 
-    Every epoch is a new order of all of them, and epochs follow each other without a gap.
+    Each epoch is a new order of all solutions, and epochs follow each other without a gap.
     """
     places = (divmod(number, size) for number in range(start, stop))
     return [int(_epoch_order(seed, epoch, size, _SOLUTIONS)[place]) for epoch, place in places]
 
 
 def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[int]:
-    """Return an order of all prompts, from which a round that fills up a step takes the first."""
+    """Return an order of all prompts. A refill round of dynamic sampling takes the first of it."""
     generator = np.random.Generator(_philox(seed, step, _REFILL, index=round_number))
     return [int(index) for index in generator.permutation(size)]
 
 
 def mini_batch_order(*, seed: int, step: int, epoch: int, groups: int) -> list[int]:
-    """Return the order in which one epoch over a rollout batch visits its groups."""
+    """Return the order of groups in one epoch over a rollout batch."""
     generator = np.random.Generator(_philox(seed, step, _MINI_BATCHES, index=epoch))
     return [int(i) for i in generator.permutation(groups)]

@@ -1,36 +1,46 @@
-"""Whose code a configuration may run: modules that the user has named, and no others.
+"""User code named by a config: which modules may be imported, and importing a function from one.
 
-A configuration, a run folder and a comparison can be downloaded, and each may name a function of
-any module. So a name alone runs nothing: the module must be trusted by the person who gives the
-command, with `--trust MODULE` or the environment variable COVEY_TRUST. The decision lives in the
-environment, where worker processes find it. What a user's own program passes as an object needs
-none: the user wrote it.
+A config, a run folder and a comparison can be downloaded, and each may name a function of any
+module. Importing a module runs it, so a name alone imports nothing. The person who gives the
+command must trust the module, with `--trust MODULE` or the environment variable COVEY_TRUST. The
+environment carries the decision to worker processes. Objects that a program passes to the Python
+API need no trust: the user wrote that program.
+
+The function itself must be Python code written in a trusted module. A name that a trusted module
+only imports, such as `run` from subprocess, is refused.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from covey.errors import ConfigError
 
 VARIABLE = "COVEY_TRUST"
-"""Modules by name, separated by commas. A package stands for all modules in it."""
+"""Module names, separated by commas. A package stands for all modules in it."""
 
 
 def trust(modules: Iterable[str]) -> None:
-    """Trust modules, in this process and in those that it starts from now on."""
+    """Trust modules in this process and in all processes that it starts from now on."""
     named = (part.strip() for text in modules for part in text.split(","))
     os.environ[VARIABLE] = ",".join(dict.fromkeys([*_trusted(), *filter(None, named)]))
 
 
 def is_trusted(module: str) -> bool:
-    """Tell whether a module, or a package that it stands in, is trusted."""
+    """Return whether a module, or a package that contains it, is trusted."""
     return any(module == name or module.startswith(f"{name}.") for name in _trusted())
 
 
 @contextmanager
-def trust_ends_here() -> Iterator[None]:
-    """Take back at the end what was trusted inside."""
+def scoped_trust() -> Iterator[None]:
+    """Restore the previous trust on exit."""
     before = os.environ.get(VARIABLE)
     try:
         yield
@@ -41,6 +51,61 @@ def trust_ends_here() -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
+def is_import_path(name: str) -> bool:
+    """Return whether a name is the import path of a function, not an entry of a registry."""
+    return "." in name or ":" in name
+
+
+def import_callable(path: str, where: str) -> Callable[..., Any]:
+    """Import a trusted function or class by `package.module:name` or `package.module.name`.
+
+    As for a script, the working directory is searched too. `where` is the config key, for errors.
+    """
+    module_name, _, name = path.rpartition(":" if ":" in path else ".")
+    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
+        raise ConfigError(f"config: {where} = {path!r} is not a path like 'module:function'")
+    _check_trust(module_name, path, where)
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a module can raise anything while it is imported
+        why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{where} = {path!r}: cannot import {module_name!r}: {why}") from error
+    finally:
+        sys.path.remove(folder)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{where} = {path!r}: {module_name!r} has no function {name!r}")
+    _check_origin(function, path, where)
+    return function  # type: ignore[no-any-return]
+
+
 def _trusted() -> list[str]:
     names = (name.strip() for name in os.environ.get(VARIABLE, "").split(","))
     return [name for name in names if name]
+
+
+def _check_trust(module: str, path: str, where: str) -> None:
+    if not is_trusted(module):
+        raise ConfigError(
+            f"config: {where} = {path!r} runs code of the module {module!r}, which is not trusted; "
+            f"if you know that code, add --trust {module}, or set {VARIABLE}={module}"
+        )
+
+
+def _check_origin(function: Any, path: str, where: str) -> None:
+    """Refuse a callable that is not Python code, or that an untrusted module defines."""
+    defined = function
+    while isinstance(defined, functools.partial):
+        defined = defined.func
+    defined = inspect.unwrap(defined)
+    if not (inspect.isfunction(defined) or inspect.isclass(defined)):
+        defined = type(defined)  # for a callable object, its class has the code
+        if not inspect.isfunction(defined.__call__):
+            raise ConfigError(f"config: {where} = {path!r} is not a Python function or class")
+    _check_trust(str(defined.__module__), path, where)
+    try:
+        inspect.signature(function)
+    except (ValueError, TypeError):
+        raise ConfigError(f"config: {where} = {path!r} has no readable signature") from None

@@ -1,4 +1,4 @@
-"""The types that data passes through, in the order in which it does.
+"""The types of the data flow, in its order.
 
     Prompt -> Rollout -> Group -> Batch
 
@@ -12,18 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
-Finish = Literal["stop", "length", "error"]
+Finish = Literal["stop", "length", "tool_limit", "error"]
 Message = Mapping[str, str]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A question with its expected answer. Filled by a task.
+    """A prompt with its target. A task fills it.
 
     Example:
         Prompt(id="arithmetic/train/7", task="arithmetic", target="49",
@@ -38,41 +40,128 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The last thing said, which for a single question is the question."""
+        """The content of the last message."""
         return self.messages[-1]["content"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """One sampled answer. The sampler fills all but `reward` and what follows it."""
+class VersionSpan(NamedTuple):
+    """Consecutive sampled tokens, and the version of the policy that sampled them."""
 
-    prompt_id: str
-    sample: int
-    """Which of its group: 0 to group size - 1. Part of the address of its random numbers."""
+    start: int
+    stop: int
+    version: int
+    """The number of optimizer steps that the weights had taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A token sequence as the engine saw and produced it. The rollout package fills it."""
+
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     """What follows the prompt. A final end-of-sequence token was sampled, so it is included."""
     trained: tuple[bool, ...]
-    """Which of `tokens` the model sampled. False for tool output and other turns."""
+    """Which of `tokens` the policy sampled. False for tool output and messages of others."""
     sampler_logp: tuple[float, ...]
-    """Log-probability of each token under what it was drawn from; 0 where not trained."""
+    """Log-probability of each token under the distribution it was drawn from; 0 if not trained."""
+    versions: tuple[VersionSpan, ...]
+    """The policy version of each sampled span: weights may change during a rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One message of an episode: tokens `start` to `stop` of a segment."""
+
+    role: str
+    segment: int = 0
+    start: int
+    stop: int
+    tool_call: Mapping[str, Any] | None = None
+    reward: float | None = None
+    """What the environment gave for this turn alone. None: it gives no turn rewards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One completion or multi-turn episode. Scoring fills `reward` and the fields after it."""
+
+    prompt_id: str
+    sample: int
+    """Number within the group, from 0. Part of the address of the random numbers."""
+    segments: tuple[Segment, ...]
+    """One, unless the environment rewrote the history."""
+    turns: tuple[Turn, ...]
     text: str
     finish: Finish
-    policy_version: int
-    """How many optimizer steps the weights that sampled it had taken."""
     reward: float | None = None
     """None until scored, and for ever if scoring failed. Never 0.0 in place of a failure."""
     success: bool | None = None
-    """Whether the answer is right, whatever else the reward counts. None like `reward`."""
+    """Whether the completion is correct, whatever else the reward counts. None like `reward`."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The unweighted parts of the reward."""
     reward_id: str = ""
-    """Name, version and source hash of the reward that judged it."""
+    """Name, version and source hash of the reward function."""
+
+    @staticmethod
+    def single_turn(
+        *,
+        prompt_tokens: tuple[int, ...],
+        tokens: tuple[int, ...],
+        sampler_logp: tuple[float, ...],
+        policy_version: int,
+        trained: tuple[bool, ...] | None = None,
+        **fields: Any,
+    ) -> Rollout:
+        """Return a rollout of one completion, sampled by one version of the policy."""
+        size = len(tokens)
+        segment = Segment(
+            prompt_tokens=prompt_tokens,
+            tokens=tokens,
+            trained=(True,) * size if trained is None else trained,
+            sampler_logp=sampler_logp,
+            versions=(VersionSpan(0, size, policy_version),),
+        )
+        turn = Turn(role="assistant", start=0, stop=size)
+        return Rollout(segments=(segment,), turns=(turn,), **fields)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The identity of the rollout within its training step."""
+        return self.prompt_id, self.sample
+
+    @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """The tokens of the prompt, as the first segment has them."""
+        return self.segments[0].prompt_tokens
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens after the prompt, of all segments."""
+        return _joined([segment.tokens for segment in self.segments])
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Which of `tokens` the policy sampled."""
+        return _joined([segment.trained for segment in self.segments])
+
+    @property
+    def sampler_logp(self) -> tuple[float, ...]:
+        """The log-probability of each of `tokens`."""
+        return _joined([segment.sampler_logp for segment in self.segments])
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version of the policy that sampled some of it."""
+        return min(span.version for segment in self.segments for span in segment.versions)
+
+
+def _joined(rows: list[tuple[_T, ...]]) -> tuple[_T, ...]:
+    return rows[0] if len(rows) == 1 else tuple(chain.from_iterable(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A prompt with the answers that are judged against each other."""
+    """A prompt with its rollouts, whose rewards are compared with each other."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -80,9 +169,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRows:
-    """What the layout of a batch depends on, on the CPU; each field is that of the batch.
+    """A copy on the CPU of the batch fields that decide its layout; same names, same shapes.
 
-    To ask a device for a length is to wait until it has done all that it was told to do.
+    Reading a length from a device waits for all the work that is queued there.
     """
 
     prompt_tokens: torch.Tensor
@@ -90,31 +179,37 @@ class HostRows:
     tokens: torch.Tensor
     lengths: torch.Tensor
     mask: torch.Tensor
+    rollout: torch.Tensor | None = None
 
     @staticmethod
     def of(batch: Batch) -> HostRows:
-        """Fetch a batch's rows."""
-        return HostRows(**{name: getattr(batch, name).cpu() for name in HostRows.__slots__})
+        """Copy the fields of a batch."""
+        fields = ((name, getattr(batch, name)) for name in HostRows.__slots__)
+        return HostRows(**{name: value.cpu() for name, value in fields if value is not None})
 
     def rows(self, index: torch.Tensor, width: int, prompt_width: int) -> HostRows:
-        """Return the given rows with so many columns."""
+        """Return the given rows, cut to `width` completion and `prompt_width` prompt tokens."""
         return HostRows(
             prompt_tokens=self.prompt_tokens[index, :prompt_width],
             prompt_lengths=self.prompt_lengths[index],
             tokens=self.tokens[index, :width],
             lengths=self.lengths[index],
             mask=self.mask[index, :width],
+            rollout=None if self.rollout is None else self.rollout[index],
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The rollouts of one update as tensors; row i of every field is the same rollout.
+    """The rollouts of one training step as tensors; row i of every field is the same row.
 
-    Collate fills the first block. The policy fills the second, when the objective asks for it. The
-    objective fills the third: `token_penalty` and `advantage` over the whole rollout batch, because
-    its statistics may be; `weight`, `correction` and `marked` over the rows of one optimizer step,
-    because that is what a denominator is about. Micro-batches are rows of that and change nothing.
+    A rollout is one row, or several where its context was rewritten on the way. Statistics are
+    over rollouts, never over rows.
+
+    Collate fills the first block. The policy fills the second, as far as the objective needs it.
+    The objective fills the third: `token_penalty` and `advantage` over the whole batch, since their
+    statistics may be; `weight`, `correction` and `marked` over the rows of one optimizer step,
+    since that is what a denominator counts. Micro-batches are rows of that and change nothing.
     """
 
     prompt_tokens: torch.Tensor
@@ -124,40 +219,44 @@ class Batch:
     tokens: torch.Tensor
     """[B, T] int64, left-aligned."""
     lengths: torch.Tensor
-    """[B] int64: tokens of each completion, trained or not."""
+    """[B] int64: completion tokens of each row, trained or not."""
     mask: torch.Tensor
     """[B, T] bool: the tokens that are trained."""
     sampler_logp: torch.Tensor
     """[B, T] float32."""
     rewards: torch.Tensor
-    """[B] float64; NaN where scoring failed, and such rows belong to no statistic."""
+    """[B] float64, the reward of the row's rollout. NaN where scoring failed: such a rollout enters
+    no statistic."""
     success: torch.Tensor
     """[B] bool."""
     group: torch.Tensor
     """[B] int64: which rows share a prompt. Any order, any size."""
     truncated: torch.Tensor
-    """[B] bool: the answer was cut off at the length limit."""
+    """[B] bool: the completion reached the length limit."""
+    rollout: torch.Tensor | None = None
+    """[B] int64: which rollout a row belongs to, numbered over the batch in the order of its
+    groups. None: every row is a rollout of its own."""
 
     old_logp: torch.Tensor | None = None
     """[B, T] log-probability when the batch was collected. None: equal to `logp` (first step)."""
     ref_logp: torch.Tensor | None = None
     """[B, T] log-probability under the reference policy. None: there is no reference."""
     entropy: torch.Tensor | None = None
-    """[B, T] entropy of the sampling policy at each token, in nats. None: nobody needs it."""
+    """[B, T] entropy of the sampling policy at each token, in nats. None: not computed."""
 
     token_penalty: torch.Tensor | None = None
-    """[B, T]: what the KL to the reference takes off the reward. None: it is not in the reward."""
+    """[B, T]: what the KL to the reference subtracts from the reward. None: it is not in it."""
     advantage: torch.Tensor | None = None
     """[B, T]."""
     weight: torch.Tensor | None = None
-    """[B, T]: what each token's gain is multiplied by before the plain sum that is the loss."""
+    """[B, T]: factor of each token's gain in the plain sum that is the loss."""
     correction: torch.Tensor | None = None
-    """[B, T]: constant factor of each token's surrogate, for the sampler's sake. None: 1."""
+    """[B, T]: constant factor of each token's surrogate that corrects for the sampler. None: 1."""
     marked: torch.Tensor | None = None
     """[B, T] bool: tokens that the objective picked over the optimizer step. None: none."""
 
     host: HostRows | None = None
-    """A copy on the CPU of what layouts depend on. None: the batch is there itself, or has none."""
+    """A copy on the CPU of what layouts depend on. None: the batch is on the CPU, or has none."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -166,6 +265,12 @@ class Batch:
     def widths(self) -> tuple[int, int]:
         """P and T."""
         return self.prompt_tokens.shape[1], self.tokens.shape[1]
+
+    @property
+    def one_row_each(self) -> bool:
+        """Whether every rollout is one row. Read from the CPU where there is a copy."""
+        rollout = self.rollout if self.host is None else self.host.rollout
+        return rollout is None or len(rollout.unique()) == len(rollout)
 
     def rows(self, index: torch.Tensor) -> Batch:
         """Return the given rows, with the padding that they no longer need cut away."""
@@ -193,7 +298,7 @@ class Batch:
         return replace(self, **changes)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device, with a copy of what layouts depend on if that is no CPU."""
+        """Return the batch on a device, and with it `host` unless the device is the CPU."""
         moved = {
             name: _moved(getattr(self, name), device)
             for name in self.__slots__
@@ -204,13 +309,13 @@ class Batch:
 
 
 def _is_all(index: torch.Tensor, rows: Batch | HostRows) -> bool:
-    """Tell whether an index on the CPU is of all rows in their order: often there is one part."""
+    """Whether an index on the CPU is all rows in their order, as when a step is one micro-batch."""
     count = len(rows.lengths)
     return len(index) == count and index.device.type == "cpu" and index.tolist() == [*range(count)]
 
 
 def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return values on a device; sent there from pinned memory nobody waits for them."""
+    """Return values on a device; from pinned memory the copy does not block the CPU."""
     if values.device.type == "cpu" and str(device).startswith("cuda"):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
@@ -218,27 +323,41 @@ def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What one optimizer step holds over all its micro-batches and ranks: the denominators."""
+    """The denominators of one optimizer step, over all its micro-batches and ranks."""
 
     sequences: int
+    """Rollouts."""
     tokens: int
     groups: int
     group_tokens: Mapping[int, int]
     """Tokens of each group, by its id: a group may lie in several micro-batches or ranks."""
+    rollout_tokens: Mapping[int, int] | None = None
+    """Tokens of each rollout, by its id. None: every rollout is one row, which knows its own."""
 
     @staticmethod
     def of(batch: Batch) -> Totals:
-        """Count a batch. Rows without trained tokens count as sequences: they shrink the step."""
-        return Totals.counted(batch.group, batch.mask.sum(dim=1))
+        """Count a batch. A rollout without trained tokens counts: it shrinks the step."""
+        rollout = None if batch.one_row_each else batch.rollout
+        return Totals.counted(batch.group, batch.mask.sum(dim=1), rollout)
 
     @staticmethod
-    def counted(group: torch.Tensor, tokens: torch.Tensor) -> Totals:
-        """Count answers of so many trained tokens [B] each, in the given groups [B]."""
-        ids, place = group.unique(return_inverse=True)
-        each = tokens.new_zeros(len(ids)).index_add(0, place, tokens)
+    def counted(
+        group: torch.Tensor, tokens: torch.Tensor, rollout: torch.Tensor | None = None
+    ) -> Totals:
+        """Count rows [B] by their trained tokens, their group and, if not one each, rollout."""
+        groups = _sums(group, tokens)
+        rollouts = None if rollout is None else _sums(rollout, tokens)
         return Totals(
-            sequences=len(group),
+            sequences=len(group) if rollouts is None else len(rollouts),
             tokens=int(tokens.sum()),
-            groups=len(ids),
-            group_tokens=dict(zip(ids.tolist(), each.tolist(), strict=True)),
+            groups=len(groups),
+            group_tokens=groups,
+            rollout_tokens=rollouts,
         )
+
+
+def _sums(ids: torch.Tensor, values: torch.Tensor) -> dict[int, int]:
+    """Return the sum of the values [B] of each id [B]."""
+    found, place = ids.unique(return_inverse=True)
+    sums = values.new_zeros(len(found)).index_add(0, place, values)
+    return dict(zip(found.tolist(), sums.tolist(), strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import hypothesis
@@ -17,11 +17,17 @@ if not torch.cuda.is_available():
 import transformers
 
 from covey.embedded import CHECKPOINT
-from covey.models.language_model import LanguageModel, load_language_model, wrap
-from covey.types import Batch
+from covey.engines.native.engine import NativeEngine
+from covey.engines.protocol import Sampling
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model, wrap
+from covey.rollout.episode import EncodedPrompt, generate
+from covey.types import Batch, Rollout
 
 # Modules that tests write, or that stand among them, and name in configurations.
-os.environ["COVEY_TRUST"] = "tests,judged,mine,my_own_tasks,own_module,own_package"
+os.environ["COVEY_TRUST"] = (
+    "tests,judged,mine,my_algorithms,my_own_tasks,my_rewards,own_module,own_package,own_shown"
+)
 
 # Slow machines are no failure, and a failure must come back when the test is run again.
 hypothesis.settings.register_profile("covey", deadline=None, derandomize=True)
@@ -33,6 +39,14 @@ torch.set_num_threads(1)  # tests run side by side, one to a core
 def embedded() -> LanguageModel:
     """The embedded model. Tests must not change its weights."""
     return load_language_model("embedded", device="cpu")
+
+
+def rollouts_of(
+    engine: NativeEngine, prompts: Sequence[EncodedPrompt], *, step: int, sampling: Sampling
+) -> list[list[Rollout]]:
+    """Generate a group for each prompt."""
+    groups = generate(prompts, engine=engine, model=engine.model, sampling=sampling, step=step)
+    return [list(group.rollouts) for group in groups]
 
 
 ARCHITECTURES = {

@@ -21,7 +21,7 @@ from covey.objective.penalty import PENALTIES
 from covey.rewards.build import REWARDS, make_reward
 from covey.run.metrics import table
 from covey.tasks import TASKS
-from covey.training.build import objective_of, resolve, task_of
+from covey.training.resolve import objective_of, resolve, task_of
 
 ROOT = Path(__file__).parent.parent
 ALGORITHM_PAGES = ROOT / "docs/algorithms"

@@ -10,43 +10,42 @@ import pytest
 import covey
 
 ROOT = Path(covey.__file__).parent
-PLAIN = {"errors", "shown", "types"}
+PLAIN = {"errors", "escape", "types"}
 
 # What each part may import at run time, beside itself. Imports for type checkers do not count.
 LAYERS: dict[str, set[str]] = {
     "": set(),
     "_version": set(),
     "errors": PLAIN,
-    "shown": set(),
+    "escape": set(),
     "types": PLAIN,
     "rng": set(),
-    "dotted": {"errors", "trust"},
     "stopping": set(),
-    "trust": set(),
-    "interpreter": set(),
-    "objective": {"dotted", *PLAIN},
+    "trust": {"errors"},
+    "subprocesses": set(),
+    "objective": {"trust", *PLAIN},
     "functional": {"objective", *PLAIN},
-    "config": {"errors", "shown"},
+    "config": {"errors", "escape"},
     "sandbox": {"errors"},
-    "tasks": {"config", "dotted", *PLAIN},
-    "rewards": {"config", "dotted", "sandbox", "tasks.reasoning_gym", *PLAIN},
-    "scoring": {"interpreter", "rewards", *PLAIN},
+    "tasks": {"config", "trust", *PLAIN},
+    "rewards": {"config", "trust", "sandbox", "tasks.reasoning_gym", *PLAIN},
+    "scoring": {"subprocesses", "rewards", *PLAIN},
     "run": PLAIN,
     # The recipe trains; the package itself, which models import, is the path of a folder.
     "embedded": {"models", "rng", "tasks", "training", "types"},
     "accel": PLAIN,
-    "models": {"accel", "embedded", "interpreter", "run.files", *PLAIN},
+    "models": {"accel", "embedded", "subprocesses", "run.files", *PLAIN},
     "engines": {"accel", "models", "rng", *PLAIN},
+    "environments": PLAIN,
     "reference": {"_version", "config", "models", "stopping", *PLAIN},
     "rollout": {
-        "config",
         "engines",
+        "environments",
         "models",
-        "rewards",
+        "objective",
         "rng",
         "scoring",
         "stopping",
-        "training",
         *PLAIN,
     },
     "evaluate": {"engines", "rng", "rollout", "scoring", *PLAIN},
@@ -57,14 +56,15 @@ LAYERS["cli"] = {*LAYERS, "cli"} - {""}
 LAYERS["__main__"] = {"cli"}
 
 NO_TORCH = [
-    "covey.analysis.compare.load",
-    "covey.analysis.compare.report",
-    "covey.analysis.compare.verdict",
+    "covey.analysis.compare.comparison_folder",
+    "covey.analysis.compare.report_files",
+    "covey.analysis.compare.conclusion",
     "covey.config",
+    "covey.environments",
     "covey.errors",
     "covey.evaluate",
     "covey.analysis.lab",
-    "covey.analysis.lab.lab",
+    "covey.analysis.lab.checks",
     "covey.rewards",
     "covey.rewards.build",
     "covey.run.model_card",
@@ -75,8 +75,9 @@ NO_TORCH = [
     "covey.rng",
     "covey.sandbox",
     "covey.scoring",
-    "covey.shown",
+    "covey.escape",
     "covey.tasks",
+    "covey.training.resolve",
     "covey.types",
 ]
 

@@ -12,8 +12,8 @@ from scipy import stats
 
 from covey.rng import (
     _TOKENS,
-    _address,
-    _philox,
+    Address,
+    _hash,
     completion_uniforms,
     mini_batch_order,
     prompt_indices,
@@ -31,9 +31,9 @@ addresses = st.fixed_dictionaries(
 )
 
 
-def token_uniforms(*, seed: int, step: int, prompt: str, sample: int, count: int) -> np.ndarray:
-    """Those of one rollout."""
-    return completion_uniforms(seed=seed, step=step, answers=[(prompt, sample)], count=count)[0]
+def token_uniforms(*, count: int, **address: Any) -> np.ndarray:
+    """The uniforms of one completion."""
+    return completion_uniforms([Address(**address)], count)[0]
 
 
 def test_the_generator_draws_these_numbers() -> None:
@@ -43,15 +43,24 @@ def test_the_generator_draws_these_numbers() -> None:
     assert mini_batch_order(seed=7, step=3, epoch=1, groups=8) == [0, 6, 5, 1, 3, 7, 4, 2]
 
 
-def test_many_answers_get_the_numbers_of_each() -> None:
-    answers = [(f"p{n % 5}", n // 5) for n in range(40)]
-    together = completion_uniforms(seed=2**64 - 1, step=9, answers=answers, count=11)
-    address = {"seed": 2**64 - 1, "step": 9, "count": 11}
-    for row, (prompt, sample) in zip(together, answers, strict=True):
-        # As it was drawn before answers were drawn together.
-        bits = _philox(2**64 - 1, 9, _TOKENS, _address(prompt), sample).random_raw(11)
+def test_completions_drawn_together_have_the_numbers_of_each_alone() -> None:
+    addresses = [Address(2**64 - 1 - n % 3, n % 2, f"p{n % 5}", n // 5, n % 4) for n in range(40)]
+    together = completion_uniforms(addresses, 11)
+    for row, address in zip(together, addresses, strict=True):
+        seed, step, prompt, sample, turn = address
+        generator = np.random.Philox(
+            key=np.array([seed, step], dtype=np.uint64),
+            counter=np.array([0, sample, _hash(prompt), _TOKENS + 2**32 * turn], dtype=np.uint64),
+        )
+        bits = generator.random_raw(11)
         assert row.tolist() == [int(b >> np.uint64(40)) / 2**24 for b in bits]
-        assert row.tolist() == token_uniforms(prompt=prompt, sample=sample, **address).tolist()
+        assert row.tolist() == completion_uniforms([address], 11)[0].tolist()
+
+
+def test_turn_0_is_the_default() -> None:
+    assert (
+        token_uniforms(**BASE, count=9).tolist() == token_uniforms(**BASE, turn=0, count=9).tolist()
+    )
 
 
 @given(addresses, st.integers(0, 50))
@@ -77,6 +86,8 @@ def test_numbers_do_not_depend_on_what_was_drawn_before() -> None:
         {"seed": 2**63},
         {"step": 4},
         {"sample": 3},
+        {"turn": 1},
+        {"turn": 2},
         {"prompt": "arithmetic/train/2-4/6"},
         {"prompt": "arithmetic/train/2-4/5 "},
         {"seed": 3, "step": 7},
@@ -126,9 +137,7 @@ def test_neighbouring_positions_are_not_correlated() -> None:
 
 @given(seed=seeds, size=st.integers(1, 40), data=st.data())
 @settings(deadline=None)
-def test_no_step_asks_a_prompt_twice_and_no_epoch_does(
-    seed: int, size: int, data: st.DataObject
-) -> None:
+def test_no_step_and_no_epoch_has_a_prompt_twice(seed: int, size: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, size))
     per_epoch = size // count
     for epoch in range(3):
@@ -142,7 +151,7 @@ def test_no_step_asks_a_prompt_twice_and_no_epoch_does(
         assert set(asked) <= set(range(size))
 
 
-def test_prompts_that_sit_an_epoch_out_have_their_turn_in_others() -> None:
+def test_prompts_left_out_of_one_epoch_are_in_others() -> None:
     asked = [i for s in range(60) for i in prompt_indices(seed=3, step=s, count=4, size=10)]
     assert set(asked) == set(range(10))
 
@@ -158,7 +167,7 @@ def test_the_steps_of_an_epoch_are_a_partition(seed: int, batches: int, count: i
     assert sorted(index for step in steps for index in step) == list(range(size))
 
 
-def test_prompts_do_not_depend_on_the_order_in_which_steps_are_asked() -> None:
+def test_prompts_do_not_depend_on_the_order_of_the_steps() -> None:
     def ask(step: int) -> list[int]:
         return prompt_indices(seed=5, step=step, count=7, size=20)
 

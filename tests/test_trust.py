@@ -11,11 +11,10 @@ import pytest
 
 from covey.cli.main import run
 from covey.config import load_config
-from covey.dotted import load_dotted
 from covey.errors import ConfigError
 from covey.rewards.build import make_reward
 from covey.tasks import make_task
-from covey.trust import is_trusted, trust, trust_ends_here
+from covey.trust import import_callable, is_trusted, scoped_trust, trust
 
 TRAP = """
 open("imported", "w").close()
@@ -63,7 +62,7 @@ CONFIG = "run/config.toml"
         ["plan", CONFIG],
         ["train", CONFIG],
         ["train", "--resume", "run"],
-        ["warmup", CONFIG],
+        ["sft", CONFIG],
         ["eval", "embedded", "--config", CONFIG],
         ["numerics", "run"],
         ["compare", CONFIG, "--algorithms", "grpo,dapo", "--dry-run"],
@@ -115,7 +114,7 @@ def test_trust_is_given_by_a_flag_that_ends_with_the_command(
 
 def test_trust_is_given_by_the_environment_and_reaches_other_processes() -> None:
     code = "from covey.trust import is_trusted as t; print(t('a'), t('b.c'), t('bc'), t('b'))"
-    with trust_ends_here():
+    with scoped_trust():
         trust(["a,b.c"])
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
         assert done.stdout == b"True True False False\n"
@@ -154,10 +153,10 @@ def test_code_of_a_trusted_module_is_taken(name: str, trap: Path) -> None:
     [
         ("run", "reward.name = 'trap:run' runs code of the module 'subprocess', which is not tr"),
         ("wraps", "reward.name = 'trap:wraps' runs code of the module 'functools', which is not"),
-        ("system", "reward.name = 'trap:system' is no function or class of Python code"),
-        ("shell", "reward.name = 'trap:shell' is no function or class of Python code"),
+        ("system", "reward.name = 'trap:system' is not a Python function or class"),
+        ("shell", "reward.name = 'trap:shell' is not a Python function or class"),
         ("one", "reward: one takes neither a prompt and a text nor completions, so it is no rew"),
-        ("os.system", "reward.name = 'trap:os.system' is no name such as 'module:function'"),
+        ("os.system", "reward.name = 'trap:os.system' is not a path like 'module:function'"),
     ],
 )
 def test_what_is_no_reward_is_refused_before_it_is_called(
@@ -172,7 +171,7 @@ def test_what_is_no_reward_is_refused_before_it_is_called(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("task", "gives no task but int: a task has a name, train() and held_out()"),
+        ("task", "returned int, not a task: a task has a name, train() and held_out()"),
         ("fails", "fails: RuntimeError: first second"),
     ],
 )
@@ -185,7 +184,7 @@ def test_a_task_of_ones_own_must_be_one(name: str, message: str, trap: Path) -> 
 
 def test_an_untrusted_name_is_told_with_what_to_do(trap: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        load_dotted("os:system", "task.name")
+        import_callable("os:system", "task.name")
     assert str(raised.value) == (
         "config: task.name = 'os:system' runs code of the module 'os', which is not trusted; if "
         "you know that code, add --trust os, or set COVEY_TRUST=os"

@@ -1,11 +1,11 @@
-"""Attention for packed rows, and for short ones on a CPU, through transformers' own registry.
+"""Attention for packed rows, and for short sequences on a CPU, through transformers' registry.
 
-A model that uses standard attention keeps its code: it calls the function that is registered here.
+A model with standard attention keeps its code and calls the function that is registered here.
 
 Packed: the model sees all tokens of a batch in one row without padding, and a prompt that several
-completions share only once; all its layers but attention work token by token and do not mind. Only
-attention needs to know which tokens belong together, and gathers them: with padding (Packing), or,
-where there is a kernel for it, without (Spans, in flash.py).
+completions share only once. All layers but attention work token by token. Attention needs to know
+which tokens belong together: it gathers them into padded rows (PaddedRows) or, with flash
+attention, uses them without padding (VarlenRows, in varlen_attention.py).
 
 Shapes: N packed tokens, B rows, S columns, H heads, K key-value heads, D head size.
 """
@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from covey.accel.varlen_attention import Spans, flash_attention
+from covey.accel.varlen_attention import VarlenRows, flash_attention
 
 NAME = "covey"
 
@@ -29,17 +29,17 @@ SHORT = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """Where the tokens of each row are among the packed ones."""
+class PaddedRows:
+    """Index from padded rows to packed tokens and back."""
 
     rows: torch.Tensor
-    """[B, S] int64: the packed token in each column; beyond a row's end, any."""
+    """[B, S] int64: the packed token in each column; any token past a row's end."""
     home: torch.Tensor
     """[N] int64: a cell of `rows`, flattened, that holds each packed token."""
 
 
-class Attends(Protocol):
-    """Whoever attends in place of this module, because only it knows where keys are."""
+class CustomAttention(Protocol):
+    """An object that computes attention itself, because only it knows where the keys are."""
 
     def attend(
         self,
@@ -49,7 +49,7 @@ class Attends(Protocol):
         value: torch.Tensor,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Return [batch, positions, H, D]."""
+        """Return attention [batch, positions, H, D]."""
 
 
 def attention(
@@ -58,28 +58,28 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    packing: Packing | Spans | Attends | None = None,
+    packing: PaddedRows | VarlenRows | CustomAttention | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as scaled dot products do. Returns [batch, positions, H, D]."""
+    """Scaled dot-product attention. Returns [batch, positions, H, D]."""
     if packing is None:
         return _attend(module, query, key, value, attention_mask, **options), None
-    if not isinstance(packing, Packing | Spans):
+    if not isinstance(packing, PaddedRows | VarlenRows):
         return packing.attend(module, query, key, value, options), None
-    if isinstance(packing, Spans):
+    if isinstance(packing, VarlenRows):
         if options.get("softcap") is not None:
-            raise NotImplementedError("flash kernels have no soft cap")
+            raise NotImplementedError("flash attention has no soft cap")
         scaling, window = options.get("scaling"), options.get("sliding_window")
         keys, values = (packing.gathered(t[0].transpose(0, 1)) for t in (key, value))
-        questions = query[0].transpose(0, 1)
-        return flash_attention(questions, keys, values, packing, scaling, window)[None], None
+        queries = query[0].transpose(0, 1)
+        return flash_attention(queries, keys, values, packing, scaling, window)[None], None
     rows, cells = packing.rows.flatten(), packing.rows.shape
 
     def gathered(packed: torch.Tensor) -> torch.Tensor:
         tokens = packed[0].transpose(0, 1).flatten(1).index_select(0, rows)
         return tokens.view(*cells, packed.shape[1], packed.shape[3]).transpose(1, 2)
 
-    # Padding stands on the right, where causal attention never looks, so no mask is needed.
+    # Padding is on the right, where causal attention never looks, so no mask is needed.
     attended = _attend(module, gathered(query), gathered(key), gathered(value), None, **options)
     packed = attended.flatten(0, 1).index_select(0, packing.home)
     return packed[None], None
@@ -100,24 +100,26 @@ def _attend(
     if mask is None and window is not None and length > window:
         mask = _window_mask(query, length, window)
     if options.get("softcap") is not None:
-        return _capped(query, key, value, mask, options)
+        return _softcap_attention(query, key, value, mask, options)
     if query.device.type == "cpu" and length <= SHORT and plain:
-        return _short(query, key, value, mask, options.get("scaling"))
+        return _short_attention(query, key, value, mask, options.get("scaling"))
     attended: torch.Tensor = sdpa_attention_forward(module, query, key, value, mask, **options)[0]
     return attended
 
 
-def _capped(
+def _softcap_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attend with scores that are bent to below a soft cap, which no fused kernel knows."""
+    """Attend with soft-capped scores, which no fused kernel supports."""
     softcap, scaling = options["softcap"], options.get("scaling")
     batch, heads, positions, size = query.shape
-    wide = torch.promote_types(query.dtype, torch.float32)  # scores of fifty round by a quarter
+    wide = torch.promote_types(
+        query.dtype, torch.float32
+    )  # bfloat16 rounds a score of 50 by up to a quarter
     rows = query.unflatten(1, (key.shape[1], -1)).to(wide)
     scores = rows @ key.unsqueeze(2).transpose(3, 4).to(wide)
     scores = scores * (size**-0.5 if scaling is None else scaling)
@@ -138,7 +140,7 @@ def _window_mask(query: torch.Tensor, length: int, window: int) -> torch.Tensor:
     return ((behind >= 0) & (behind < window))[None, None]
 
 
-def _short(
+def _short_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -155,7 +157,7 @@ def _short(
 
 
 def short_bias(mask: torch.Tensor, dtype: torch.dtype, key_heads: int, shared: int) -> torch.Tensor:
-    """Turn a mask [batch or 1, 1, positions, length] into what is added to scores."""
+    """Turn a mask [batch or 1, 1, positions, length] into a bias for scores."""
     bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
     bias = bias.flatten(0, 1)
     bias = bias.repeat_interleave(key_heads, 0) if len(bias) > 1 else bias

@@ -1,10 +1,10 @@
-"""The forward pass of models with the shape of Llama, written out for a GPU.
+"""Fused forward pass of Llama-like models for training on a GPU.
 
-The weights are the model's own, and so are layers that an adapter has changed; what is different is
-what happens between the matrix products. The residual stream is float32, as in the sampler: norms
-read it and give what products take, and products are added to it. What is applied to the same input
-is one product if its weights stand side by side. The gradient of a weight goes to its sink, in
-float32, if the optimizer gave it one.
+It uses the model's own weights, and calls layers with an adapter as they are. The code between the
+matrix products is different. The residual stream is float32, as in the decoder: norms read it and
+return the type of the weights, and products are added to it. Layers with the same input are one
+product if their parameters are fused. The gradient of a weight goes to its float32 sink if the
+optimizer attached one.
 
 Shapes: N packed tokens, H heads, K key-value heads, D head size.
 """
@@ -20,39 +20,41 @@ from torch import nn
 from torch.nn.functional import embedding
 from torch.utils.checkpoint import checkpoint
 
-from covey.accel.attention import Packing, attention
-from covey.accel.fused_linear import gated_product, plain, product_of, skipping_gated_products
+from covey.accel.attention import PaddedRows, attention
+from covey.accel.fused_linear import fused_linear, plain, skip_swiglu_output, swiglu_linear
 from covey.accel.fused_parameters import GradSink, sink_of
-from covey.accel.kernels.norm import add_norm, norm
-from covey.accel.kernels.rope import Shared, turn
+from covey.accel.kernels.rms_norm import add_norm, norm
+from covey.accel.kernels.rope import apply_rope
 from covey.accel.parity import plain_positions
-from covey.accel.varlen_attention import Spans, flash_attention
+from covey.accel.varlen_attention import KeyIndex, VarlenRows, flash_attention
 
 KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Place(NamedTuple):
-    """What all layers need to know of the tokens."""
+    """What all layers need to know about the tokens."""
 
     rope: tuple[torch.Tensor, torch.Tensor]
-    packing: Packing | Spans
-    shared: Shared | None
+    packing: PaddedRows | VarlenRows
+    shared: KeyIndex | None
 
 
 def fused_backbone(
     backbone: nn.Module,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
-    packing: Packing | Spans,
+    packing: PaddedRows | VarlenRows,
     collect: KeysAndValues | None = None,
 ) -> torch.Tensor:
     """Run a backbone over packed tokens [N]; return hidden states [N, hidden size].
 
-    `collect` is given the keys, turned, and values [N, K, D] of every layer.
+    Appends the rotated keys and the values [N, K, D] of every layer to `collect`.
     """
     model: Any = backbone
     hidden = _embed(input_ids, model.embed_tokens)
-    place = _Place(_rope(model.rotary_emb, hidden, position_ids), packing, _shared(packing))
+    rope = rope_table(model.rotary_emb, hidden[None, :1], position_ids)
+    shared = packing.shared if isinstance(packing, VarlenRows) else None
+    place = _Place(rope, packing, shared)
     delta: torch.Tensor | None = None
     for layer in model.layers:
         if layer.training and torch.is_grad_enabled() and _checkpointed(layer):
@@ -65,11 +67,11 @@ def fused_backbone(
         else:
             hidden, delta = _layer(layer, hidden, delta, place, collect)
     assert delta is not None, "a model has layers"
-    return add_norm(hidden, delta, *_gain(model.norm))[1]
+    return add_norm(hidden, delta, *gain(model.norm))[1]
 
 
-def understood(model: Any) -> bool:
-    """Tell whether a model is worth trying: whether it has the parts that are named here."""
+def is_llama_like(model: Any) -> bool:
+    """Tell whether a model has the modules that this forward pass uses."""
     backbone = model.base_model
     return (
         hasattr(backbone, "layers")
@@ -86,33 +88,33 @@ def _layer(
     place: _Place,
     collect: KeysAndValues | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the residual stream after attention, and what the other half adds to it."""
-    gain = _gain(layer.input_layernorm)
+    """Return the residual stream after attention, and what the MLP adds to it."""
+    weight_and_eps = gain(layer.input_layernorm)
     if delta is None:
-        normed = norm(hidden, *gain)
+        normed = norm(hidden, *weight_and_eps)
     else:
-        hidden, normed = add_norm(hidden, delta, *gain)
+        hidden, normed = add_norm(hidden, delta, *weight_and_eps)
     attended = _attend(layer.self_attn, normed, place, collect)
-    delta = product_of([layer.self_attn.o_proj], attended)[0]
-    hidden, normed = add_norm(hidden, delta, *_gain(layer.post_attention_layernorm))
+    delta = fused_linear([layer.self_attn.o_proj], attended)[0]
+    hidden, normed = add_norm(hidden, delta, *gain(layer.post_attention_layernorm))
     mlp = layer.mlp
-    gates = product_of([mlp.gate_proj, mlp.up_proj], normed)
-    return hidden, gated_product(gates, mlp.act_fn, mlp.down_proj)
+    gates = fused_linear([mlp.gate_proj, mlp.up_proj], normed)
+    return hidden, swiglu_linear(gates, mlp.act_fn, mlp.down_proj)
 
 
 def _attend(
     module: Any, normed: torch.Tensor, place: _Place, collect: KeysAndValues | None
 ) -> torch.Tensor:
-    products = product_of([module.q_proj, module.k_proj, module.v_proj], normed)
+    products = fused_linear([module.q_proj, module.k_proj, module.v_proj], normed)
     size = module.head_dim
     heads, key_heads = (plain(m).out_features // size for m in (module.q_proj, module.k_proj))
     shape = (heads, key_heads, size)
     if getattr(module, "q_norm", None) is not None:
         products = _normed_heads(module, products, shape)
-    query, key, value = turn(*products, rope=place.rope, shared=place.shared, shape=shape)
+    query, key, value = apply_rope(*products, rope=place.rope, shared=place.shared, shape=shape)
     if collect is not None:
         collect.append(_unshared(key, value, place))
-    if isinstance(place.packing, Spans):
+    if isinstance(place.packing, VarlenRows):
         attended = flash_attention(query, key, value, place.packing, module.scaling)
     else:
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
@@ -124,14 +126,14 @@ def _attend(
 def _normed_heads(
     module: Any, products: Sequence[torch.Tensor], shape: tuple[int, int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Norm each head of queries and keys; float32, because they are rounded when turned."""
+    """Normalize each head of queries and keys; float32, because RoPE rounds them afterwards."""
     heads, key_heads, size = shape
     if len(products) == 1:
         widths = [heads * size, key_heads * size, key_heads * size]
         products = products[0].split(widths, dim=1)
     query, key, value = products
     query, key = (
-        norm(part.reshape(-1, size), *_gain(m), dtype=torch.float32).view(len(part), -1)
+        norm(part.reshape(-1, size), *gain(m), dtype=torch.float32).view(len(part), -1)
         for part, m in ((query, module.q_norm), (key, module.k_norm))
     )
     return query, key, value
@@ -140,7 +142,7 @@ def _normed_heads(
 def _unshared(
     key: torch.Tensor, value: torch.Tensor, place: _Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values once a packed token."""
+    """Return keys and values once per packed token."""
     if place.shared is None:
         return key, value
     shared = place.shared
@@ -148,33 +150,26 @@ def _unshared(
     return key.index_select(0, first), value.index_select(0, first)
 
 
-def _shared(packing: Packing | Spans) -> Shared | None:
-    if not isinstance(packing, Spans) or packing.tokens is None:
-        return None
-    parts = (packing.tokens, packing.starts, packing.begin, packing.end, packing.position)
-    return Shared(*(part for part in parts if part is not None))
-
-
 def _first_and_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return what surrounds a checkpointed layer when it runs and when it is computed again."""
-    return nullcontext(), skipping_gated_products()
+    """Return the contexts of a checkpointed layer's first run and of its recomputation."""
+    return nullcontext(), skip_swiglu_output()
 
 
 def _checkpointed(layer: Any) -> bool:
     return bool(getattr(layer, "gradient_checkpointing", False))
 
 
-def _rope(
-    rotary: nn.Module, hidden: torch.Tensor, position_ids: torch.Tensor
+def rope_table(
+    rotary: nn.Module, like: torch.Tensor, position_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine [N, D / 2] in float32."""
-    cosine, sine = rotary(hidden[None, :1], position_ids[None])
+    """Return cosine and sine [N, D / 2] of positions [N], of the type and device of `like`."""
+    cosine, sine = rotary(like, position_ids[None])
     half = cosine.shape[-1] // 2
     return cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
 
 
 def _active(module: Any) -> Any:
-    """Return a module, or of one that an adapter trains in full the copy that is in use."""
+    """Return a module, or the copy in use of one that an adapter trains in full."""
     if not hasattr(module, "modules_to_save"):
         return module
     if module.disable_adapters:
@@ -182,7 +177,8 @@ def _active(module: Any) -> Any:
     return module.modules_to_save[module.active_adapters[0]]
 
 
-def _gain(module: Any) -> tuple[torch.Tensor, float]:
+def gain(module: Any) -> tuple[torch.Tensor, float]:
+    """Return the weight and epsilon of a norm."""
     module = _active(module)
     return module.weight, module.variance_epsilon
 
@@ -196,7 +192,7 @@ def _embed(input_ids: torch.Tensor, module: Any) -> torch.Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """Looks tokens up, in float32."""
+    """Embedding lookup in float32."""
 
     @staticmethod
     def forward(
@@ -214,7 +210,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (input_ids,) = ctx.saved_tensors
         grad = grads[0]
-        if ctx.padding is not None:  # as in the module, whose padding does not learn
+        if ctx.padding is not None:  # as in the module, whose padding token is not trained
             grad = grad.masked_fill((input_ids == ctx.padding)[:, None], 0.0)
         sink: GradSink | None = ctx.sink
         if sink is None:

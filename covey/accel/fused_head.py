@@ -1,7 +1,7 @@
-"""The head on a device: logits straight to float32, and one kernel each way over a chunk of them.
+"""Fused head on a GPU: float32 logits, and one kernel each for forward and backward of a chunk.
 
-Logits are never rounded: at their usual size bfloat16 has steps of a sixteenth. Their gradient is,
-for the two products that take it; the weight's gradient adds up over chunks in float32.
+Logits are never rounded: at their usual size, steps of bfloat16 are a sixteenth. Their gradient is
+rounded for the two products that use it; the weight's gradient is summed over chunks in float32.
 
 Shapes: M chosen tokens, D hidden size, V vocabulary.
 """
@@ -9,25 +9,20 @@ Shapes: M chosen tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from covey.accel.fused_parameters import GradSink, sink_of
-from covey.accel.kernels.logp import logp_backward, logp_forward
-from covey.accel.kernels.product import add_product, product
+from covey.accel.head import LogitSettings
+from covey.accel.kernels.matmul import add_matmul, matmul
+from covey.accel.kernels.token_logp import logp_backward, logp_forward
 
 ROWS = 128
-"""Matrix units work on so many rows at once; a chunk of more is a multiple of it."""
+"""Rows of a tensor core tile; larger chunks are a multiple of it."""
 
 
-class _Settings(NamedTuple):
-    scale: float
-    softcap: float | None
-    chunk: int
-
-
-def device_logp(
+def fused_token_logp(
     hidden: torch.Tensor,
     linear: torch.nn.Linear,
     tokens: torch.Tensor,
@@ -36,13 +31,13 @@ def device_logp(
     softcap: float | None,
     megabytes: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probability and entropy [M] in float32, both with gradient."""
+    """Return log-probability and entropy [M] in float32, both differentiable."""
     weight, bias = linear.weight, linear.bias
-    # Logits in float32 and, unless it can take their place, their rounded gradient.
+    # Float32 logits, and a rounded copy of their gradient unless it can take their place.
     size = 4 if weight.dtype == torch.float32 else 4 + weight.element_size()
     rows = max(1, int(megabytes * 2**20 / (len(weight) * size)))
     chunk = rows - rows % ROWS if rows > ROWS else rows
-    settings = _Settings(scale, softcap, chunk)
+    settings = LogitSettings(scale, softcap, chunk)
     logp, entropy = _DeviceLogp.apply(hidden, weight, bias, tokens, settings)
     return logp, entropy
 
@@ -50,12 +45,12 @@ def device_logp(
 def _chunks(
     hidden: torch.Tensor, weight: torch.Tensor, chunk: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield each part of the tokens with its logits, in a buffer that is used again."""
+    """Yield each chunk of tokens with its logits, in a buffer that is reused."""
     buffer = weight.new_empty(min(chunk, len(hidden)), len(weight), dtype=torch.float32)
     for at in range(0, len(hidden), chunk):
         part = slice(at, min(at + chunk, len(hidden)))
         logits = buffer[: part.stop - part.start]
-        product(hidden[part], weight.t(), out=logits)
+        matmul(hidden[part], weight.t(), out=logits)
         yield part, logits
 
 
@@ -67,7 +62,7 @@ class _DeviceLogp(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         tokens: torch.Tensor,
-        settings: _Settings,
+        settings: LogitSettings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = hidden.contiguous()
         logp = hidden.new_empty(len(tokens), dtype=torch.float32)
@@ -110,7 +105,7 @@ class _DeviceLogp(torch.autograd.Function):
 
 
 class _WeightGrad:
-    """Adds up the weight's gradient in float32, in its sink if it has one."""
+    """Sums the weight's gradient in float32, in its sink if it has one."""
 
     def __init__(self, weight: torch.Tensor, sink: GradSink | None) -> None:
         self.weight, self.sink = weight, sink
@@ -118,16 +113,16 @@ class _WeightGrad:
 
     def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
         if self.total is not None:
-            add_product(left, right, self.total)
+            add_matmul(left, right, self.total)
             return
         if self.sink is not None:
             self.total = self.sink.start()
         else:
             self.total = torch.empty_like(self.weight, dtype=torch.float32)
-        product(left, right, self.total)
+        matmul(left, right, self.total)
 
     def result(self) -> torch.Tensor | None:
-        """Return what autograd is given."""
+        """Return the gradient for autograd. None: it is in the sink."""
         if self.sink is not None:
             return None
         if self.total is None:

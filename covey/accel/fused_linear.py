@@ -1,4 +1,4 @@
-"""Linear layers of the fused forward pass: joint where weights stand side by side.
+"""Linear layers of the fused forward pass: one product for fused parameters.
 
 A layer that is more than a product, such as one with an adapter, is called as it is.
 """
@@ -14,38 +14,38 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from covey.accel.fused_parameters import GradSink, joined, sink_of
-from covey.accel.kernels.gate import silu_times, silu_times_grads
-from covey.accel.kernels.product import add_product, product
+from covey.accel.fused_parameters import GradSink, fused_view, sink_of
+from covey.accel.kernels.matmul import add_matmul, matmul
+from covey.accel.kernels.swiglu import silu_mul, silu_mul_backward
 from covey.accel.parity import is_silu
 
 
 def plain(module: Any) -> nn.Linear:
-    """Return a linear layer, or the one inside of a layer with an adapter or with a copy."""
+    """Return a linear layer, or the one inside a layer with an adapter or a trained copy."""
     found = getattr(module, "base_layer", getattr(module, "original_module", module))
     assert isinstance(found, nn.Linear)
     return found
 
 
-def product_of(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Apply linear layers to the same values: one result side by side, or one for each."""
-    weights = _joint(modules)
+def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Apply linear layers to the same values; return one fused result, or one for each."""
+    weights = _fused_weights(modules)
     if weights is None:
         return tuple(module(values) for module in modules)
     result: torch.Tensor = _Product.apply(values, weights, *weights.parameters)
     return (result,)
 
 
-def gated_product(
+def swiglu_linear(
     gates: Sequence[torch.Tensor], activation: nn.Module, down: nn.Module
 ) -> torch.Tensor:
-    """Return down(activation(gate) * up) from gate and up, side by side or apart."""
+    """Return down(activation(gate) * up) from gate and up, fused or separate."""
     result: torch.Tensor
     if not is_silu(activation):
         gate, up = gates[0].chunk(2, dim=1) if len(gates) == 1 else gates
         result = down(activation(gate) * up)
         return result
-    weights = _joint([down])
+    weights = _fused_weights([down])
     if weights is None:
         result = down(_Gate.apply(*gates))
         return result
@@ -57,10 +57,10 @@ _SKIPS: ContextVar[bool] = ContextVar("skips", default=False)
 
 
 @contextmanager
-def skipping_gated_products() -> Iterator[None]:
-    """Let gated products note what their gradient needs, and return numbers that mean nothing.
+def skip_swiglu_output() -> Iterator[None]:
+    """Make SwiGLU products save what their gradient needs and return uninitialized memory.
 
-    A layer that is computed again for its gradient ends with one, whose result nobody reads.
+    A checkpointed layer ends with such a product, and nothing reads its recomputed result.
     """
     token = _SKIPS.set(True)
     try:
@@ -70,26 +70,26 @@ def skipping_gated_products() -> Iterator[None]:
 
 
 class _Weights:
-    """The weights of linear layers side by side, and where their gradients go."""
+    """Fused weights of linear layers, and where their gradients go."""
 
     def __init__(self, modules: Sequence[nn.Linear], weight: torch.Tensor) -> None:
         self.weights = [m.weight for m in modules]
         self.weight = weight
         self.biases: list[torch.Tensor] = [m.bias for m in modules if m.bias is not None]
-        bias = joined(self.biases) if self.biases else None
-        # Biases are small: where they stand apart, a copy will do.
+        bias = fused_view(self.biases) if self.biases else None
+        # Biases are small: where they are not fused, a copy will do.
         self.bias = torch.cat([b.detach() for b in self.biases]) if self.biases else None
         self.bias = self.bias if bias is None else bias
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All of them, weights first: autograd must see what the result depends on."""
+        """All parameters, weights first: autograd must see what the result depends on."""
         return [*self.weights, *self.biases]
 
     def grads(
         self, needed: Sequence[bool], grad: torch.Tensor, values: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """Return the parameters' gradients, or None where they went to a sink or nobody asks."""
+        """Return the parameters' gradients; None where they went to a sink or are not needed."""
         count = len(self.weights)
         found: list[torch.Tensor | None] = [None] * len(needed)
         if any(needed[:count]):
@@ -107,9 +107,9 @@ def _weight_grads(
         return list((grad.t() @ values).split([len(w) for w in weights]))
     total = sink.total
     if total is None:
-        product(grad.t(), values, sink.start())
+        matmul(grad.t(), values, sink.start())
     else:
-        add_product(grad.t(), values, total)
+        add_matmul(grad.t(), values, total)
     return [None] * len(weights)
 
 
@@ -121,11 +121,11 @@ def _bias_grads(biases: Sequence[torch.Tensor], total: torch.Tensor) -> list[tor
     return [None] * len(biases)
 
 
-def _joint(modules: Sequence[Any]) -> _Weights | None:
-    """Return the weights of plain linear layers side by side. None: they are not."""
+def _fused_weights(modules: Sequence[Any]) -> _Weights | None:
+    """Return the fused weights of plain linear layers. None: they are not fused."""
     if any(type(m) is not nn.Linear or m._forward_hooks for m in modules):
         return None
-    weight = joined([m.weight for m in modules])
+    weight = fused_view([m.weight for m in modules])
     alike = len({m.bias is None for m in modules}) == 1
     return _Weights(modules, weight) if weight is not None and alike else None
 
@@ -149,7 +149,7 @@ class _Product(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """Keeps gate and up only: their product is made again for the weight's gradient."""
+    """Saves gate and up only: their product is recomputed for the weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, weights: _Weights, count: int, *tensors: torch.Tensor) -> torch.Tensor:
@@ -158,14 +158,14 @@ class _GatedProduct(torch.autograd.Function):
         ctx.weights = weights
         if _SKIPS.get():
             return gates[0].new_empty(len(gates[0]), len(weights.weight))
-        return linear(silu_times(*_apart(gates)), weights.weight, weights.bias)
+        return linear(silu_mul(*_apart(gates)), weights.weight, weights.bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gates, weights = ctx.saved_tensors, ctx.weights
         grad = grads[0]
-        values = grad @ weights.weight  # the product's gradient, and then the product
-        both = silu_times_grads(values, *_apart(gates), values)
+        values = grad @ weights.weight  # the product's gradient, later overwritten by the product
+        both = silu_mul_backward(values, *_apart(gates), values)
         needed = ctx.needs_input_grad[2 + len(gates) :]
         back = (both,) if len(gates) == 1 else both.chunk(2, dim=1)
         return None, None, *back, *weights.grads(needed, grad, values)
@@ -175,12 +175,12 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *gates: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*gates)
-        return silu_times(*_apart(gates))
+        return silu_mul(*_apart(gates))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gates = ctx.saved_tensors
-        both = silu_times_grads(grads[0], *_apart(gates))
+        both = silu_mul_backward(grads[0], *_apart(gates))
         return (both,) if len(gates) == 1 else both.chunk(2, dim=1)
 
 

@@ -1,28 +1,28 @@
-"""Weights that stand side by side in one storage, so that one matrix product serves them all.
+"""Fused parameters: weights in one storage, so that one matrix product serves them all.
 
-The parameters stay what they are, under their own names; only their memory is shared. A step of the
-optimizer, which changes them in place, is therefore seen by the joint product without any copy.
-Whether parameters are joined is read off their addresses, and never out of date.
+The parameters keep their names and shapes; only their memory is shared. An optimizer step, which
+changes them in place, is therefore visible to the fused product without a copy. Whether parameters
+are fused is read from their addresses, so it is never out of date.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-JOINT = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
-"""What is applied to the same input, in models with the shape of Llama."""
+FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
+"""Layers with the same input, in Llama-like models."""
 
 
 @torch.no_grad()
-def join_weights(backbone: nn.Module) -> None:
-    """Put the weights of each layer that read the same input side by side."""
+def fuse_parameters(backbone: nn.Module) -> None:
+    """Fuse the weights of layers that read the same input."""
     layers: Any = getattr(backbone, "layers", ())
     for layer in layers:
-        for part, names in JOINT:
+        for part, names in FUSED:
             modules: list[Any] = [getattr(getattr(layer, part, None), name, None) for name in names]
             if all(type(m) is nn.Linear for m in modules):
                 _join([m.weight for m in modules])
@@ -39,8 +39,8 @@ def _join(parameters: Sequence[nn.Parameter | None]) -> None:
         parameter.data = part
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensor of which these are consecutive rows. None: they are not."""
+def fused_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the tensor of which these are consecutive rows. None: they are not fused."""
     first = tensors[0].detach()
     if len(tensors) == 1:
         return first
@@ -54,33 +54,23 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-class HoldsGrad(Protocol):
-    """What a parameter's float32 gradient is found at: its master, or a holder."""
-
-    grad: torch.Tensor | None
-
-    @property
-    def shape(self) -> torch.Size:
-        """The parameter's."""
-
-    @property
-    def device(self) -> torch.device:
-        """The parameter's."""
-
-
 class GradHolder:
-    """Holds the float32 gradient of a bfloat16 parameter that has no master in float32."""
+    """Holds the float32 gradient of a bfloat16 parameter without a float32 master."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.grad: torch.Tensor | None = None
         self.shape, self.device = parameter.shape, parameter.device
 
 
-class GradSink:
-    """Adds up, in float32, the gradients of bfloat16 parameters that have one storage.
+HoldsGrad = nn.Parameter | GradHolder
+"""The holder of a parameter's float32 gradient: its master weight or a GradHolder."""
 
-    What computes a gradient may write it here and hand autograd nothing: a matrix product then adds
-    to the sum by itself, and nothing is rounded to bfloat16 in between.
+
+class GradSink:
+    """Float32 gradient sum of bfloat16 parameters that share one storage.
+
+    A backward pass may write a gradient here and return None to autograd: a matrix product then
+    adds to the sum directly, and nothing is rounded to bfloat16 in between.
     """
 
     def __init__(self, masters: Sequence[HoldsGrad]) -> None:
@@ -89,17 +79,17 @@ class GradSink:
 
     @property
     def total(self) -> torch.Tensor | None:
-        """The sum so far. None: there is none since gradients were last cleared."""
+        """The sum so far. None: nothing was added since gradients were cleared."""
         return None if self.masters[0].grad is None else self._total
 
     def start(self) -> torch.Tensor:
-        """Begin a new sum, whose values the caller must fill in.
+        """Start a new sum, which the caller must fill.
 
-        It takes the place of the last one: two would need twice the memory, and what was recorded
-        in a graph goes on writing to the same address.
+        It reuses the memory of the last one: two would need twice the memory, and a CUDA graph
+        keeps writing to the same address.
         """
         first, *others = self.masters
-        # Of one alone the shape is taken as it is: a scalar has no rows.
+        # A single parameter keeps its shape: a scalar has no rows.
         rows = [m.shape[0] for m in self.masters] if others else []
         if self._total is None:
             shape = (sum(rows), *first.shape[1:]) if others else first.shape
@@ -110,12 +100,12 @@ class GradSink:
         return self._total
 
     def resume(self) -> torch.Tensor | None:
-        """Begin again what was cleared, and return it to be zeroed. None: nothing was cleared."""
+        """Restart a sum that was cleared, and return it to be zeroed. None: it was not cleared."""
         cleared = self._total is not None and self.total is None
         return self.start() if cleared else None
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add a gradient of all parameters, one below the other."""
+        """Add the gradient of all parameters, stacked."""
         total = self.total
         if total is None:
             self.start().copy_(grad)
@@ -123,7 +113,7 @@ class GradSink:
             total.add_(grad)
 
     def add_part(self, number: int, grad: torch.Tensor) -> None:
-        """Add a gradient of one of the parameters."""
+        """Add the gradient of one parameter."""
         if len(self.masters) == 1:
             self.add(grad)
             return
@@ -142,12 +132,12 @@ def sink_of(parameters: Sequence[torch.Tensor]) -> GradSink | None:
     return sink if all(getattr(p, "grad_sink", None) is sink for p in parameters) else None
 
 
-def give_sinks(pairs: Iterable[tuple[nn.Parameter, HoldsGrad]]) -> None:
-    """Give parameters, each with its master, sinks: those that are joined share one."""
+def attach_grad_sinks(pairs: Iterable[tuple[nn.Parameter, HoldsGrad]]) -> None:
+    """Attach sinks to parameters, given with their masters; fused parameters share a sink."""
     run: list[tuple[nn.Parameter, HoldsGrad]] = []
     by_address = sorted(pairs, key=lambda pair: pair[0].data_ptr())
     for pair in by_address:
-        if run and joined([p for p, _ in (*run, pair)]) is None:
+        if run and fused_view([p for p, _ in (*run, pair)]) is None:
             _give_sink(run)
             run = []
         run.append(pair)
@@ -160,11 +150,11 @@ def _give_sink(run: Sequence[tuple[nn.Parameter, HoldsGrad]]) -> None:
     for number, (parameter, _) in enumerate(run):
         parameter.grad_sink = sink  # type: ignore[attr-defined]
         parameter.grad_part = number  # type: ignore[attr-defined]
-        collect_by(parameter, _collector(sink, number))
+        set_grad_hook(parameter, _collector(sink, number))
 
 
-def collect_by(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
-    """Give gradients to this hook, and to none of an optimizer that was there before."""
+def set_grad_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
+    """Set the hook that takes a parameter's gradient; replaces the hook of a former optimizer."""
     if (former := getattr(parameter, "grad_hook", None)) is not None:
         former.remove()
     handle = parameter.register_post_accumulate_grad_hook(hook)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of chosen tokens, without ever holding all their logits.
+"""Output head: log-probabilities and entropies of chosen tokens, without all their logits at once.
 
 Shapes: M chosen tokens, D hidden size, V vocabulary. Logits exist for one chunk of tokens at a
 time, in the forward pass and again, recomputed, in the backward pass.
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from covey.accel.kernels.product import product as wide_product
+from covey.accel.kernels.matmul import matmul as wide_matmul
 
 LIVE_COPIES = 3
-"""Tensors of a chunk's size that are alive at once: logits, their product, and a rounded copy."""
+"""Tensors of a chunk's size that exist at once: logits, their product, and a rounded copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """From hidden states to logits: scale * (h W^T + b), then perhaps a soft cap."""
+    """Output layer: scale * (h W^T + b), then optionally a soft cap."""
 
     linear: nn.Linear
     scale: float = 1.0
@@ -36,9 +36,9 @@ class Head:
 
 
 def _product(hidden: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-    """Return h W^T + b in float32 or better; on a GPU without rounding it to bfloat16 before.
+    """Return h W^T + b in float32 or better; on a GPU without rounding it to bfloat16 first.
 
-    Logits are of a size at which bfloat16 has steps of a sixteenth.
+    At the usual size of logits, steps of bfloat16 are a sixteenth.
     """
     weight = linear.weight
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -46,12 +46,12 @@ def _product(hidden: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
         product: torch.Tensor = linear(hidden)
         return product.to(wide)
     logits = weight.new_empty(*hidden.shape[:-1], len(weight), dtype=wide)
-    wide_product(hidden.flatten(0, -2), weight.t(), logits.view(-1, len(weight)))
+    wide_matmul(hidden.flatten(0, -2), weight.t(), logits.view(-1, len(weight)))
     return logits if linear.bias is None else logits + linear.bias
 
 
 def chunk_rows(vocabulary: int, megabytes: float, element_bytes: int = 4) -> int:
-    """Return how many tokens a chunk may hold so that its tensors fit into `megabytes`."""
+    """Return how many tokens a chunk may hold so that its tensors fit in `megabytes`."""
     return max(1, int(megabytes * 2**20 / (vocabulary * element_bytes * LIVE_COPIES)))
 
 
@@ -60,13 +60,13 @@ def token_logp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probability [M] of `tokens` [M] and entropy [M] (nats) after `hidden` [M, D].
 
-    Both are of the distribution at `temperature`, and both can be differentiated.
+    Both belong to the distribution at `temperature`, and both are differentiable.
     """
     weight = head.linear.weight
     if weight.is_cuda and weight.dtype != torch.float64 and _kernels():
-        from covey.accel.fused_head import device_logp  # needs Triton
+        from covey.accel.fused_head import fused_token_logp  # needs Triton
 
-        return device_logp(
+        return fused_token_logp(
             hidden,
             head.linear,
             tokens,
@@ -75,7 +75,7 @@ def token_logp(
             megabytes=megabytes,
         )
     size = torch.promote_types(weight.dtype, torch.float32).itemsize
-    settings = _Settings(
+    settings = LogitSettings(
         scale=head.scale / temperature,
         softcap=None if head.softcap is None else head.softcap / temperature,
         chunk=chunk_rows(weight.shape[0], megabytes, size),
@@ -88,7 +88,9 @@ def _kernels() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-class _Settings(NamedTuple):
+class LogitSettings(NamedTuple):
+    """Scale and soft cap of logits, and the tokens of a chunk."""
+
     scale: float
     softcap: float | None
     chunk: int
@@ -97,8 +99,8 @@ class _Settings(NamedTuple):
 class _Chunks:
     """Computes logits chunk by chunk into two buffers that are allocated once.
 
-    Fresh tensors for every chunk leave a fragmented heap that holds on to several times the memory
-    in use: 343 MB instead of 63 MB was measured.
+    New tensors for every chunk leave a fragmented heap that holds several times the memory in use:
+    343 MB instead of 63 MB was measured.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class _Chunks:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        settings: _Settings,
+        settings: LogitSettings,
     ) -> None:
         self.hidden, self.weight, self.bias, self.settings = hidden, weight, bias, settings
         rows = min(settings.chunk, len(hidden))
@@ -115,7 +117,7 @@ class _Chunks:
         self.product = torch.empty_like(self.logits)
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield each part of the tokens with its logits and room for one product of them."""
+        """Yield each chunk of tokens with its logits and a buffer of the same shape."""
         scale, softcap, chunk = self.settings
         for at in range(0, len(self.hidden), chunk):
             part = slice(at, min(at + chunk, len(self.hidden)))
@@ -142,7 +144,7 @@ class _TokenLogp(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         tokens: torch.Tensor,
-        settings: _Settings,
+        settings: LogitSettings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         precision = torch.promote_types(hidden.dtype, torch.float32)
         logp = hidden.new_empty(len(tokens), dtype=precision)
@@ -165,7 +167,7 @@ class _TokenLogp(torch.autograd.Function):
         hidden, weight, bias, tokens, normalizer, entropy = ctx.saved_tensors
         scale, softcap, _ = ctx.settings
         hidden_grad = torch.empty_like(hidden)
-        # Under an adapter the head is frozen, and its gradient would be as large as the head.
+        # With an adapter the head is frozen, and its gradient would be as large as the head.
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         bias_grad = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for part, logits, grad in _Chunks(hidden, weight, bias, ctx.settings):

@@ -1,9 +1,9 @@
-"""Laying a batch out for a device, on the CPU and from the CPU's copy of it.
+"""Packing: a batch as one row of tokens without padding, with shared prompts once.
 
-Asking the device for a length or for equal prompts would wait until it has done all its work; so
-the layout is computed here from what collate knew, and sent over in one piece.
+The layout is computed on the CPU and sent to the device in one transfer. Reading a length from the
+device would wait until it has finished all its work.
 
-Shapes: B rows, P prompt tokens, T completion tokens, N packed tokens, R places of keys.
+Shapes: B rows, P prompt tokens, T completion tokens, N packed tokens, R key positions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from covey.accel.attention import Packing
-from covey.accel.varlen_attention import Spans
+from covey.accel.attention import PaddedRows
+from covey.accel.varlen_attention import KeyIndex, VarlenRows
 from covey.types import Batch, HostRows
 
 
@@ -26,15 +26,15 @@ def host_rows(batch: Batch) -> HostRows:
 
 
 def row_of_each(counts: torch.Tensor) -> torch.Tensor:
-    """Return the row of every token, of rows that have so many each.
+    """Return the row of every token, from the number of tokens per row.
 
-    By numpy: torch would wake all of its threads for it, which took 4 ms on sixteen cores.
+    It uses numpy: torch would wake all of its threads, which took 4 ms on sixteen cores.
     """
     return torch.from_numpy(np.repeat(np.arange(len(counts)), counts.numpy()))
 
 
 def prompt_numbers(host: HostRows) -> torch.Tensor:
-    """Return [B] int64: rows with the same prompt have the same number, in order of appearance."""
+    """Return [B] int64: equal for rows with the same prompt, numbered in order of appearance."""
     numbers: dict[bytes, int] = {}
     prompts = host.prompt_tokens.numpy()
     keys = [prompts[row, :n].tobytes() for row, n in enumerate(host.prompt_lengths.tolist())]
@@ -42,33 +42,77 @@ def prompt_numbers(host: HostRows) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRows:
-    """A batch as packed tokens: each prompt once, followed by the completion of its first row."""
+class PackedBatch:
+    """A packed batch: the model's inputs, and where trained tokens are predicted."""
 
     input_ids: torch.Tensor
     """[N] int64."""
     position_ids: torch.Tensor
     """[N] int64."""
-    packing: Packing | Spans
+    packing: PaddedRows | VarlenRows
     predictor: torch.Tensor
     """[M] int64: the packed token that predicts each trained token."""
     chosen: torch.Tensor
     """[M] int64: the trained tokens."""
     cells: torch.Tensor
-    """[M] int64: their places in [B, T], flattened."""
+    """[M] int64: their cells in [B, T], flattened."""
 
 
-class Tables(NamedTuple):
-    """The same as tables, with a place for each key whether rows share some or not."""
+def pack(host: HostRows, device: torch.device, *, varlen: bool) -> PackedBatch:
+    """Pack a batch for attention with padded rows or, if `varlen`, without padding."""
+    return pack_varlen(host, device) if varlen else _pack_padded(host, device)
+
+
+def _pack_padded(host: HostRows, device: torch.device) -> PackedBatch:
+    """Pack a batch: all prompts, each once and sorted, then all completions."""
+    prompts, which = torch.cat([host.prompt_lengths[:, None], host.prompt_tokens], dim=1).unique(
+        dim=0, return_inverse=True
+    )
+    prompt_lengths, prompt_tokens = prompts[:, 0], prompts[:, 1:]
+    # The last token of a completion predicts nothing, so the model does not read it.
+    lengths = (host.lengths - 1).clamp(min=0)
+    prompt_starts = prompt_lengths.cumsum(0) - prompt_lengths
+    starts = lengths.cumsum(0) - lengths + prompt_lengths.sum()
+
+    columns = torch.arange(int((host.prompt_lengths + lengths).max()))
+    in_prompt = columns < host.prompt_lengths[:, None]
+    in_row = columns < (host.prompt_lengths + lengths)[:, None]
+    rows = torch.where(
+        in_prompt,
+        prompt_starts[which][:, None] + columns,
+        (starts - host.prompt_lengths)[:, None] + columns,
+    ).where(in_row, 0)
+
+    prompt_cells = columns[: prompt_tokens.shape[1]] < prompt_lengths[:, None]
+    cells = torch.arange(host.tokens.shape[1]) < lengths[:, None]
+    count = int(prompt_lengths.sum() + lengths.sum())
+    # A shared prompt takes its hidden states from its first row, so that the choice is fixed.
+    home = rows.new_full((count,), rows.numel()).scatter_reduce(
+        0, rows[in_row], torch.arange(rows.numel()).view_as(rows)[in_row], "amin"
+    )
+    place = host.prompt_lengths[:, None] - 1 + torch.arange(host.tokens.shape[1])
+    predictor = rows.gather(1, place.clamp(max=rows.shape[1] - 1))
+    return PackedBatch(
+        input_ids=torch.cat([prompt_tokens[prompt_cells], host.tokens[cells]]).to(device),
+        position_ids=(home % rows.shape[1]).to(device),
+        packing=PaddedRows(rows=rows.to(device), home=home.to(device)),
+        predictor=predictor[host.mask].to(device),
+        chosen=host.tokens[host.mask].to(device),
+        cells=host.mask.flatten().nonzero().squeeze(1).to(device),
+    )
+
+
+class PackedTables(NamedTuple):
+    """A batch for flash attention as index tables; every row has its own key positions."""
 
     input_ids: torch.Tensor
-    """[N] int64, and so are the next four, as in PackedRows."""
+    """[N] int64; this and the next four are as in PackedBatch."""
     position_ids: torch.Tensor
     predictor: torch.Tensor
     chosen: torch.Tensor
     cells: torch.Tensor
     query_starts: torch.Tensor
-    """[rows + 1] int32, and so are all that follow, as in Spans."""
+    """[rows + 1] int32; this and the next are as in VarlenRows, the last five as in KeyIndex."""
     key_starts: torch.Tensor
     tokens: torch.Tensor
     starts: torch.Tensor
@@ -77,17 +121,17 @@ class Tables(NamedTuple):
     position: torch.Tensor
 
 
-class Longest(NamedTuple):
-    """Of all rows, the most questions and the most keys."""
+class MaxLengths(NamedTuple):
+    """The most queries and the most keys of any row."""
 
     query: int
     key: int
 
 
-def lay_spans(host: HostRows) -> tuple[Tables, Longest]:
-    """Lay a batch out without padding, on the CPU."""
-    rows = _Rows.of(host)
-    row, position = rows.asking()
+def varlen_tables(host: HostRows) -> tuple[PackedTables, MaxLengths]:
+    """Compute the tables of a batch on the CPU."""
+    rows = _RowIndex.of(host)
+    row, position = rows.query_tokens()
     prompt = rows.prompt[row]
     ids = torch.where(
         position < prompt,
@@ -101,55 +145,51 @@ def lay_spans(host: HostRows) -> tuple[Tables, Longest]:
     )
     chosen = host.tokens.flatten()[cells]
     spans = rows.spans(row, position)
-    tables = Tables._make([ids.long(), position, predictor, chosen.long(), cells, *spans])
-    return tables, Longest(int(rows.asks.max()), int(rows.keys().max()))
+    tables = PackedTables._make([ids.long(), position, predictor, chosen.long(), cells, *spans])
+    return tables, MaxLengths(int(rows.queries.max()), int(rows.keys().max()))
 
 
-def pack_spans(host: HostRows, device: torch.device) -> PackedRows:
-    """Lay a batch out without padding, and send it to a device."""
-    tables, longest = lay_spans(host)
+def pack_varlen(host: HostRows, device: torch.device) -> PackedBatch:
+    """Pack a batch for flash attention: a prompt is followed by its first row's completion."""
+    tables, longest = varlen_tables(host)
     shared = len(tables.tokens) > len(tables.input_ids)
-    return packed_rows(Tables._make(sent(list(tables), device)), longest, shared=shared)
+    return packed_batch(PackedTables._make(to_device(list(tables), device)), longest, shared=shared)
 
 
-def packed_rows(tables: Tables, longest: Longest, *, shared: bool) -> PackedRows:
-    """Return a layout as the model takes it; with `shared`, keys go where their rows are."""
-    return PackedRows(
+def packed_batch(tables: PackedTables, longest: MaxLengths, *, shared: bool) -> PackedBatch:
+    """Return a batch as the model takes it; `shared`: rows share prompts, so keys are gathered."""
+    return PackedBatch(
         input_ids=tables.input_ids,
         position_ids=tables.position_ids,
         predictor=tables.predictor,
         chosen=tables.chosen,
         cells=tables.cells,
-        packing=Spans(
+        packing=VarlenRows(
             query_starts=tables.query_starts,
             key_starts=tables.key_starts,
             longest_query=longest.query,
             longest_key=longest.key,
-            tokens=tables.tokens if shared else None,
-            starts=tables.starts if shared else None,
-            begin=tables.begin if shared else None,
-            end=tables.end if shared else None,
-            position=tables.position if shared else None,
+            shared=KeyIndex._make(tables[-5:]) if shared else None,
         ),
     )
 
 
-def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> PackedRows:
-    """Lay prompts out one after another, each on its own; the last token of each is predicting."""
+def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> PackedBatch:
+    """Pack prompts one after another, without sharing; the last token of each predicts."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     ends = lengths.cumsum(0)
     ids = torch.from_numpy(np.array(list(chain.from_iterable(prompts)), dtype=np.int64))
     position = torch.arange(len(ids)) - (ends - lengths)[row_of_each(lengths)]
     starts = torch.nn.functional.pad(ends, (1, 0)).int()
-    over = sent([ids, position, ends - 1, starts], device)
+    over = to_device([ids, position, ends - 1, starts], device)
     longest = int(lengths.max())
-    return PackedRows(
+    return PackedBatch(
         input_ids=over[0],
         position_ids=over[1],
         predictor=over[2],
         chosen=over[2][:0],
         cells=over[2][:0],
-        packing=Spans(
+        packing=VarlenRows(
             query_starts=over[3],
             key_starts=over[3],
             longest_query=longest,
@@ -159,23 +199,23 @@ def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> Packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
+class _RowIndex:
     """Where each row's tokens are among the packed ones. All [B] int64, on the CPU."""
 
     prompt: torch.Tensor
-    """Tokens of the prompt."""
+    """Prompt tokens."""
     length: torch.Tensor
-    """Tokens of the completion that are read: its last one predicts nothing."""
+    """Completion tokens that are read: the last one predicts nothing."""
     number: torch.Tensor
-    """Which prompt it is."""
-    asks: torch.Tensor
-    """Questions of the row: its completion, and in the first row of a prompt that too."""
+    """Number of the prompt."""
+    queries: torch.Tensor
+    """Queries of the row: its completion, and in the first row of a prompt the prompt too."""
     prompt_start: torch.Tensor
     start: torch.Tensor
-    """Of the completion."""
+    """Start of the completion."""
 
     @staticmethod
-    def of(host: HostRows) -> _Rows:
+    def of(host: HostRows) -> _RowIndex:
         number, prompt = prompt_numbers(host), host.prompt_lengths.long()
         length = (host.lengths - 1).clamp(min=0)
         count = len(number)
@@ -183,30 +223,30 @@ class _Rows:
             0, number, torch.arange(count), "amin"
         )
         home = first[number] == torch.arange(count)
-        asks = length + prompt.where(home, 0)
-        starts = asks.cumsum(0) - asks
-        return _Rows(
+        queries = length + prompt.where(home, 0)
+        starts = queries.cumsum(0) - queries
+        return _RowIndex(
             prompt=prompt,
             length=length,
             number=number,
-            asks=asks,
+            queries=queries,
             prompt_start=starts[first[number]],
             start=starts + prompt.where(home, 0),
         )
 
-    def asking(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def query_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return row and position [N] of every packed token."""
-        row = row_of_each(self.asks)
-        behind = torch.arange(len(row)) - (self.asks.cumsum(0) - self.asks)[row]
-        return row, behind + (self.prompt + self.length - self.asks)[row]
+        row = row_of_each(self.queries)
+        behind = torch.arange(len(row)) - (self.queries.cumsum(0) - self.queries)[row]
+        return row, behind + (self.prompt + self.length - self.queries)[row]
 
     def keys(self) -> torch.Tensor:
-        """Return [B] how many keys each row has: none, if it asks nothing."""
-        return (self.prompt + self.length).where(self.asks > 0, 0)
+        """Return [B] the number of keys of each row: 0 for a row without queries."""
+        return (self.prompt + self.length).where(self.queries > 0, 0)
 
     def spans(self, row: torch.Tensor, position: torch.Tensor) -> list[torch.Tensor]:
-        """Return what Spans holds, in its order, without rows that ask nothing."""
-        keys, kept = self.keys(), self.asks > 0
+        """Return the fields of VarlenRows in order, without rows that have no queries."""
+        keys, kept = self.keys(), self.queries > 0
         holder = row_of_each(keys)
         place = torch.arange(len(holder)) - (keys.cumsum(0) - keys)[holder]
         tokens = torch.where(
@@ -218,17 +258,18 @@ class _Rows:
         order = order[kept[order]]
         entry = torch.zeros_like(keys)
         entry[order] = torch.arange(len(order))
-        # A prompt's tokens are in all of its rows, which stand together; any other is in one.
+        # A prompt's tokens are in all of its rows, which are adjacent; any other token is in one
+        # row.
         sharing = kept.long().new_zeros(len(keys)).index_add(0, self.number, kept.long())
         begin, in_prompt = entry[row], position < self.prompt[row]
         end = begin + sharing[self.number][row].where(in_prompt, 1)
-        bounds = [torch.nn.functional.pad(n[kept].cumsum(0), (1, 0)) for n in (self.asks, keys)]
+        bounds = [torch.nn.functional.pad(n[kept].cumsum(0), (1, 0)) for n in (self.queries, keys)]
         table = [*bounds, tokens, (keys.cumsum(0) - keys)[order], begin, end, position]
         return [part.int() for part in table]
 
 
-def sent(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Send tensors of 4 or 8 bytes an element to a device in one piece, without waiting for it."""
+def to_device(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Send tensors of 4 or 8 bytes per element to a device in one transfer, without waiting."""
     if device.type != "cuda":
         return [part.to(device) for part in parts]
     wide = [p.numel() * p.element_size() + (-p.numel() * p.element_size()) % 8 for p in parts]
@@ -240,52 +281,3 @@ def sent(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         room[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
         for part, room in zip(parts, over, strict=True)
     ]
-
-
-def balanced(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
-    """Return the rows of micro-batches of at most `micro_batch_tokens` packed tokens, alike in size.
-
-    Rows that share a prompt stay together where the budget allows it: it is then read once. A
-    single row may exceed the budget: it cannot be split.
-    """
-    host = host_rows(batch)
-    number, prompt = prompt_numbers(host), host.prompt_lengths.tolist()
-    lengths = (host.lengths - 1).clamp(min=0).tolist()
-    sharing: dict[int, list[int]] = {}
-    for row, which in enumerate(number.tolist()):
-        sharing.setdefault(which, []).append(row)
-    if sum(lengths) + sum(prompt[rows[0]] for rows in sharing.values()) <= micro_batch_tokens:
-        return [torch.arange(len(lengths))]
-    pieces: list[tuple[int, list[int]]] = []
-    for rows in sharing.values():
-        pieces += _pieces(rows, prompt[rows[0]], lengths, micro_batch_tokens)
-    pieces.sort(key=lambda piece: -piece[0])
-    count = max(1, -(-sum(size for size, _ in pieces) // micro_batch_tokens))
-    while True:
-        parts = _spread(pieces, count)
-        # With as many parts as pieces nothing can be done about one that is too large.
-        if count >= len(pieces) or max(size for size, _ in parts) <= micro_batch_tokens:
-            return [torch.tensor(sorted(rows)) for _, rows in parts if rows]
-        count += 1
-
-
-def _pieces(
-    rows: list[int], prompt: int, lengths: list[int], micro_batch_tokens: int
-) -> list[tuple[int, list[int]]]:
-    """Cut the rows of a prompt into pieces within the budget, each with its packed tokens."""
-    pieces: list[tuple[int, list[int]]] = []
-    for row in rows:
-        if not pieces or pieces[-1][0] + lengths[row] > micro_batch_tokens:
-            pieces.append((prompt, []))
-        size, members = pieces[-1]
-        pieces[-1] = (size + lengths[row], [*members, row])
-    return pieces
-
-
-def _spread(pieces: list[tuple[int, list[int]]], count: int) -> list[tuple[int, list[int]]]:
-    """Give each piece, the largest first, to the part that has least."""
-    parts: list[tuple[int, list[int]]] = [(0, []) for _ in range(count)]
-    for size, rows in pieces:
-        least = min(range(count), key=lambda i: parts[i][0])
-        parts[least] = (parts[least][0] + size, [*parts[least][1], *rows])
-    return parts

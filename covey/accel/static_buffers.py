@@ -1,11 +1,11 @@
-"""Room for the layout of a micro-batch that never moves, padded to a size that many fit into.
+"""Static buffers for CUDA graphs: a packed micro-batch at fixed addresses, padded to a bucket size.
 
-What is recorded in a graph reads and writes the same addresses, as many tokens every time. Padding
-tokens are short rows of their own: they are computed like any others, so nothing is ever left
-uninitialised, and nobody asks for their gradient. What is not used of the other tables is rows
-without tokens, places that no row reads, and trained tokens whose gradient is zero.
+A graph reads and writes the same addresses with the same number of tokens every time. Padding
+tokens form short rows of their own. They are computed like any others, so no memory stays
+uninitialized, and their gradient is zero. Unused entries of the other tables are rows without
+tokens, key positions that no row reads, and trained tokens with zero gradient.
 
-Shapes: N packed tokens, R places of keys, M trained tokens.
+Shapes: N packed tokens, R key positions, M trained tokens.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NamedTuple
 
 import torch
 
-from covey.accel.packing import Longest, PackedRows, Tables, packed_rows
+from covey.accel.packing import MaxLengths, PackedBatch, PackedTables, packed_batch
 
-DUMMY = 128
-"""Padding tokens in a row of them; no bucket's longest row is shorter."""
+PADDING_ROW = 128
+"""Padding tokens per row; no bucket's longest row is shorter."""
 STEP = 256
-"""Numbers of tokens are multiples of it."""
+"""Token counts are multiples of it."""
 ALIGNED = 256
-"""Bytes: where each table begins, so that kernels find them as they find fresh tensors."""
+"""Alignment of each table in bytes, as for freshly allocated tensors."""
 
 
 class Size(NamedTuple):
-    """How much of everything there is room for."""
+    """Capacity of every table."""
 
     tokens: int
     places: int
@@ -35,28 +35,30 @@ class Size(NamedTuple):
     longest_key: int
 
     @staticmethod
-    def of(tables: Tables, longest: Longest) -> Size:
-        """Return the bucket of a layout: what costs time is rounded little, all else much."""
+    def of(tables: PackedTables, longest: MaxLengths) -> Size:
+        """Return the bucket of a micro-batch: sizes that cost time are rounded finely, others
+        coarsely.
+        """
         tokens = bucket(len(tables.input_ids))
         padding = tokens - len(tables.input_ids)
         return Size(
             tokens=tokens,
-            places=_stepped(len(tables.tokens) + padding, 8),
+            places=_round_up(len(tables.tokens) + padding, 8),
             chosen=bucket(len(tables.chosen)),
-            rows=_doubled(len(tables.starts) + -(-padding // DUMMY), 32),
-            longest_query=_doubled(longest.query, DUMMY),
-            longest_key=_doubled(longest.key, DUMMY),
+            rows=_power_of_two(len(tables.starts) + -(-padding // PADDING_ROW), 32),
+            longest_query=_power_of_two(longest.query, PADDING_ROW),
+            longest_key=_power_of_two(longest.key, PADDING_ROW),
         )
 
     def holds(self, other: Size) -> bool:
-        """Tell whether there is room for all of another."""
+        """Tell whether another size fits."""
         return all(mine >= needed for mine, needed in zip(self, other, strict=True))
 
     def padded_to(self, tokens: int) -> Size:
-        """Return what the same takes with more padding, which needs rows and places as well."""
+        """Return the size with more padding tokens, which need rows and key positions as well."""
         more = tokens - self.tokens
         return self._replace(
-            tokens=tokens, places=self.places + more, rows=self.rows + -(-more // DUMMY)
+            tokens=tokens, places=self.places + more, rows=self.rows + -(-more // PADDING_ROW)
         )
 
     def with_room_for(self, other: Size) -> Size:
@@ -65,23 +67,23 @@ class Size(NamedTuple):
 
 
 def bucket(count: int) -> int:
-    """Round a number of tokens up to one that graphs are recorded for, by a sixteenth at most."""
-    return _stepped(count, 16)
+    """Round a token count up to one that graphs are captured for, by a sixteenth at most."""
+    return _round_up(count, 16)
 
 
-def _stepped(count: int, steps: int) -> int:
+def _round_up(count: int, steps: int) -> int:
     """Round up to one of `steps` numbers between a power of two and the next."""
-    step = max(STEP, _doubled(count, 2) // 2 // steps)
+    step = max(STEP, _power_of_two(count, 2) // 2 // steps)
     return max(1, -(-count // step)) * step
 
 
-def _doubled(count: int, least: int) -> int:
+def _power_of_two(count: int, least: int) -> int:
     """Round up to a power of two."""
     return max(least, 1 << max(0, count - 1).bit_length())
 
 
-class StaticRows:
-    """A layout on a device, in memory that stays where it is."""
+class StaticBuffers:
+    """A packed micro-batch on a device at fixed addresses."""
 
     def __init__(self, size: Size, device: torch.device) -> None:
         self.size = size
@@ -92,36 +94,36 @@ class StaticRows:
             total += -(-count * dtype.itemsize // ALIGNED) * ALIGNED
         self._whole = torch.zeros(total, dtype=torch.uint8, device=device)
         self.tables = self._tables(self._whole)
-        longest = Longest(size.longest_query, size.longest_key)
-        self.packed: PackedRows = packed_rows(self.tables, longest, shared=True)
+        longest = MaxLengths(size.longest_query, size.longest_key)
+        self.packed: PackedBatch = packed_batch(self.tables, longest, shared=True)
 
-    def fill(self, tables: Tables) -> None:
-        """Write a layout that fits, in one piece and without waiting for the device."""
+    def fill(self, tables: PackedTables) -> None:
+        """Copy a micro-batch that fits, in one transfer and without waiting for the device."""
         pinned = self._whole.device.type == "cuda"
         host = torch.zeros(len(self._whole), dtype=torch.uint8, pin_memory=pinned)
         for view, part in zip(self._tables(host), padded(tables, self.size), strict=True):
             view[: len(part)] = part
         self._whole.copy_(host, non_blocking=True)
 
-    def _tables(self, whole: torch.Tensor) -> Tables:
-        return Tables._make(whole[at : at + n].view(dtype) for at, n, dtype in self._shapes)
+    def _tables(self, whole: torch.Tensor) -> PackedTables:
+        return PackedTables._make(whole[at : at + n].view(dtype) for at, n, dtype in self._shapes)
 
 
 def _lengths(size: Size) -> list[tuple[int, torch.dtype]]:
-    """Return length and type of each of the tables."""
+    """Return the length and type of each table."""
     wide = [size.tokens, size.tokens, size.chosen, size.chosen, size.chosen]
     narrow = [size.rows + 1, size.rows + 1, size.places, size.rows, *[size.tokens] * 3]
     return [(n, torch.int64) for n in wide] + [(n, torch.int32) for n in narrow]
 
 
-def padded(tables: Tables, size: Size) -> Tables:
-    """Return the tables with rows of padding tokens; what is missing behind them is zero."""
+def padded(tables: PackedTables, size: Size) -> PackedTables:
+    """Return the tables with rows of padding tokens; entries past the end are zero."""
     tokens, places, rows = len(tables.input_ids), len(tables.tokens), len(tables.starts)
     number = torch.arange(size.tokens - tokens)
-    entry, behind = number // DUMMY + rows, number % DUMMY
-    starts = number[::DUMMY]
+    entry, behind = number // PADDING_ROW + rows, number % PADDING_ROW
+    starts = number[::PADDING_ROW]
     unused = torch.full((size.rows - rows - len(starts),), len(number))
-    ends = torch.cat([(starts + DUMMY).clamp(max=len(number)), unused])
+    ends = torch.cat([(starts + PADDING_ROW).clamp(max=len(number)), unused])
     return tables._replace(
         input_ids=torch.cat([tables.input_ids, torch.zeros_like(number)]),
         position_ids=torch.cat([tables.position_ids, behind]),

@@ -1,17 +1,17 @@
-"""Training passes by recorded graphs: forward and backward of a micro-batch at one go each.
+"""CUDA graphs for training: forward and backward of a micro-batch in one launch each.
 
-A pass over a small model is thousands of short kernels, and starting them from Python takes several
-times as long as they run. A CUDA graph starts them all at once. It is recorded for a bucket: a size
-that micro-batches are padded to. All that it touches stays where it is in memory: the layout
-(static.py), the parameters, and the sums that gradients are added to.
+A pass over a small model is thousands of short kernels, and launching them from Python takes
+several times as long as running them. A CUDA graph launches them all at once. It is captured for a
+bucket: a size that micro-batches are padded to. Everything that it touches stays at the same
+address: the packed micro-batch (static_buffers.py), the parameters, and the gradient sums.
 
-A bucket's first micro-batch takes the plain way, so that a single odd one costs nothing. The second
-runs on the bucket's own buffers, which compiles kernels; the third is recorded, and from then on
-it is replayed, for slightly smaller micro-batches too. Where there is no CUDA device passes run on
-those buffers and are not recorded.
+The first micro-batch of a bucket runs eagerly, so that a single odd size costs nothing. The second
+runs on the bucket's own buffers, which compiles kernels. The third is captured, and from then on
+the graph is replayed, for slightly smaller micro-batches too. Without a CUDA device, passes run on
+those buffers and are not captured.
 
-Graphs share their memory, activations above all. So one pass is under way at a time: between going
-forward and going backward there must be no other, and each goes backward once.
+Graphs share memory, above all for activations. So only one pass is in progress at a time: no other
+pass may run between a forward and its backward, and each goes backward once.
 
 Shapes: M trained tokens of a bucket, m those of a micro-batch.
 """
@@ -28,37 +28,37 @@ from torch.autograd.function import once_differentiable
 
 from covey.accel.fused_parameters import GradSink
 from covey.accel.head import token_logp
-from covey.accel.packing import Tables, lay_spans
-from covey.accel.static_buffers import Size, StaticRows
+from covey.accel.packing import PackedTables, varlen_tables
+from covey.accel.static_buffers import Size, StaticBuffers
 from covey.types import HostRows
 
 if TYPE_CHECKING:
     from covey.models.language_model import LanguageModel
 
-BUCKETS = 64
-"""Of so many sizes graphs are kept; then those that were not used for longest go."""
-SPARE = 4 / 3
-"""A micro-batch may be padded to so many times its tokens where that saves recording."""
-FAILURES = 3
-"""So often recording may go wrong."""
+MAX_BUCKETS = 64
+"""Sizes for which graphs are kept; then the least recently used go."""
+MAX_PADDING = 4 / 3
+"""A micro-batch may be padded to this multiple of its tokens if that avoids a capture."""
+MAX_FAILURES = 3
+"""Failed captures before graphs are given up."""
 
 Values = tuple[torch.Tensor, torch.Tensor]
 
 
-class Taken(NamedTuple):
-    """What a pass says of the trained tokens of a micro-batch, [m] each."""
+class GraphResult(NamedTuple):
+    """Results for the trained tokens of a micro-batch, [m] each."""
 
     logp: torch.Tensor
     entropy: torch.Tensor
     cells: torch.Tensor
-    """Their places in [B, T], flattened."""
+    """Their cells in [B, T], flattened."""
 
 
-class KeptGradients:
-    """The sums of gradients, in memory that stays where it is from step to step.
+class GradientSums:
+    """Gradient sums at fixed addresses.
 
-    A step of the optimizer clears gradients by forgetting them. Here they are found again, zeroed,
-    at the next backward pass.
+    An optimizer step clears gradients by setting them to None. The next backward pass finds them
+    here, zeroed.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -68,7 +68,7 @@ class KeptGradients:
         self._own: dict[nn.Parameter, torch.Tensor] = {}
 
     def attach(self) -> None:
-        """Put all sums that were begun once back in their places."""
+        """Restore all existing sums as gradients."""
         cleared = [total for sink in self._sinks if (total := sink.resume()) is not None]
         for parameter, total in self._own.items():
             if parameter.grad is total:
@@ -82,7 +82,7 @@ class KeptGradients:
             torch._foreach_zero_(cleared)
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add gradients of the parameters. None: it went to its sink, or there is none."""
+        """Add the parameters' gradients. None: it went to its sink, or there is none."""
         for parameter, grad in zip(self.parameters, grads, strict=True):
             if grad is None:
                 continue
@@ -95,56 +95,58 @@ class KeptGradients:
                 self.attach()
             self._own[parameter].add_(grad)
 
-    def begun(self) -> int:
-        """Return how many sums there are; recording must not begin any."""
+    def count(self) -> int:
+        """Return the number of sums; a capture must not create any."""
         return len(self._own) + sum(sink.total is not None for sink in self._sinks)
 
 
 class _Pass:
     """Forward and backward over the buffers of one bucket."""
 
-    def __init__(self, passes: Passes, size: Size, *, backward: bool) -> None:
-        self.passes = passes
-        self.rows = StaticRows(size, passes.model.device)
-        self.pulls = torch.zeros(2, size.chosen, device=passes.model.device)
-        """The incoming gradients of log-probability and entropy."""
+    def __init__(self, graphs: TrainGraphs, size: Size, *, backward: bool) -> None:
+        self.graphs = graphs
+        self.rows = StaticBuffers(size, graphs.model.device)
+        self.incoming = torch.zeros(2, size.chosen, device=graphs.model.device)
+        """Incoming gradients of log-probability and entropy."""
         self.backward = backward
-        self.tried = False
-        """Whether all of it has run, so that kernels are compiled and sums of gradients begun."""
+        self.has_run = False
+        """Whether forward and backward have run, so that kernels are compiled and gradient sums
+        exist.
+        """
         self.values: Values | None = None
         self.forward_graph: torch.cuda.CUDAGraph | None = None
         self.backward_graph: torch.cuda.CUDAGraph | None = None
 
-    def forward(self, tables: Tables) -> Values:
-        """Read a micro-batch; return log-probability and entropy [m] of its trained tokens."""
+    def forward(self, tables: PackedTables) -> Values:
+        """Run a micro-batch; return log-probability and entropy [m] of its trained tokens."""
         self.rows.fill(tables)
         if self.forward_graph is None:
-            self.values = None  # first, or the activations of two passes are there
+            self.values = None  # first, or the activations of two passes would exist
             self.values = self._forward()
-            self.tried |= not self.backward
+            self.has_run |= not self.backward
         else:
             self.forward_graph.replay()
         assert self.values is not None
         logp, entropy = (v.detach()[: len(tables.chosen)].clone() for v in self.values)
         return logp, entropy
 
-    def pull(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Go backward from gradients [m] of what was said last."""
-        self.pulls.zero_()
-        for pull, grad in zip(self.pulls, grads, strict=True):
+    def run_backward(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Go backward from the gradients [m] of the last forward's results."""
+        self.incoming.zero_()
+        for buffer, grad in zip(self.incoming, grads, strict=True):
             if grad is not None:
-                pull[: len(grad)].copy_(grad)
-        self.passes.gradients.attach()
+                buffer[: len(grad)].copy_(grad)
+        self.graphs.gradients.attach()
         if self.backward_graph is None:
             self._backward()
-            self.tried = True
+            self.has_run = True
         else:
             self.backward_graph.replay()
 
     def _forward(self) -> Values:
         from covey.accel.fused_forward import fused_backbone  # needs Triton
 
-        model, packed = self.passes.model, self.rows.packed
+        model, packed = self.graphs.model, self.rows.packed
         with torch.set_grad_enabled(self.backward):
             hidden = fused_backbone(
                 model.backbone, packed.input_ids, packed.position_ids, packed.packing
@@ -153,28 +155,28 @@ class _Pass:
                 model.head,
                 hidden.index_select(0, packed.predictor),
                 packed.chosen,
-                temperature=self.passes.temperature,
-                megabytes=self.passes.megabytes,
+                temperature=self.graphs.temperature,
+                megabytes=self.graphs.megabytes,
             )
 
     def _backward(self) -> None:
-        """Add the gradients of all parameters to their sums, and let go of the activations."""
-        values, gradients = self.values, self.passes.gradients
+        """Add the gradients of all parameters to their sums, and free the activations."""
+        values, gradients = self.values, self.graphs.gradients
         assert values is not None
-        # All of them, or autograd leaves out what only a sink would notice.
+        # All parameters, or autograd skips those whose gradient only a sink receives.
         grads = torch.autograd.grad(
-            values, gradients.parameters, list(self.pulls), allow_unused=True
+            values, gradients.parameters, list(self.incoming), allow_unused=True
         )
         self.values = values[0].detach(), values[1].detach()
         with torch.no_grad():
             gradients.add(grads)
 
-    def record(self, pool: Any) -> None:
-        """Record both ways, which runs neither; all of it must have run before."""
-        gradients = self.passes.gradients
+    def capture(self, pool: Any) -> None:
+        """Capture forward and backward without running them; both must have run before."""
+        gradients = self.graphs.gradients
         if self.backward:
             gradients.attach()
-        begun = gradients.begun()
+        count = gradients.count()
         forward = torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward, pool=pool):
             self.values = self._forward()
@@ -182,18 +184,18 @@ class _Pass:
             backward = torch.cuda.CUDAGraph()
             with torch.cuda.graph(backward, pool=pool):
                 self._backward()
-            if gradients.begun() != begun:
-                raise RuntimeError("a gradient appeared that was not there before")
+            if gradients.count() != count:
+                raise RuntimeError("the capture created a new gradient")
             self.backward_graph = backward
         self.forward_graph = forward
 
 
-class _Recorded(torch.autograd.Function):
-    """Lets autograd go backward through a pass; the parameters' gradients do not return here."""
+class _PassFunction(torch.autograd.Function):
+    """Connects a pass to autograd; the parameters' gradients do not return through it."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, one: _Pass, tables: Tables) -> Values:
-        ctx.one, ctx.turn = one, one.passes.turn
+    def forward(ctx: Any, anchor: torch.Tensor, one: _Pass, tables: PackedTables) -> Values:
+        ctx.one, ctx.ticket = one, one.graphs.ticket
         ctx.set_materialize_grads(False)
         return one.forward(tables)
 
@@ -201,15 +203,15 @@ class _Recorded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
         one: _Pass = ctx.one
-        if ctx.turn != one.passes.turn:
-            raise RuntimeError("a recorded pass goes backward once, and before any other begins")
-        one.passes.turn += 1
-        one.pull(grads)
+        if ctx.ticket != one.graphs.ticket:
+            raise RuntimeError("a pass goes backward once, and before any other begins")
+        one.graphs.ticket += 1
+        one.run_backward(grads)
         return None, None, None
 
 
 class _Bucket:
-    """What is known of micro-batches of about one size."""
+    """State of one micro-batch size."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
@@ -217,52 +219,54 @@ class _Bucket:
         self.ready: _Pass | None = None
 
 
-class Passes:
-    """All passes of a model whose parameters are trained where they are."""
+class TrainGraphs:
+    """CUDA graphs of a model's training passes."""
 
     def __init__(self, model: LanguageModel, *, temperature: float, megabytes: float) -> None:
         self.model, self.temperature, self.megabytes = model, temperature, megabytes
-        self.gradients = KeptGradients([p for p in model.model.parameters() if p.requires_grad])
-        self.turn = 0
-        """Counts what begins or ends a pass."""
+        self.gradients = GradientSums([p for p in model.model.parameters() if p.requires_grad])
+        self.ticket = 0
+        """Counts the starts and ends of passes."""
         self.buckets: dict[tuple[int, bool], _Bucket] = {}
         self.failures = 0
         self.failed = False
-        """Whether recording went wrong for good, and all goes the plain way."""
+        """Whether captures have failed for good, and all passes run eagerly."""
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
         self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
-        self._keeper: torch.cuda.CUDAGraph | None = None
-        """Of the pool, into which nothing can be recorded once all its graphs have gone."""
+        self._pool_keeper: torch.cuda.CUDAGraph | None = None
+        """Keeps the memory pool alive: once all its graphs are gone, nothing can be captured into
+        it.
+        """
 
-    def take(self, host: HostRows) -> Taken | None:
-        """Run a micro-batch, with gradient if that is enabled. None: it has to go the plain way."""
+    def run(self, host: HostRows) -> GraphResult | None:
+        """Run a micro-batch, with gradient if enabled. None: it has to run eagerly."""
         backward = torch.is_grad_enabled()
         if self.failed:
             return None
-        tables, longest = lay_spans(host)
+        tables, longest = varlen_tables(host)
         one = self._pass_for(Size.of(tables, longest), backward)
         if one is None:
             return None
-        self.turn += 1
+        self.ticket += 1
         try:
             values: Values = (
-                _Recorded.apply(self._anchor, one, tables) if backward else one.forward(tables)
+                _PassFunction.apply(self._anchor, one, tables) if backward else one.forward(tables)
             )
         except torch.OutOfMemoryError as error:
             self.give_up(error)
             return None
-        return Taken(*values, one.rows.tables.cells[: len(tables.cells)].clone())
+        return GraphResult(*values, one.rows.tables.cells[: len(tables.cells)].clone())
 
     def give_up(self, error: Exception) -> None:
-        """Record nothing any more, and let go of what was."""
+        """Stop capturing, and free all graphs."""
         self.failed = True
         self.buckets.clear()
-        self._keeper = None
+        self._pool_keeper = None
         line = str(error).strip().splitlines()[0][:200]
-        warnings.warn(f"training passes are not recorded as graphs: {line}", stacklevel=2)
+        warnings.warn(f"training does not use CUDA graphs: {line}", stacklevel=2)
 
-    def recorded(self) -> list[_Pass]:
-        """Return the passes that are replayed."""
+    def captured(self) -> list[_Pass]:
+        """Return the passes that have a captured graph."""
         passes = (bucket.ready for bucket in self.buckets.values())
         return [one for one in passes if one is not None and one.forward_graph is not None]
 
@@ -270,44 +274,44 @@ class Passes:
         key = self._key_for(need, backward)
         need = need.padded_to(key[0])
         bucket = self.buckets.pop(key, None) or _Bucket(need)
-        self.buckets[key] = bucket  # the last one is that used last
+        self.buckets[key] = bucket  # the dictionary is ordered from least to most recently used
         if not bucket.size.holds(need):
             self._drop(bucket)
             bucket.size = bucket.size.with_room_for(need)
-        if len(self.buckets) > BUCKETS:
+        if len(self.buckets) > MAX_BUCKETS:
             self._drop(self.buckets.pop(next(iter(self.buckets))))
         bucket.seen += 1
         if bucket.seen == 1:
             return None
         if bucket.ready is None:
             bucket.ready = _Pass(self, bucket.size, backward=backward)
-        elif bucket.ready.tried and not bucket.ready.forward_graph and self._pool is not None:
-            return self._record(bucket.ready)
+        elif bucket.ready.has_run and not bucket.ready.forward_graph and self._pool is not None:
+            return self._capture(bucket.ready)
         return bucket.ready
 
     def _key_for(self, need: Size, backward: bool) -> tuple[int, bool]:
-        """Return the least bucket that was recorded and has room, or that of this very size."""
-        sizes = [one.rows.size for one in self.recorded() if one.backward is backward]
+        """Return the smallest captured bucket that fits, or the bucket of exactly this size."""
+        sizes = [one.rows.size for one in self.captured() if one.backward is backward]
         fitting = [
             size.tokens
             for size in sizes
-            if need.tokens <= size.tokens <= SPARE * need.tokens
+            if need.tokens <= size.tokens <= MAX_PADDING * need.tokens
             and size.holds(need.padded_to(size.tokens))
         ]
         return min(fitting, default=need.tokens), backward
 
-    def _record(self, one: _Pass) -> _Pass | None:
+    def _capture(self, one: _Pass) -> _Pass | None:
         one.values = None
         try:
-            if self._keeper is None:
-                self._keeper = _trivial_graph(self._anchor, self._pool)
-            one.record(self._pool)
+            if self._pool_keeper is None:
+                self._pool_keeper = _trivial_graph(self._anchor, self._pool)
+            one.capture(self._pool)
         except RuntimeError as error:
             one.values = None
-            # Perhaps somebody still holds what autograd knows of a plain pass: parameters then
-            # remember its stream, and recording on another fails. Next time that may be gone.
+            # A reference to an eager pass's autograd graph may still exist: parameters then
+            # remember its stream, and a capture on another stream fails. Next time it may be gone.
             self.failures += 1
-            if self.failures == FAILURES:
+            if self.failures == MAX_FAILURES:
                 self.give_up(error)
             return None
         return one
@@ -325,9 +329,11 @@ def _trivial_graph(anchor: torch.Tensor, pool: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def passes_for(model: LanguageModel, *, temperature: float, megabytes: float) -> Passes | None:
-    """Return passes by graphs if a model takes the kernels that they need, else None."""
+def train_graphs_for(
+    model: LanguageModel, *, temperature: float, megabytes: float
+) -> TrainGraphs | None:
+    """Return CUDA graphs if a model supports the kernels that they need, else None."""
     trained = any(p.requires_grad for p in model.model.parameters())
     if not (model.device.type == "cuda" and model.fused and model.flash and trained):
         return None
-    return Passes(model, temperature=temperature, megabytes=megabytes)
+    return TrainGraphs(model, temperature=temperature, megabytes=megabytes)

@@ -1,49 +1,57 @@
-"""Attention over rows of different length without padding, by the flash kernels inside of torch.
+"""Variable-length attention without padding, by the flash kernels inside torch.
 
-Every packed token asks once, in the row that it belongs to: a shared prompt asks in the first of
-its rows. The keys of a row are all its tokens, so those of a shared prompt stand in several rows.
-The last question of a row sees all its keys, the one before it all but one, and so on.
+Every packed token has one query, in the row that it belongs to: a shared prompt has its queries in
+the first of its rows. The keys of a row are all its tokens, so those of a shared prompt appear in
+several rows. The last query of a row sees all its keys, the one before it all but one, and so on.
 
-torch's own function for this takes other arguments in every version; what is below it does not.
+torch's public function for this changes its arguments between versions; the operators below it do
+not.
 
-Shapes: N packed tokens, R places of keys, H heads, K key-value heads, D head size.
+Shapes: N packed tokens, R key positions, H heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 HALF = (torch.bfloat16, torch.float16)
-"""What the kernels take."""
+"""Types that the kernels support."""
+
+
+class KeyIndex(NamedTuple):
+    """Where the keys and values of packed tokens are copied to, if rows share some."""
+
+    tokens: torch.Tensor
+    """[R] int32: the packed token of each key position."""
+    starts: torch.Tensor
+    """[rows] int32: the first key position of each row, with rows that share a prompt adjacent."""
+    begin: torch.Tensor
+    """[N] int32: the first entry of `starts` whose row holds the token."""
+    end: torch.Tensor
+    """[N] int32: the entry after the last."""
+    position: torch.Tensor
+    """[N] int32: a token's offset from its row's start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spans:
-    """Which packed tokens ask together, and which keys they see."""
+class VarlenRows:
+    """Queries and keys of each row (cu_seqlens), and the index of keys that rows share."""
 
     query_starts: torch.Tensor
-    """[rows + 1] int32: where the questions of each row begin, and where the last end."""
+    """[rows + 1] int32: where the queries of each row begin, and where the last end."""
     key_starts: torch.Tensor
-    """[rows + 1] int32: likewise its keys."""
+    """[rows + 1] int32: the same for keys."""
     longest_query: int
     longest_key: int
-    tokens: torch.Tensor | None = None
-    """[R] int32: the packed token at each place of keys. None: R is N, and each is its own."""
-    starts: torch.Tensor | None = None
-    """[rows] int32: `key_starts`, rows that share a prompt one after another."""
-    begin: torch.Tensor | None = None
-    """[N] int32: the first entry of `starts` whose row holds the token."""
-    end: torch.Tensor | None = None
-    """[N] int32: the entry after the last."""
-    position: torch.Tensor | None = None
-    """[N] int32: how far behind its row's start a token is."""
+    shared: KeyIndex | None = None
+    """None: R is N, and every token is its own key position."""
 
     def gathered(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return the packed keys or values [N, K, D] at their places [R, K, D]."""
-        return packed if self.tokens is None else packed.index_select(0, self.tokens)
+        """Return packed keys or values [N, K, D] at their key positions [R, K, D]."""
+        return packed if self.shared is None else packed.index_select(0, self.shared.tokens)
 
 
 class _Flash(torch.autograd.Function):
@@ -53,7 +61,7 @@ class _Flash(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        spans: Spans,
+        spans: VarlenRows,
         scale: float | None,
         window: int | None,
     ) -> torch.Tensor:
@@ -83,7 +91,7 @@ def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    spans: Spans,
+    spans: VarlenRows,
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`covey algorithms`: what there is, and what each of it means."""
+"""`covey algorithms`: list the algorithms, or describe one."""
 
 from __future__ import annotations
 
@@ -12,54 +12,40 @@ from rich.table import Column, Table
 
 from covey.cli.screen import Screen
 from covey.cli.startup import Trust
+from covey.config.algorithm_names import ALGORITHM_NAMES, ALGORITHM_TITLES, check_algorithm_name
 
 
 def algorithms_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="One algorithm, in full.")
+        str | None, typer.Argument(metavar="[NAME]", help="An algorithm, or MODULE:FUNCTION.")
     ] = None,
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the algorithms, or show one: formula, source, defaults, departures."""
-    from covey.objective import ALGORITHMS  # imports torch, which takes seconds
-    from covey.objective.describe import describe
-
-    console = Screen(soft_wrap=name is not None)
+    """List the algorithms, or describe one: formula, paper, options, departures."""
+    if name is not None and "." not in name and ":" not in name:
+        check_algorithm_name(name)
     if as_json:
-        names = [name] if name else list(ALGORITHMS)
-        described = [describe(n)._asdict() for n in names]
-        for one in described:
-            one["own"] = [option._asdict() for option in one["own"]]
-        typer.echo(json.dumps(described[0] if name else described))
-    elif name is None:
-        console.print(_table(list(ALGORITHMS)))
-        console.print("covey algorithms NAME shows the formula, the source and the options.")
+        _print_json(name)
+    elif name is not None:
+        _show(name, Screen(soft_wrap=True))
     else:
-        _show(name, console)
+        console = Screen()
+        table = Table(Column("name", no_wrap=True), "paper", box=SIMPLE, pad_edge=False)
+        for each, title in ALGORITHM_TITLES.items():
+            table.add_row(f"[bold]{each}[/]", title)
+        console.print(table)
+        console.print("covey algorithms NAME shows the formula and the options.")
 
 
-def _table(names: list[str]) -> Table:
-    """Return three lines for each algorithm, so that 80 columns hold every name in one piece."""
-    from covey.objective.describe import describe
+def _print_json(name: str | None) -> None:
+    from covey.objective.describe import describe  # imports torch, which takes seconds
 
-    table = Table(
-        Column("name", no_wrap=True),
-        Column("advantage\nratio\nsurrogate", overflow="fold"),
-        Column("weights\nclip\nKL; needs", overflow="fold"),
-        box=SIMPLE,
-        pad_edge=False,
-    )
-    for name in names:
-        one = describe(name)
-        pieces = one.pieces
-        kl_and_needs = "; ".join(filter(None, [one.kl, ", ".join(one.needs)]))
-        table.add_row(
-            f"[bold]{name}[/]",
-            f"{pieces['advantage']}\n{pieces['ratio']}\n{pieces['surrogate']}",
-            f"{pieces['weights']}\n{one.clip}\n{kl_and_needs}",
-        )
-    return table
+    rows = []
+    for each in [name] if name else ALGORITHM_NAMES:
+        row = describe(each)._asdict()
+        rows.append({**row, "own": [option._asdict() for option in row["own"]]})
+    typer.echo(json.dumps(rows[0] if name else rows))
 
 
 def _show(name: str, console: Console) -> None:

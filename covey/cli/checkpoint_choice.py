@@ -1,4 +1,4 @@
-"""Which weights a run, or one of its checkpoints, stands for. No torch here."""
+"""Choosing the checkpoint of a run to load. No torch here."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from covey.run.digests import damage
 from covey.run.folder import RunFolder
 
 ONLY_FOR_TRAINING = ("optimizer.safetensors", "reference.safetensors", "covey.json")
-"""Files of a checkpoint that its weights are whole without."""
+"""Files of a checkpoint that only training needs."""
 
 
 def run_around(path: Path) -> Path | None:
-    """Return the run that a path is, or of which it is a checkpoint."""
+    """Return the run at a path, or the run of the checkpoint at that path; None if neither."""
     return next((p for p in (path, path.parent.parent) if (p / "config.toml").is_file()), None)
 
 
 def weights_of(target: Path, command: str, step: int | None = None) -> Path:
-    """Return the checkpoint of a run that holds its weights: that of a step, or the newest.
+    """Return the checkpoint to load: the target itself, or a run's of a step, or its newest.
 
-    Of a checkpoint, itself. One that is not as it was saved is refused; `command`, in which {}
-    stands for another, is what to try instead.
+    A damaged checkpoint is refused. The error suggests `command`, with {} replaced by a good one.
     """
     found = run_around(target)
-    assert found is not None, "it was asked before"
+    assert found is not None, "callers check run_around first"
     run = RunFolder(found)
     chosen = target if found != target else _checkpoint(run, step)
     problem = damage(chosen, but=ONLY_FOR_TRAINING)
@@ -53,5 +52,5 @@ def _checkpoint(run: RunFolder, step: int | None) -> Path:
     wanted = max(checkpoints) if step is None else step
     if wanted not in checkpoints:
         kept = ", ".join(str(s) for s in checkpoints)
-        raise RunError(f"--step {step}: {run.path} has checkpoints of the steps {kept}")
+        raise RunError(f"--step {step}: {run.path} has checkpoints of steps {kept}")
     return checkpoints[wanted]

@@ -1,4 +1,4 @@
-"""`covey compare`: which algorithm, or which setting, is better."""
+"""`covey compare`: train several algorithms or settings fairly, and report which is better."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from covey.config import toml_value
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
-    from covey.analysis.compare.design import Asked
-    from covey.analysis.compare.place import Place
-    from covey.analysis.compare.record import Record
-    from covey.analysis.compare.watch import Watching
+    from covey.analysis.compare.comparison_folder import Design
+    from covey.analysis.compare.launch import Watch
+    from covey.analysis.compare.prepare import Prepared
 
 PARENT = Path("comparisons")
 SEEDS = 3
@@ -31,34 +30,31 @@ Source = Annotated[
     str | None,
     typer.Argument(
         metavar="RECIPE",
-        help="A TOML file or the name of a packaged recipe: what all arms have in common. "
+        help="A TOML file or the name of a packaged recipe: the configuration that all arms share. "
         "Default: arithmetic.",
     ),
 ]
-Algorithms = Annotated[
-    str, typer.Option(metavar="A,B", help="An arm for each of these algorithms.")
-]
+Algorithms = Annotated[str, typer.Option(metavar="A,B", help="One arm per algorithm.")]
 Arms = Annotated[
     list[str] | None,
     typer.Option(
         "--arm",
         metavar="'NAME: KEY=VALUE, ...'",
-        help="An arm of your own, such as 'frozen: optimizer.learning_rate=0'; 'again: seed+=1000' "
-        "is the common configuration with other seeds.",
+        help="An arm with its own settings, such as 'frozen: optimizer.learning_rate=0'. "
+        "'again: seed+=1000' is the common configuration with other seeds.",
     ),
 ]
 Seeds = Annotated[
     int | None,
-    typer.Option(min=1, max=1000, help=f"Runs of each arm, seed after seed. Default: {SEEDS}."),
+    typer.Option(min=1, max=1000, help=f"Runs of each arm, with seeds in order. Default: {SEEDS}."),
 ]
 Kind = Annotated[
     Literal["steps", "tokens", "updates"],
-    typer.Option(
-        "--budget", help="What every run is given: steps, sampled tokens, or optimizer steps."
-    ),
+    typer.Option("--budget", help="Unit of the budget: training steps, tokens, optimizer steps."),
 ]
 Amount = Annotated[
-    int | None, typer.Option(min=1, max=10**15, help="How much of it. Default: the recipe's steps.")
+    int | None,
+    typer.Option(min=1, max=10**15, help="Size of each run's budget. Default: the recipe's steps."),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -67,8 +63,8 @@ Overrides = Annotated[
 Folder = Annotated[
     Path | None,
     typer.Option(
-        help="The comparison's folder, new or to go on with. Default: comparisons/NAME-N, the one "
-        "that this command has made before if there is one."
+        help="The comparison's folder, new or to resume. Default: comparisons/NAME-N; the same "
+        "command resumes its earlier comparison."
     ),
 ]
 Add = Annotated[
@@ -76,21 +72,17 @@ Add = Annotated[
 ]
 Parallel = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=1024, help="Runs side by side. Default: cores / threads; one on a GPU."
-    ),
+    typer.Option(min=1, max=1024, help="Runs at a time. Default: cores / threads; one on a GPU."),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=4096, help="Threads of each run. Default: as many as leave no core idle."
-    ),
+    typer.Option(min=1, max=4096, help="Threads of each run. Default: cores / number of runs."),
 ]
 Report = Annotated[
     Path | None,
-    typer.Option("--report", metavar="FOLDER", help="Write the reports anew; run nothing."),
+    typer.Option("--report", metavar="FOLDER", help="Write the reports again; run nothing."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be compared, and stop.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be compared, and exit.")]
 
 
 def compare_command(
@@ -111,17 +103,17 @@ def compare_command(
     report: Report = None,
     plan_only: DryRun = False,
 ) -> None:
-    """Train the same model in different ways, fairly, and say which is better, and how sure it is.
+    """Train several arms under equal conditions, and report which is better and how certain it is.
 
-    All arms have the same start, first answers, prompts, budget and held-out problems. After Ctrl-C
-    or a crash the same command goes on; what is finished is not done again.
+    All arms have the same starting weights, first rollouts, prompts, budget and held-out prompts.
+    After Ctrl-C or a crash, run the same command to resume; finished runs are kept.
     """
     if report is not None:
         return _write_report(report)
-    from covey.analysis.compare.design import Asked, parse_arm
-    from covey.analysis.compare.place import checked, place
+    from covey.analysis.compare.design import Request, parse_arm
+    from covey.analysis.compare.prepare import checked, extend, prepare
 
-    asked = Asked(
+    request = Request(
         source=source or "arithmetic",
         overrides=tuple(settings_of(overrides, model)),
         smoke=smoke,
@@ -132,114 +124,112 @@ def compare_command(
         amount=amount,
         threads=threads or 0,
     )
-    fresh = bool(source or algorithms or asked.overrides or smoke or amount or budget != "steps")
-    if folder is not None and (folder / "comparison.toml").is_file() and not fresh:
-        found = checked(_grown(folder, asked, _names(add), seeds))
+    new = bool(source or algorithms or request.overrides or smoke or amount or budget != "steps")
+    if folder is not None and (folder / "comparison.toml").is_file() and not new:
+        prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError("--add takes --folder, the comparison to add to, and no new settings")
+        raise ConfigError("--add needs --folder, the comparison to extend, and no new settings")
     else:
-        found = checked(place(asked, PARENT, folder))
-    _tell_plan(found.folder, found.record)
+        prepared = prepare(request, PARENT, folder)
+    prepared = checked(prepared)
+    _print_design(prepared.folder, prepared.design)
     if not plan_only:
-        _run(found, parallel)
+        _run(prepared, parallel)
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _grown(folder: Path, asked: Asked, algorithms: tuple[str, ...], seeds: int | None) -> Place:
-    from covey.analysis.compare.place import grown
-
-    return grown(folder, algorithms=algorithms, arms=asked.arms, seeds=seeds, threads=asked.threads)
-
-
-def _tell_plan(folder: Path, record: Record) -> None:
-    """Say what is compared, how the arms differ, and what is known beforehand."""
-    from covey.analysis.compare.words import count
+def _print_design(folder: Path, design: Design) -> None:
+    """Print the arms with their differences, and the findings."""
+    from covey.analysis.compare.conclusion import count
+    from covey.analysis.compare.report_tables import NO_OPTION, finding_title
 
     console = Screen(soft_wrap=True)
-    runs = len(record.arms) * len(record.seeds)
-    seeds = ", ".join(str(seed) for seed in record.seeds)
+    runs = len(design.arms) * len(design.seeds)
+    seeds = ", ".join(str(seed) for seed in design.seeds)
     console.print(
-        f"{count(runs, 'run')} of {record.amount} {record.budget}: "
-        f"{count(len(record.arms), 'arm')}, seeds {seeds}, "
-        f"{count(record.threads, 'thread')} each, in {folder}",
+        f"{count(runs, 'run')} of {design.amount} {design.budget}: "
+        f"{count(len(design.arms), 'arm')}, seeds {seeds}, "
+        f"{count(design.threads, 'thread')} each, in {folder}",
         markup=False,
         highlight=False,
     )
-    table = Table("arm", "differs from the common configuration in")
-    for arm in record.arms:
-        words = [f"{k} = {_value(k, v)}" for k, v in arm.differences.items()]
-        table.add_row(cell(arm.name), cell("\n".join(words) or "nothing"))
+    table = Table("arm", "differences from the common configuration")
+    for arm in design.arms:
+        lines = [
+            f"{key} = {NO_OPTION if v is None else v if key == 'seed' else toml_value(v)}"
+            for key, v in arm.differences.items()
+        ]
+        table.add_row(cell(arm.name), cell("\n".join(lines) or "none"))
     console.print(table)
-    for row in record.findings:
-        whose = f" ({row['arms']})" if row.get("arms") else ""
-        text = Text().append(f"{row['title']}{whose}\n", style="yellow")
+    for row in design.findings:
+        text = Text().append(f"{finding_title(row)}\n", style="yellow")
         text.append(f"  {row['why']}\n  remedy: {row['remedy']}", style="dim")
         console.print(text)
 
 
-def _value(key: str, value: object) -> str:
-    if value is None:
-        return "(it has no such option)"
-    return str(value) if key == "seed" else toml_value(value)
-
-
-def _run(place: Place, parallel: int | None) -> None:
-    """Run what is not done, then write the reports."""
-    from covey.analysis.compare.jobs import make_jobs
-    from covey.analysis.compare.place import settle, side_by_side
-    from covey.analysis.compare.run import held, run_jobs
+def _run(prepared: Prepared, parallel: int | None) -> None:
+    """Run what is unfinished, then write the reports."""
+    from covey.analysis.compare.comparison_folder import write_design
+    from covey.analysis.compare.launch import make_jobs, run_jobs
+    from covey.analysis.compare.prepare import parallel_runs
     from covey.run.files import write_text
+    from covey.run.folder import RunFolder
     from covey.run.provenance import describe_environment
 
-    folder, record = place.folder, place.record
-    jobs = make_jobs(folder, record)  # loads the model, and so finds out what is wrong with it
+    folder, design = prepared.folder, prepared.design
+    jobs = make_jobs(
+        folder, design
+    )  # loads the model: a bad model fails before anything is written
     folder.mkdir(parents=True, exist_ok=True)
-    with held(folder):
-        settle(place)
-        if place.before is None:
-            about = describe_environment(min(record.seeds), "", record.threads)
+    with RunFolder(folder).locked():
+        if prepared.previous != design:
+            write_design(folder, design)
+        if prepared.previous is None:
+            about = describe_environment(min(design.seeds), "", design.threads)
             del about["command"], about["device"]
             write_text(folder / "environment.json", json.dumps(about, indent=2) + "\n")
-        with _watching(record) as watch:
-            running = run_jobs(folder, jobs, parallel or side_by_side(record), watch)
+        with _progress(design) as watch:
+            running = run_jobs(folder, jobs, parallel or parallel_runs(design), watch)
     if running.stopping:
-        typer.echo("stopped, and saved where it stands; the same command goes on")
+        typer.echo("stopped; progress is saved, run the same command to resume")
         raise typer.Exit(INTERRUPTED)
     _write_report(folder)
-    if running.of("failed"):
+    if running.having("failed"):
         raise typer.Exit(1)
 
 
 @contextmanager
-def _watching(record: Record) -> Iterator[Watching]:
-    """Give what suits standard output."""
+def _progress(design: Design) -> Iterator[Watch]:
+    """Return a live table for a terminal, and plain lines for anything else."""
     from rich.live import Live
 
-    from covey.analysis.compare.watch import LiveWatch, PlainWatch
+    from covey.analysis.compare.progress import LiveProgress, PlainProgress
 
     console = Screen(soft_wrap=True)
     if not console.is_terminal:
-        yield PlainWatch(console=console, budget=record.budget, amount=record.amount)
+        yield PlainProgress(console=console, budget=design.budget, amount=design.amount)
         return
     with Live(console=console, auto_refresh=False) as live:
-        yield LiveWatch(live=live, budget=record.budget, amount=record.amount)
+        yield LiveProgress(live=live, budget=design.budget, amount=design.amount)
 
 
 def _write_report(folder: Path) -> None:
-    """Write the reports of what there is, and show the table."""
-    from covey.analysis.compare.load import load_comparison
-    from covey.analysis.compare.report import terminal_table, write_reports
+    """Write the reports, and print the summary."""
+    from covey.analysis.compare.comparison_folder import load_comparison
+    from covey.analysis.compare.report_files import write_reports
+    from covey.analysis.compare.report_text import terminal_report
 
     comparison = load_comparison(folder)
     write_reports(folder, comparison)
     console = Screen(soft_wrap=True)
-    console.print(terminal_table(comparison))
-    for run in comparison.outcomes:
-        if run.state == "failed":
-            console.print(
-                f"failed: {run.arm} seed {run.seed}: {run.error}", markup=False, highlight=False
-            )
-    console.print(f"report   {folder / 'report.html'}", markup=False, highlight=False)
+    console.print(terminal_report(comparison))
+    lines = [
+        f"failed: {run.arm} seed {run.seed}: {run.error}"
+        for run in comparison.runs
+        if run.state == "failed"
+    ]
+    for line in (*lines, f"report   {folder / 'report.html'}"):
+        console.print(line, markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""`covey eval`: measure a model on held-out prompts, alone or against another."""
+"""`covey eval`: evaluate a model on held-out prompts, alone or against another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ Target = Annotated[
 ]
 Source = Annotated[
     str | None,
-    typer.Option("--config", metavar="CONFIG", help="Task and reward, if not those of the run."),
+    typer.Option(
+        "--config", metavar="CONFIG", help="Task and reward. Default: the run's own, or arithmetic."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")
@@ -40,19 +42,23 @@ Samples = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Sampled answers a prompt for mean@k and pass@k. Default: evaluate.samples.",
+        help="Sampled completions per prompt for mean@k and pass@k. Default: evaluate.samples.",
     ),
 ]
 Against = Annotated[
-    str | None, typer.Option(metavar="RUN|MODEL", help="Compare with this, prompt by prompt.")
+    str | None, typer.Option(metavar="RUN|MODEL", help="Compare with this model, prompt by prompt.")
 ]
 By = Annotated[
     str | None,
-    typer.Option(metavar="KEY", help="A table by this key of the prompts' info, or 'task'."),
+    typer.Option(
+        metavar="KEY", help="Break results down by this key of the prompts' info, or 'task'."
+    ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write every prompt's answers here, as JSON Lines."),
+    typer.Option(
+        metavar="FILE", help="Write every prompt with its completions here, as JSON Lines."
+    ),
 ]
 
 
@@ -68,10 +74,10 @@ def eval_command(
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure greedy accuracy, and with --samples mean@k and pass@k, with 95 % intervals.
+    """Evaluate greedy accuracy, and with --samples mean@k and pass@k, with 95 % intervals.
 
-    Given a run, its newest checkpoint is measured on the run's own task. With --against, both are
-    measured on the same prompts, those of the first.
+    For a run, the newest checkpoint is evaluated on the run's own task. With --against, both
+    models are evaluated on the first one's prompts.
     """
     settings = list(overrides or [])
     if samples is not None:
@@ -81,14 +87,14 @@ def eval_command(
     for path in models:
         check_model_path(path)
     if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
     evaluations = _evaluations(config, models, by, show=not as_json)
     if out is not None:
         _write_items(out, models, evaluations)
     for path, evaluation in zip(models, evaluations, strict=True):
         _check_scored(path, evaluation)
 
-    from covey.cli.eval_output import measured, show_measured  # brings torch along
+    from covey.cli.eval_output import measured, show_measured  # imports torch
 
     if as_json:
         typer.echo(json.dumps(measured(models, evaluations, by)))
@@ -97,8 +103,8 @@ def eval_command(
 
 
 def _config(target: str, source: str | None, settings: list[str], smoke: bool) -> Config:
-    """Return the settings of a target, which names the model."""
-    run = _run_of(target)
+    """Return the configuration of a target, with the target as its model."""
+    run = run_around(Path(target))
     if run is not None:
         tell_edited(RunFolder(run))
         source = source or str(run / "config.toml")
@@ -106,31 +112,21 @@ def _config(target: str, source: str | None, settings: list[str], smoke: bool) -
     return loaded(source or "arithmetic", [*settings, model], smoke=smoke)
 
 
-def _run_of(target: str) -> Path | None:
-    path = Path(target)
-    return run_around(path)
-
-
 def _model(target: str) -> str:
-    """Return what to load: of a run, its newest checkpoint."""
-    return str(weights_of(Path(target), "covey eval {}")) if _run_of(target) else target
+    """Return what to load: for a run, its newest checkpoint."""
+    path = Path(target)
+    return str(weights_of(path, "covey eval {}")) if run_around(path) else target
 
 
 def _evaluations(config: Config, models: list[str], by: str | None, show: bool) -> list[Evaluation]:
-    """Measure one model after the other on the same prompts, by the same scorer."""
+    """Evaluate one model after the other on the same prompts, with the same scorer."""
     with waiting(STARTING):
         from covey.engines.native.engine import NativeEngine
         from covey.evaluate import check_category
         from covey.evaluate.evaluate import evaluate
-        from covey.rollout.collect import ask
-        from covey.training.build import (
-            held_out_of,
-            load_model,
-            resolve,
-            sampling_of,
-            scorer_of,
-            task_of,
-        )
+        from covey.rollout.collect import Collector
+        from covey.training.build import load_model, scorer_of
+        from covey.training.resolve import held_out_of, resolve, sampling_of, task_of
 
         config = resolve(config)
         prompts = held_out_of(config, task_of(config))
@@ -142,32 +138,34 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
             named = config.model.model_copy(update={"path": path})
             with waiting(f"loading {path}"):
                 model = load_model(config.model_copy(update={"model": named}))
-                sampler = NativeEngine(model)
+                engine = NativeEngine(model)
             with Progress(console=Screen(stderr=True), disable=not show) as progress:
                 if show:
-                    progress.console.print(f"sampling: {sampler.way}")
+                    progress.console.print(f"sampling: {engine.info.backend}")
                 answers = len(prompts) * (1 + config.evaluate.samples)
+                task = progress.add_task("answering", total=answers)
                 evaluation = evaluate(
-                    ask(model, prompts),
-                    sampler=sampler,
-                    scorer=scorer,
+                    prompts,
+                    Collector(
+                        engine=engine,
+                        model=model,
+                        scorer=scorer,
+                        progress=partial(progress.advance, task),
+                    ),
                     sampling=sampling_of(config),
                     samples=config.evaluate.samples,
                     temperature=config.evaluate.temperature,
-                    progress=partial(
-                        progress.advance, progress.add_task("answering", total=answers)
-                    ),
                 )
             found.append(evaluation)
     return found
 
 
 def _check_scored(model: str, evaluation: Evaluation) -> None:
-    """Refuse an evaluation of nothing: 0 % right would be taken for a measurement."""
-    answers = sum(1 + len(item.samples) for item in evaluation.items)
-    if evaluation.unscored == answers:
+    """Refuse an evaluation without a single score: an accuracy of 0 % would be misleading."""
+    completions = sum(1 + len(item.samples) for item in evaluation.items)
+    if evaluation.unscored == completions:
         raise RewardError(
-            f"{model}: none of the {answers} completions could be scored; the first: "
+            f"{model}: none of the {completions} completions could be scored; the first: "
             f"{evaluation.first_failure}"
         )
 

@@ -1,4 +1,4 @@
-"""Evaluations as tables for people and as plain data for programs."""
+"""Evaluations as tables in the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from covey.cli.console import evaluation_line
 from covey.cli.screen import cell
 from covey.evaluate import Comparison, Estimate, by_category, compare, estimates
 from covey.evaluate.evaluate import Evaluation
+from covey.run.trackers.console import evaluation_line
 
 SHOWN = 5
-"""Prompts named by id; --json and --out have all."""
+"""Prompts listed by id; --json and --out have all."""
 
 
 def measured(
     models: Sequence[str], evaluations: Sequence[Evaluation], by: str | None
 ) -> dict[str, Any]:
-    """Return everything as plain data: the first model's numbers, then what was asked for."""
+    """Return everything as plain data: the first model's numbers, then the comparison."""
     rows = [
         {"model": model, **evaluation.row(), **_categories(evaluation, by)}
         for model, evaluation in zip(models, evaluations, strict=True)
@@ -45,7 +45,7 @@ def _categories(evaluation: Evaluation, by: str | None) -> dict[str, Any]:
 def show_measured(
     models: Sequence[str], evaluations: Sequence[Evaluation], by: str | None, console: Console
 ) -> None:
-    """Print everything for a person."""
+    """Print everything as text and tables."""
     for model, evaluation in zip(models, evaluations, strict=True):
         lead = f"{model}: " if len(models) > 1 else ""
         console.print(f"{lead}{evaluation_line(evaluation)}", markup=False, highlight=False)
@@ -84,4 +84,4 @@ def _show_difference(comparison: Comparison, console: Console) -> None:
 
 
 def _interval(estimate: Estimate) -> str:
-    return rf"\[{estimate.low:.1%}, {estimate.high:.1%}]"  # rich takes brackets for markup
+    return rf"\[{estimate.low:.1%}, {estimate.high:.1%}]"  # rich parses brackets as markup

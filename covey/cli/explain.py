@@ -1,4 +1,4 @@
-"""`covey explain`: what a recorded step learned, and what other algorithms would have."""
+"""`covey explain`: the gradient of a recorded step, for its own and other algorithms."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from covey.errors import ConfigError
 from covey.run.folder import RunFolder
 
 if TYPE_CHECKING:
-    from covey.analysis.explain.step import ExplainedAnswer, Explanation
+    from covey.analysis.explain.explained_step import ExplainedRollout, Explanation
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
-Step = Annotated[int, typer.Option(min=1, help="Which step of the run.")]
+Step = Annotated[int, typer.Option(min=1, help="Step of the run.")]
 Line = Annotated[
     int | None,
     typer.Option(
-        "--rollout", min=1, metavar="K", help="One answer, token by token: line K of its file."
+        "--rollout", min=1, metavar="K", help="One rollout, token by token: line K of its file."
     ),
 ]
 Algorithms = Annotated[
@@ -30,7 +30,7 @@ Algorithms = Annotated[
     typer.Option(
         "--replay",
         metavar="NAMES",
-        help="Put the step's answers through these algorithms, such as grpo,gspo, or all.",
+        help="Replay the step with these algorithms, such as grpo,gspo, or with all.",
     ),
 ]
 Options = Annotated[
@@ -38,15 +38,14 @@ Options = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="With --replay: an option for every algorithm that has it, such as beta=0.",
+        help="With --replay: an option of every algorithm that has it, such as beta=0.",
     ),
 ]
 Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Learn the recorded steps since the nearest checkpoint again, to have the step's "
-        "own weights.",
+        help="Train the recorded steps since the nearest checkpoint again, for exact weights.",
     ),
 ]
 
@@ -61,67 +60,68 @@ def explain_command(
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Explain a recorded step: what it learned from, answer by answer or token by token.
+    """Explain a recorded step: its gradient by group, by rollout or by token.
 
-    Its answers are learned from again, with the weights of the nearest checkpoint before the step;
-    the output says which those are. With --replay, other algorithms learn from them as well.
+    The step is trained again on its recorded rollouts, from the nearest earlier checkpoint, which
+    the output names. With --replay, other algorithms train on the same rollouts.
     """
     if line is not None and algorithms is not None:
-        raise ConfigError("--rollout shows one answer, and --replay all of them; give one")
+        raise ConfigError(
+            "--rollout shows one rollout, --replay uses all of them; give one of the two"
+        )
     if options and algorithms is None:
-        raise ConfigError("--set gives options to the algorithms of --replay, which is not there")
+        raise ConfigError("--set sets options of the algorithms in --replay; give --replay too")
     run = RunFolder.open(path)
     tell_edited(run)
-    run.answers(step)  # a step that is not there is said before anything is loaded
+    run.require_rollouts(step)  # a missing step is an error before anything is loaded
     if algorithms is not None:
         _replay(run, step, algorithms, options or [], exact, as_json)
         return
 
     with waiting(STARTING) as say:
-        from covey.analysis.explain.recorded import bring_back, read_step  # imports torch
-        from covey.analysis.explain.step import explain_step
+        from covey.analysis.explain.explained_step import explain_step
+        from covey.analysis.explain.recorded import policy_before, read_step  # imports torch
 
         recorded = read_step(run, step)
         if line is not None:
-            _check_line(line, [a.line for a in recorded.learned], len(recorded.answers))
-        say(_bringing(step, exact))
-        trainee = bring_back(run, step, exact=exact)
-        say(f"learning from step {step}")
+            _check_line(line, [a.line for a in recorded.learned], len(recorded.rollouts))
+        say(_loading(step, exact))
+        trainee = policy_before(run, step, exact=exact)
+        say(f"training step {step} again")
         explained = explain_step(trainee, recorded)
-    answer = next((a for a in explained.answers if a.line == line), None)
+    rollout = next((a for a in explained.rollouts if a.line == line), None)
     if as_json:
-        typer.echo(json.dumps(_finite(_data(explained, answer))))
+        typer.echo(json.dumps(_finite(_data(explained, rollout))))
         return
 
-    from covey.cli.explain_output import show_answer, show_step, wide_console
+    from covey.cli.explain_output import show_rollout, show_step, wide_console
 
-    if answer is None:
+    if rollout is None:
         show_step(explained, wide_console())
     else:
-        show_answer(explained, answer, wide_console())
+        show_rollout(explained, rollout, wide_console())
 
 
-def _bringing(step: int, exact: bool) -> str:
-    again = ", and learning again up to it" if exact else ""
+def _loading(step: int, exact: bool) -> str:
+    again = ", and training up to it" if exact else ""
     return f"loading the weights before step {step}{again}"
 
 
-def _check_line(line: int, learned: list[int], answers: int) -> None:
-    if line > answers:
-        raise ConfigError(f"--rollout {line}: the step has {answers} answers")
-    if line not in learned:
+def _check_line(line: int, trained: list[int], rollouts: int) -> None:
+    if line > rollouts:
+        raise ConfigError(f"--rollout {line}: the step has {rollouts} rollouts")
+    if line not in trained:
         raise ConfigError(
-            f"--rollout {line}: the step did not learn from this answer, its group was left out"
+            f"--rollout {line}: the step did not train on it; its group was filtered out"
         )
 
 
-def _data(explained: Explanation, answer: ExplainedAnswer | None) -> dict[str, Any]:
+def _data(explained: Explanation, rollout: ExplainedRollout | None) -> dict[str, Any]:
     data = {**asdict(explained), "exact": explained.origin.exact}
-    if answer is None:
+    if rollout is None:
         return data
-    return {**data, "answers": [asdict(answer)], "groups": [
-        group for group in data["groups"] if group["group"] == answer.group
-    ]}  # fmt: skip
+    groups = [group for group in data["groups"] if group["group"] == rollout.group]
+    return {**data, "rollouts": [asdict(rollout)], "groups": groups}
 
 
 def _replay(
@@ -137,16 +137,16 @@ def _replay(
             raise ConfigError(f"--set takes key=value, such as beta=0, not {option!r}")
     names = [name.strip() for name in algorithms.split(",") if name.strip()]
     if not names:
-        raise ConfigError(f"--replay {algorithms!r} names no algorithm; give some, or all")
+        raise ConfigError(f"--replay {algorithms!r} names no algorithm; give names, or all")
     with waiting(STARTING) as say:
-        from covey.analysis.explain.recorded import bring_back, read_step
+        from covey.analysis.explain.recorded import policy_before, read_step
         from covey.analysis.explain.replay import objectives, replay
 
         recorded = read_step(run, step)
         built = objectives(run, names, options)
-        say(_bringing(step, exact))
-        trainee = bring_back(run, step, exact=exact)
-        say(f"learning from step {step} with {len(built)} algorithms")
+        say(_loading(step, exact))
+        trainee = policy_before(run, step, exact=exact)
+        say(f"replaying step {step} with {len(built)} algorithms")
         found = replay(trainee, recorded, built, options)
     if as_json:
         typer.echo(json.dumps(_finite({**asdict(found), "exact": found.origin.exact})))
@@ -159,7 +159,7 @@ def _replay(
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: what is not finite is null."""
+    """Replace numbers that are not finite by null: JSON has no NaN."""
     if isinstance(value, dict):
         return {key: _finite(v) for key, v in value.items()}
     if isinstance(value, list | tuple):

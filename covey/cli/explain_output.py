@@ -1,4 +1,4 @@
-"""A step that was explained, for people to read."""
+"""Terminal output of `covey explain`: tables of groups, rollouts and tokens."""
 
 from __future__ import annotations
 
@@ -10,82 +10,89 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from covey.analysis.explain.explained_step import (
+    ExplainedGroup,
+    ExplainedRollout,
+    ExplainedToken,
+    Explanation,
+)
 from covey.analysis.explain.recorded import Origin
-from covey.analysis.explain.step import ExplainedAnswer, ExplainedGroup, ExplainedToken, Explanation
 from covey.cli.screen import Screen, cell
-from covey.shown import printable
+from covey.escape import printable
 
 CHECKED = ("loss/policy_avg", "policy/clipfrac_avg", "optim/grad_norm")
-"""Metrics by which learning a step again is held against the log."""
+"""Metrics that are compared with the run's log."""
 FORMS = {
     "advantage": "+.2f", "logp": ".3f", "old_logp": ".3f", "ref_logp": ".3f", "ratio": ".3f",
     "kl": ".1e", "entropy": ".3f", "weight": ".1e", "push": "+.1e",
 }  # fmt: skip
-"""The columns of a token, and how its numbers are written."""
+"""Columns of the token table, and their formats."""
 LEAST_WIDTH = 120
-"""Tables are this wide even where a pipe or a narrow terminal says otherwise: numbers must stay."""
+"""Least width of tables, also in pipes and narrow terminals: no number may be cut."""
 
 
 def wide_console() -> Console:
-    """Return a console on which tables are never cut."""
+    """Return a console that never cuts a table."""
     console = Screen(soft_wrap=True, highlight=False)
     console.width = max(console.width, LEAST_WIDTH)
     return console
 
 
 def number_column(name: str) -> Column:
-    """Return a column of numbers."""
+    """Return a column for numbers."""
     return Column(name, justify="right", no_wrap=True)
 
 
 def weights_line(origin: Origin) -> str:
-    """Say with which weights figures were computed."""
-    start = f"checkpoint {origin.checkpoint}" if origin.checkpoint else "the model at the start"
+    """Return the line that names the weights."""
+    start = f"checkpoint {origin.checkpoint}" if origin.checkpoint else "the initial model"
     again = ""
-    if origin.learned_again:
-        again = f", and {origin.learned_again} recorded steps learned again from there"
+    if origin.replayed_steps:
+        again = f", then {origin.replayed_steps} recorded steps trained again"
     what = f"weights: {start} ({origin.path}){again}: "
     if origin.exact:
-        return what + "those that sampled these answers"
+        return what + "those that generated these rollouts"
     return (
-        what + f"{origin.behind} steps older than those that sampled these answers, so figures are "
-        "of these answers, but of an older policy; --exact learns the steps in between again"
+        what
+        + f"{origin.steps_behind} steps older than those that generated these rollouts, so the "
+        "figures are those of an older policy; --exact trains the steps in between again"
     )
 
 
 def show_step(explained: Explanation, console: Console) -> None:
-    """Print what the step learned from, group by group."""
+    """Print the groups of a step."""
     _head(explained, console)
-    teaching = sum(g.share > 0 for g in explained.groups)
-    flat = sum(g.flat for g in explained.groups)
+    with_gradient = sum(g.share > 0 for g in explained.groups)
+    equal = sum(g.zero_variance for g in explained.groups)
     lines = [
-        f"{teaching} of {len(explained.groups)} groups teach; in {flat} all rewards are equal",
-        f"{explained.tokens} tokens trained, {explained.silent} of them without any gradient; "
+        f"{with_gradient} of {len(explained.groups)} groups have a gradient, {equal} equal rewards",
+        f"{explained.tokens} trained tokens, {explained.zero_gradient} with gradient 0, "
         f"{explained.clipped} clipped",
-        f"{explained.raised:.1%} of the gradient makes tokens likelier, the rest less likely",
-        f"half of the gradient is of {explained.half_from} of {len(explained.answers)} answers",
+        f"{explained.share_raised:.1%} of the gradient makes tokens likelier, the rest less likely",
+        f"half of the gradient comes from {explained.half_gradient_from} of "
+        f"{len(explained.rollouts)} rollouts",
     ]
-    if explained.left_out:
-        lines.append(f"{explained.left_out} answers more were left out of the step")
+    if explained.filtered_out:
+        lines.append(f"{explained.filtered_out} more rollouts were filtered out of the step")
     for line in lines:
         console.print(line, markup=False)
     console.print(_group_table(explained))
-    console.print("share: of the step's sum of |d loss / d logp|. --rollout K shows answer K.")
+    console.print("share: of the step's sum of |d loss / d logp|. --rollout K shows rollout K.")
 
 
 def _head(explained: Explanation, console: Console) -> None:
-    count = "one update" if explained.updates == 1 else f"{explained.updates} updates"
+    count = f"{explained.updates} optimizer step{'s' * (explained.updates != 1)}"
     console.print(
-        f"step {explained.step}: {explained.algorithm}, {len(explained.answers)} answers, learned "
-        f"in {count}",
+        f"step {explained.step}: {explained.algorithm}, {len(explained.rollouts)} rollouts, "
+        f"{count}",
         style="bold",
         markup=False,
     )
     console.print(weights_line(explained.origin), markup=False)
     metrics = explained.metrics
-    if "debug/sampler_logp_diff_mean" in metrics:  # not if every answer was masked
+    if "debug/sampler_logp_diff_mean" in metrics:  # absent if all rollouts are masked
         console.print(
-            "check: log-probabilities differ from those recorded by "
+            "check: log-probs differ from the recorded ones by "
             f"{metrics['debug/sampler_logp_diff_mean']:.1e} on average, "
             f"{metrics['debug/sampler_logp_diff_max']:.1e} at most",
             markup=False,
@@ -96,28 +103,28 @@ def _head(explained: Explanation, console: Console) -> None:
         if metrics.get(name) is not None and explained.logged.get(name) is not None
     ]
     if both:
-        console.print("check: learned again, " + ", ".join(both) + "\n", markup=False)
+        console.print("check: trained again, " + ", ".join(both) + "\n", markup=False)
 
 
 def _group_table(explained: Explanation) -> Table:
     table = Table(
-        Column("answers", no_wrap=True), "prompt", "rewards", "advantages",
+        Column("rollouts", no_wrap=True), "prompt", "rewards", "advantages",
         *map(number_column, ("tokens", "clipped", "share")), box=SIMPLE,
     )  # fmt: skip
-    answers = {answer.line: answer for answer in explained.answers}
+    rollouts = {rollout.line: rollout for rollout in explained.rollouts}
     for group in explained.groups:
-        _add_group(table, group, [answers[line] for line in group.lines])
+        _add_group(table, group, [rollouts[line] for line in group.lines])
     return table
 
 
-def _add_group(table: Table, group: ExplainedGroup, answers: Sequence[ExplainedAnswer]) -> None:
-    rewards = ["unscored" if a.reward is None else f"{a.reward:.3g}" for a in answers]
-    lengths = [len(a.tokens) for a in answers]
+def _add_group(table: Table, group: ExplainedGroup, rollouts: Sequence[ExplainedRollout]) -> None:
+    rewards = ["unscored" if r.reward is None else f"{r.reward:.3g}" for r in rollouts]
+    lengths = [len(r.tokens) for r in rollouts]
     table.add_row(
         f"{group.lines[0]}-{group.lines[-1]}",
-        cell(_shortened(group.question)),
+        cell(_shortened(group.prompt)),
         _counted(rewards),
-        _counted([f"{a.advantage:+.2f}" for a in answers]),
+        _counted([f"{r.advantage:+.2f}" for r in rollouts]),
         f"{min(lengths)}-{max(lengths)}",
         f"{group.clipped:.1%}",
         f"{group.share:.1%}",
@@ -126,7 +133,7 @@ def _add_group(table: Table, group: ExplainedGroup, answers: Sequence[ExplainedA
 
 
 def _counted(values: Sequence[str]) -> str:
-    """Say how often each value occurs, the most frequent first."""
+    """Return each value with its count, the most frequent first."""
     return ", ".join(f"{count} x {value}" for value, count in Counter(values).most_common())
 
 
@@ -135,22 +142,22 @@ def _shortened(text: str, most: int = 60) -> str:
     return line if len(line) <= most else line[: most - 3] + "..."
 
 
-def show_answer(explained: Explanation, answer: ExplainedAnswer, console: Console) -> None:
-    """Print an answer, its tokens coloured by what the step does to them, and all their numbers."""
+def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Console) -> None:
+    """Print a rollout: its text coloured by gradient, and a table of its tokens."""
     _head(explained, console)
-    group = next(g for g in explained.groups if g.group == answer.group)
-    console.print(group.question, style="bold", markup=False)
-    console.print(_coloured(answer.tokens))
-    reward = "unscored" if answer.reward is None else f"reward {answer.reward:.3g}"
-    total = sum(a.gradient for a in explained.answers)
+    group = next(g for g in explained.groups if g.group == rollout.group)
+    console.print(group.prompt, style="bold", markup=False)
+    console.print(_coloured(rollout.tokens))
+    reward = "unscored" if rollout.reward is None else f"reward {rollout.reward:.3g}"
+    total = sum(a.gradient for a in explained.rollouts)
     console.print(
-        f"\nanswer {answer.line}: {reward}, advantage {answer.advantage:+.4g} (recorded "
-        f"{answer.recorded_advantage:+.4g}), learned in optimizer step {answer.update} of "
-        f"{explained.updates}, {answer.clipped:.1%} clipped, "
-        f"{answer.gradient / total if total else 0.0:.1%} of the step's gradient",
+        f"\nrollout {rollout.line}: {reward}, advantage {rollout.advantage:+.4g} (recorded "
+        f"{rollout.recorded_advantage:+.4g}), trained in optimizer step {rollout.update} of "
+        f"{explained.updates}, {rollout.clipped:.1%} clipped, "
+        f"{rollout.gradient / total if total else 0.0:.1%} of the step's gradient",
         markup=False,
     )
-    console.print(_token_table(answer.tokens))
+    console.print(_token_table(rollout.tokens))
     console.print(
         "push: -d loss / d logp; above 0 (green) the step makes the token likelier, below 0 (red) "
         "less likely."
@@ -158,7 +165,7 @@ def show_answer(explained: Explanation, answer: ExplainedAnswer, console: Consol
 
 
 def _coloured(tokens: Sequence[ExplainedToken]) -> Text:
-    """Return the text, green where it is made likelier and red where less likely."""
+    """Return the text, green where it becomes likelier and red where less likely."""
     largest = max((abs(t.gradient) for t in tokens if t.gradient is not None), default=0.0)
     text = Text()
     for token in tokens:
@@ -176,7 +183,7 @@ def _style(token: ExplainedToken, largest: float) -> str:
 
 
 def _token_table(tokens: Sequence[ExplainedToken]) -> Table:
-    # A reference has columns of its own, only where there is one.
+    # Columns without any value, such as those of a reference, are omitted.
     known = {name for name in FORMS for token in tokens if _value(token, name) is not None}
     shown = {name: form for name, form in FORMS.items() if name in known}
     table = Table(

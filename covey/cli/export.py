@@ -1,9 +1,10 @@
-"""`covey export`: write a trained model for others to load."""
+"""`covey export`: write a trained model for transformers and vLLM."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,23 +26,23 @@ def export_command(
         str,
         typer.Argument(metavar="RUN|CHECKPOINT", help="A run, one of its checkpoints, or a model."),
     ],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to create.")],
     step: Annotated[
         int | None, typer.Option(min=0, help="The checkpoint of this step. Default: the newest.")
     ] = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
-        typer.Option(help="Type of the weights. auto: the one that the run computed with."),
+        typer.Option(help="Dtype of the weights. auto: the one that the run computed with."),
     ] = "auto",
 ) -> None:
-    """Write a model that transformers and vLLM load: no optimizer state, and a model card.
+    """Export a model for transformers and vLLM, with a model card and without optimizer state.
 
     An adapter is merged into the weights of its base model.
     """
     found = run_around(Path(target))
     run, source = None if found is None else RunFolder(found), target
     if step is not None and found != Path(target):
-        raise RunError(f"--step {step} needs a run, and {target} is none")
+        raise RunError(f"--step {step} needs a run, and {target} is not one")
     if run is not None:
         tell_edited(run)
         source = str(weights_of(Path(target), "covey export {} " + shlex.quote(str(folder)), step))
@@ -50,29 +51,34 @@ def export_command(
     config = Config() if run is None else load_config(str(run.config_file))
     chosen = _dtype(dtype, config, run)
 
-    def card(stop_ids: Sequence[int], merged: bool) -> str:
-        name = Path(source).name
-        exported = Exported(
-            name=folder.resolve().name,
-            source=source,
-            step=int(name) if run is not None and name.isdecimal() else None,
-            dtype=chosen,
-            stop_ids=stop_ids,
-            merged=merged,
-        )
-        return model_card(exported, run)
-
     with waiting(STARTING) as say:
         from covey.models.export import export_model  # imports torch, which takes seconds
-        from covey.training.build import template_of
+        from covey.training.resolve import template_of
 
         say(f"exporting {source}")
+        card = partial(_card, run, folder.resolve().name, source, chosen)
         export_model(source, folder, dtype=chosen, template=template_of(config), card=card)
     echo(f"{source} is exported to {folder}, in {chosen}")
 
 
+def _card(
+    run: RunFolder | None,
+    name: str,
+    source: str,
+    dtype: str,
+    stop_ids: Sequence[int],
+    merged: bool,
+) -> str:
+    checkpoint = Path(source).name
+    step = int(checkpoint) if run is not None and checkpoint.isdecimal() else None
+    exported = Exported(
+        name=name, source=source, step=step, dtype=dtype, stop_ids=stop_ids, merged=merged
+    )
+    return model_card(exported, run)
+
+
 def _dtype(asked: str, config: Config, run: RunFolder | None) -> str:
-    """Return the type of the weights: what was measured is what is exported."""
+    """Return the dtype to export: by default the one that evaluations of the run used."""
     if asked != "auto":
         return asked
     if config.model.dtype != "auto":

@@ -1,4 +1,4 @@
-"""The `covey` command. A user's mistake is one line and an exit code, never a traceback."""
+"""The `covey` command. A user's mistake gives one line and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from covey.cli.screen import Screen
 from covey.cli.sft import sft_command
 from covey.cli.train import train_command
 from covey.errors import CoveyError, reason
-from covey.shown import printable
-from covey.trust import trust_ends_here
+from covey.escape import printable
+from covey.trust import scoped_trust
 
 INTERRUPTED = 130
 """The exit code after a second Ctrl-C."""
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code."""
     try:
-        with trust_ends_here():
+        with scoped_trust():
             result = typer.main.get_command(app).main(
                 args=arguments, prog_name="covey", standalone_mode=False
             )
@@ -84,21 +84,21 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # The reader went away (`covey runs | head`); nothing more can be written, not even at exit.
+        # The reader has gone, as in `covey runs | head`: write nothing more, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        # A name that is too long, a folder that may not be read: every look at a path may find it.
+        # A name that is too long, a folder without permission: any access to a path may fail.
         if error.filename is None:
             raise
         return _fail(f"{error.filename}: {reason(error)}", CoveyError.exit_code)
     except Exception as error:
-        # Typer ships a copy of click or uses the installed one, depending on its version, so its
-        # usage errors are known by what they can do rather than by their class.
+        # Typer ships its own click or uses the installed one, depending on its version, so usage
+        # errors are recognised by their method rather than by their class.
         if not hasattr(error, "format_message"):
             raise
         return _fail(error.format_message(), getattr(error, "exit_code", 2))
-    if result == INTERRUPTED:  # some versions of typer turn Ctrl-C into this, without a word
+    if result == INTERRUPTED:  # some versions of typer return this after Ctrl-C, silently
         return _fail("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
 
@@ -106,7 +106,7 @@ def run(arguments: list[str]) -> int:
 def _show_traceback(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Show a mistake of ours; its message may quote anything."""
+    """Print the traceback of a bug, escaped: its message may quote any text."""
     lines = traceback.format_exception(kind, error, trace)
     print(printable("".join(lines)), end="", file=sys.stderr)
 

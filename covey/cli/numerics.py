@@ -1,12 +1,11 @@
-"""`covey numerics`: where sampler and trainer differ, by how much, and whether it matters."""
+"""`covey numerics`: differences between the log-probs of engine and trainer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,19 +23,19 @@ from covey.cli.startup import (
 )
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder
-from covey.run.read_files import to_stderr
+from covey.run.records import to_stderr
 from covey.run.resume import last_good
+from covey.run.trackers import Tracker
 
 if TYPE_CHECKING:
-    from covey.analysis.numerics.measure import Report
+    from covey.analysis.numerics.measure_gaps import Report
     from covey.config import Config
-    from covey.evaluate.evaluate import Evaluation
 
 Target = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|RUN",
-        help="A TOML file, a packaged recipe, or a run folder: then its newest weights. "
+        help="A TOML file, a packaged recipe, or a run folder, whose newest weights are used. "
         "Default: arithmetic.",
     ),
 ]
@@ -44,8 +43,8 @@ Updates = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Optimizer steps to measure staleness by. Default: as many as lie behind the last "
-        "one of a batch, at least 1.",
+        help="Optimizer steps to measure staleness after. Default: those before the last one of a "
+        "batch, at least 1.",
     ),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write one JSON object here.")]
@@ -61,20 +60,22 @@ def numerics_command(
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure how far the sampler's log-probabilities are from the trainer's, and why.
+    """Measure how far the engine's log-probs are from the trainer's, and why.
 
-    The answers of a real step are sampled and judged, and their log-probabilities taken every way
-    that tells one cause from another: precision, batch shape, truncation, kernels, staleness. A run
-    is not changed, and nothing is saved.
+    Generates and scores the rollouts of one step, and computes their log-probs in several ways to
+    separate causes: precision, batch shape, truncation, kernels, staleness. A run is not changed,
+    and nothing is saved.
     """
     run = RunFolder.open(Path(target)) if target and Path(target).is_dir() else None
     if run is not None and model is not None:
-        raise ConfigError("--model goes with a configuration; a run brings its own weights")
+        raise ConfigError("--model is for a configuration; a run has its own weights")
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     source = str(run.config_file) if run is not None else target or "arithmetic"
     if run is not None and run.environment().get("kind") in ("sft", "warmup"):
-        raise RunError(f"{run.path} is a warm-up; give a configuration, and --model its checkpoint")
+        raise RunError(
+            f"{run.path} is an SFT run; give a configuration, and its checkpoint as --model"
+        )
     with waiting(STARTING) as say:
         config = resolved(source, settings_of(overrides, model), smoke=smoke)
         report = _measured(config, run, updates, say)
@@ -93,9 +94,9 @@ def numerics_command(
 
 
 def _measured(config: Config, run: RunFolder | None, updates: int | None, say: Say) -> Report:
-    from covey.analysis.numerics.measure import default_updates, measure
+    from covey.analysis.numerics.measure_gaps import default_updates, measure
     from covey.training.build import assemble
-    from covey.training.state import State, load_state
+    from covey.training.checkpoint import State, load
 
     say(f"loading {config.model.path}")
     parts = assemble(config)
@@ -103,35 +104,26 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
         state = State(beta=parts.objective.beta)
         found = None if run is None else last_good(run, note=to_stderr)
         if found is not None and found.checkpoint is not None:
-            state = load_state(parts, found.step, found.checkpoint)
+            state = load(parts.policy, parts.reference, found.checkpoint, found.step)
         wanted = default_updates(config) if updates is None else updates
         answers = config.rollout.prompts_per_step * config.rollout.group_size
         return measure(parts, state, _Notes(say, answers), updates=wanted)
 
 
-class _Notes:
-    """Hands on what the user should read, and how far it is."""
+class _Notes(Tracker):
+    """Shows what the user should read, and how far sampling is."""
 
-    def __init__(self, say: Say, answers: int) -> None:
+    def __init__(self, say: Say, completions: int) -> None:
         self.say = say
-        self.answers = answers
+        self.completions = completions
         self.written = 0
 
-    def started(self, *, steps: int, done: int, answers: int) -> None:
-        """There is no run."""
-
-    def sampled(self, answers: int) -> None:
-        """Count them; what comes after the last one is measuring."""
-        self.written += answers
-        done = self.written >= self.answers
-        self.say("measuring" if done else f"answers: {self.written} of {self.answers}")
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """There are none."""
-
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """There are none."""
+    def sampled(self, count: int) -> None:
+        """Count completions; what comes after the last one is measuring."""
+        self.written += count
+        done = self.written >= self.completions
+        self.say("measuring" if done else f"completions: {self.written} of {self.completions}")
 
     def note(self, text: str) -> None:
-        """Say it on stderr."""
+        """Print it on stderr."""
         echo(text, err=True)

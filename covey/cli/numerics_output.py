@@ -1,4 +1,4 @@
-"""A report on numerics, for people to read."""
+"""Terminal output of `covey numerics`: a table of causes with advice."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from covey.analysis.numerics.measure import Report
+from covey.analysis.numerics.measure_gaps import Report
 from covey.cli.explain_output import number_column
 from covey.cli.screen import cell
 
 COLUMNS = ("mean", "p99", "max", "ratio", "outside", "effective")
 NOT_A_SUM = (
-    "Each line is measured by itself, with all else held equal; the lines need not add up to the "
-    "first: rounding cancels in part, and staleness comes on top."
+    "Each line changes one thing at a time; the lines need not add up to the first: rounding "
+    "errors partly cancel, and staleness is no part of it."
 )
 
 
 def show_report(report: Report, console: Console) -> None:
-    """Print the table, and what each of its lines means."""
+    """Print the table, and the meaning of each line."""
     clip = report.clip
-    unit = "answers" if clip.per_answer else "tokens"
+    unit = "completions" if clip.per_completion else "tokens"
     console.print(
-        f"{report.model} on {report.device} in {report.dtype}: {report.answers} answers, "
-        f"{report.causes[0].gap.tokens} tokens; {report.alone} answers also one at a time, of "
-        f"which {report.parted} became others",
+        f"{report.model} on {report.device} in {report.dtype}: {report.completions} completions, "
+        f"{report.causes[0].gap.tokens} tokens; {report.alone} also generated one at a time, of "
+        f"which {report.diverged} diverged",
         style="bold",
         markup=False,
     )
     console.print(_table(report))
     console.print(
-        "mean, p99, max: of |difference| in nats. ratio: mean of exp(difference). outside: share "
+        "mean, p99, max: |difference| in nats. ratio: mean of exp(difference). outside: share "
         f"of {unit} whose ratio is not in [{clip.low:.4g}, {clip.high:.4g}], the clip range. "
-        f"effective: share of {unit} that are left as a sample.",
+        f"effective: effective sample size, as a share of all {unit}.",
         markup=False,
     )
     console.print(NOT_A_SUM, markup=False)
     for cause in report.causes:
         row = cause.row()
-        console.print(f"\n{row['title']}: {row['verdict']}", style="bold", markup=False)
+        console.print(f"\n{row['title']}: {row['severity']}", style="bold", markup=False)
         console.print(f"  {row['what']}.", markup=False)
         console.print(f"  What to do: {row['advice']}.", markup=False)
     for note in report.notes:
@@ -56,6 +56,6 @@ def _table(report: Report) -> Table:
             f"{gap.ratio_mean:.5f}",
             f"{gap.outside:.2%}",
             f"{gap.effective:.2%}",
-            gap.verdict,
+            gap.severity,
         )
     return table

@@ -1,9 +1,9 @@
-"""`covey plan`: what a run will do, need and not do, before it is started."""
+"""`covey plan`: what a run will do, how much memory it needs, which settings have no effect."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,59 +24,79 @@ from covey.config import Config
 from covey.errors import CoveyError
 
 if TYPE_CHECKING:
-    from covey.analysis.plan.describe import Plan
     from covey.analysis.plan.finding import Finding
     from covey.analysis.plan.forecast import Forecast
+    from covey.analysis.plan.summary import Plan
+    from covey.analysis.plan.task_facts import TaskFacts
 
-HEADINGS = {"same": "the same", "idle": "does nothing", "risk": "may harm"}
+HEADINGS = {"same": "equivalent", "idle": "no effect", "risk": "may harm"}
+Gpu = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu",
+        min=1,
+        metavar="GIB",
+        help="Plan for one GPU with this much memory instead of this machine's device.",
+    ),
+]
 
 
 def plan_command(
     source: Source = None,
     overrides: Overrides = None,
     model: Model = None,
+    gpu: Gpu = None,
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what a configuration will do, what memory it takes, and which settings do nothing.
+    """Show what a run will do, how much memory it needs, and which settings have no effect.
 
-    Nothing is trained and no weights are loaded: of the model only its configuration and its
-    tokenizer are read.
+    Nothing is trained and no weights are loaded: only the model's configuration and tokenizer are
+    read.
     """
     settings = settings_of(overrides, model)
     with waiting(STARTING) as say:
-        config = resolved(source or "arithmetic", settings, model=False)
+        config = resolved(source or "arithmetic", settings, model=False, rendering=True)
 
-        from covey.analysis.plan.describe import describe
         from covey.analysis.plan.findings import findings
-        from covey.analysis.plan.look import look
+        from covey.analysis.plan.summary import summarize
+        from covey.analysis.plan.task_facts import task_facts
 
-        say("looking at the task")
-        seen = look(config)
-        plan, found = describe(config, seen), findings(config, seen)
+        say("reading the task")
+        facts = task_facts(config)
+        plan, found = summarize(config, facts), findings(config, facts)
         say(f"measuring {config.model.path}")
-        memory, reason = _memory(config)
+        memory, problem, more = _memory(config, facts, gpu)
+        found = [*more, *found]
     if as_json:
-        kept = memory.row() if memory else None
-        rows = [finding.row() for finding in found]
-        data = {"text": plan.paragraph(), "plan": plan.row(), "memory": kept}
-        typer.echo(json.dumps({**data, "memory_unknown": reason, "findings": rows}))
+        rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
+        data: dict[str, Any] = {"text": plan.paragraph(), "plan": plan.row()}
+        data |= {"memory": memory.row() if memory else None, "memory_unknown": problem}
+        typer.echo(json.dumps({**data, "findings": rows}))
         return
     console = Screen(highlight=False)
     _show_plan(plan, console)
-    said = memory.text() if memory else f"memory: not known, {reason}"
-    console.print(said, markup=False, soft_wrap=True)
+    text = memory.text() if memory else f"memory: unknown, {problem}"
+    console.print(text, markup=False, soft_wrap=True)
     _show_findings(found, console)
 
 
-def _memory(config: Config) -> tuple[Forecast | None, str]:
-    """Foretell the memory, or say why that cannot be done."""
+def _memory(
+    config: Config, facts: TaskFacts, gpu: float | None
+) -> tuple[Forecast | None, str, list[Finding]]:
+    """Return the forecast, or why there is none, and what to do if the run does not fit."""
+    from covey.analysis.plan.fit import memory_findings
+    from covey.analysis.plan.forecast import Device
     from covey.analysis.plan.memory import forecast
+    from covey.analysis.plan.model_shape import shape_of
 
     try:
-        return forecast(config), ""
+        device = Device.here(config.model.device) if gpu is None else Device.gpu(gpu)
+        shape = shape_of(config)
+        memory = forecast(config, device, facts, shape)
+        return memory, "", list(memory_findings(config, memory, facts, shape))
     except CoveyError as error:
-        return None, str(error)
+        return None, str(error), []
 
 
 def _show_plan(plan: Plan, console: Console) -> None:
@@ -89,7 +109,7 @@ def _show_plan(plan: Plan, console: Console) -> None:
 
 def _show_findings(found: list[Finding], console: Console) -> None:
     if not found:
-        console.print("\nNothing stands out: no setting is idle, none is known to harm.")
+        console.print("\nNo findings: every setting has an effect, and none is known to harm.")
     for finding in found:
         console.print(f"\n[bold]{HEADINGS[finding.kind]}[/]: ", end="")
         console.print(finding.title, markup=False, style="bold")

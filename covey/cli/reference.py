@@ -1,4 +1,4 @@
-"""`covey reference`: a reference policy as a server of its own."""
+"""`covey reference serve`: a reference policy on a server."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from covey.models.model_path import check_model_path
 if TYPE_CHECKING:
     from covey.reference.server import ServerSettings
 
-app = typer.Typer(help="Serve a reference policy to runs on this machine or others.")
+app = typer.Typer(help="Serve a reference policy to runs on this or other machines.")
 
 Connections = Annotated[
     int,
     typer.Option(
         "--max-connections",
         min=1,
-        help="Open connections; beyond, one that has sent no whole request is closed.",
+        help="Open connections. Beyond that, idle and unfinished ones are closed.",
     ),
 ]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Dtype(StrEnum):
-    """Compute types."""
+    """Compute dtypes."""
 
     auto = "auto"
     float32 = "float32"
@@ -41,46 +41,46 @@ class Dtype(StrEnum):
 
 @app.callback()
 def _reference() -> None:
-    """Serve a reference policy to runs on this machine or others."""
+    """Serve a reference policy to runs on this or other machines."""
 
 
 @app.command("serve")
 def serve_command(
     model: Annotated[str, typer.Option(help="A folder, a hub name, or 'embedded'.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8500,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8500,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     token_env: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Environment variable with the token that clients must show."
+            metavar="NAME", help="Environment variable with the token that clients must send."
         ),
     ] = "",
-    dtype: Annotated[Dtype, typer.Option(help="Compute type, as model.dtype.")] = Dtype.auto,
+    dtype: Annotated[Dtype, typer.Option(help="Compute dtype, as model.dtype.")] = Dtype.auto,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto.")] = "auto",
     max_megabytes: Annotated[
-        float, typer.Option(min=0.01, max=4096.0, help="The largest request body.")
+        float, typer.Option(min=0.01, max=4096.0, help="Largest request body.")
     ] = 64.0,
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Padded tokens of a request, and of one forward pass.")
+        int, typer.Option(min=1, help="Most padded tokens in a request and in a forward pass.")
     ] = 131_072,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")
+        float, typer.Option(min=0.1, help="Seconds for a request, with its time in the queue.")
     ] = 120.0,
     connections: Connections = 256,
 ) -> None:
-    """Load a model and answer runs that have reference.kind = "server" until interrupted."""
+    """Serve a model to runs with reference.kind = "server" until interrupted."""
     token = _token(token_env)
     if host not in LOOPBACK and not token:
-        raise ConfigError(f"--host {host} lets others in; give --token-env as well")
+        raise ConfigError(f"--host {host} is open to other machines; give --token-env as well")
     _need_extra()
     check_model_path(model)
     listener = _bound(host, port)
     with waiting(STARTING) as say:
         from covey.models.chat_template import Template
-        from covey.models.language_model import load_language_model
+        from covey.models.load_model import load_language_model
         from covey.reference.server import ServerSettings, make_app
 
-        # Tokens come in and numbers go out: nothing is asked, whatever its chat template is like.
+        # The server gets token ids, so the chat template does not matter.
         plain = Template(form="plain")
         say(f"loading {model}")
         loaded = load_language_model(model, dtype=dtype.value, device=device, template=plain)
@@ -96,29 +96,29 @@ def serve_command(
 
 
 def _serve(application: object, listener: socket.socket, settings: ServerSettings) -> None:
-    from covey.reference.connections import LINGER, Door, server
+    from covey.reference.connections import LINGER, ConnectionLimiter, make_server
 
     address, port = listener.getsockname()[:2]
     try:
         listener.listen(128)
-    except OSError as error:  # another server was bound to it as well, and was quicker
+    except OSError as error:  # another server bound the same port and listened first
         raise _unusable(address, port, error) from None
     shown = f"[{address}]" if ":" in address else address
-    # Connections are taken from here on, and answered a moment later.
+    # Connections are accepted from here on, and served a moment later.
     echo(f"covey: serving {settings.name} at http://{shown}:{port}")
-    door = Door(
+    limiter = ConnectionLimiter(
         most=settings.connections,
         head_seconds=settings.head_seconds,
-        answer_seconds=settings.timeout + LINGER,
+        request_seconds=settings.timeout + LINGER,
     )
-    server(application, door).run(sockets=[listener])
+    make_server(application, limiter).run(sockets=[listener])
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Take the port, before anything is loaded; who connects is refused until all is."""
+    """Bind the port before loading. Clients are refused until the model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    # A server that is restarted gets its port back at once.
+    # A restarted server gets its port back at once.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -138,7 +138,7 @@ def _token(variable: str) -> str:
         return ""
     token = os.environ.get(variable, "")
     if not token or not token.isascii() or not token.isprintable():
-        raise ConfigError(f"--token-env {variable}: that environment variable holds no token")
+        raise ConfigError(f"--token-env {variable}: the environment variable holds no token")
     return token
 
 

@@ -1,4 +1,4 @@
-"""A step that was put through several algorithms, for people to read."""
+"""Terminal output of `covey explain --replay`: algorithms side by side."""
 
 from __future__ import annotations
 
@@ -13,62 +13,66 @@ from covey.cli.screen import cell
 
 
 def show_replay(found: Replay, console: Console) -> None:
-    """Print what algorithms have in common, and where they part."""
+    """Print families of algorithms, their gradients and their cosines."""
     console.print(
-        f"step {found.step}: {found.answers} answers through {len(found.moments[0].algorithms)} "
-        "algorithms, each with one optimizer step over all of them",
+        f"step {found.step}: {found.rollouts} rollouts, {len(found.moments[0].algorithms)} "
+        "algorithms, each with one optimizer step over all rollouts",
         style="bold",
         markup=False,
     )
     console.print(weights_line(found.origin), markup=False)
     given = "".join(f", {key} = {value}" for key, value in found.options.items())
     names = [a.name for a in found.moments[0].algorithms]
-    own = f"{found.own} (*) has the run's options, " if found.own in names else ""
+    own = (
+        f"{found.run_algorithm} (*) has the run's options, " if found.run_algorithm in names else ""
+    )
     console.print(f"options: {own}others their defaults{given}", markup=False)
     for moment in found.moments:
         _moment(moment, found, console)
     console.print(
-        "\nthe same: = to the last bit, ~ up to rounding, where / is a factor to divide by",
+        "\nequal: = bit for bit, ~ up to rounding after division by the factor behind /",
         markup=False,
     )
-    console.print("silent: tokens without any gradient", markup=False)
+    console.print("zero: share of tokens with gradient 0", markup=False)
     console.print(
-        "by length: |d loss / d logp| per unit of advantage, relative to all tokens; 1 everywhere: "
-        "no length bias"
+        "by length: |d loss / d logp| per unit of advantage, relative to all tokens. 1 everywhere "
+        "means no length bias."
     )
 
 
 def _moment(moment: Moment, found: Replay, console: Console) -> None:
-    when = "the first update: the policy is the one that sampled"
+    when = "before the step: the policy is the one that generated"
     if moment.updates:
-        when = f"after the {moment.updates} updates that the run took with {found.own}"
+        when = f"after the run's {moment.updates} optimizer steps with {found.run_algorithm}"
     console.print(f"\n{when}", style="bold", markup=False)
     for family in moment.families:
         if len(family.members) > 1:
             console.print(_family_line(family), markup=False)
-    console.print(_table(moment, found.own))
-    console.print("cosine of the parameters' gradients, one of each family:", markup=False)
+    console.print(_table(moment, found.run_algorithm))
+    console.print(
+        "cosines of the parameters' gradients, one algorithm of each family:", markup=False
+    )
     for line in _cosines(moment):
         console.print(line, markup=False)
 
 
 def _family_line(family: Family) -> str:
-    """Say which algorithms are one here: to the last bit, up to rounding, or up to a factor."""
+    """Return the line of a family: equal bit for bit, up to rounding, or up to a factor."""
     exact = [m.name for m in family.members if m.identical]
     rest = [m for m in family.members if not m.identical]
     parts = [" = ".join(exact)]
     for member in rest:
         times = "" if abs(member.factor - 1) < 1e-5 else f" / {member.factor:.4g}"
         parts.append(f"{member.name}{times}")
-    return "the same: " + " ~ ".join(parts)
+    return "equal: " + " ~ ".join(parts)
 
 
 def _table(moment: Moment, own: str) -> Table:
     bins = moment.algorithms[0].lengths
-    columns = [f"{b.shortest}-{b.longest} long" for b in bins]
+    columns = [f"{b.shortest}-{b.longest} tokens" for b in bins]
     table = Table(
         Column("algorithm", no_wrap=True),
-        *map(number_column, ["loss", "norm", "clipped", "silent", *columns]),
+        *map(number_column, ["loss", "norm", "clipped", "zero", *columns]),
         box=SIMPLE,
     )
     for algorithm in moment.algorithms:
@@ -77,7 +81,7 @@ def _table(moment: Moment, own: str) -> Table:
             f"{algorithm.loss:+.3g}",
             f"{algorithm.grad_norm:.4g}",
             f"{algorithm.clipped:.1%}",
-            f"{algorithm.silent:.1%}",
+            f"{algorithm.zero_gradient:.1%}",
             *_by_length(algorithm),
         )
     return table

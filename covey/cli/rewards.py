@@ -1,4 +1,4 @@
-"""`covey rewards`: what rewards there are, scoring a file with one, and putting one to the test."""
+"""`covey rewards`: list rewards, score a file of completions, or test a reward."""
 
 from __future__ import annotations
 
@@ -21,39 +21,51 @@ from covey.config import Config
 from covey.errors import RewardError
 
 if TYPE_CHECKING:
-    from covey.analysis.lab.lab import Case, Check
+    from covey.analysis.lab.cases import Case
+    from covey.analysis.lab.checks import Check
     from covey.scoring import Scorer
 
 app = typer.Typer(
-    help="List rewards, score a file of answers, or put a reward to the test.",
+    help="List rewards, score a file of completions, or test a reward.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 ConfigArgument = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="A TOML file, a run's config.toml, or a recipe.")
+    str,
+    typer.Argument(
+        metavar="CONFIG", help="A TOML file, a run's config.toml, or the name of a recipe."
+    ),
 ]
 ConfigOption = Annotated[
-    str, typer.Option("--config", metavar="CONFIG", help="Where the reward is configured.")
+    str, typer.Option("--config", metavar="CONFIG", help="Configuration with the reward.")
 ]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in reward.name=math."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+LabelledOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Completions with a human label, `correct`: true or false."),
+]
+AllowedOption = Annotated[
+    float,
+    typer.Option("--allow-errors", min=0.0, max=1.0, help="Share of labels that may differ."),
+]
 
 
 @app.command("list")
 def list_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="One reward, in full.")
+        str | None, typer.Argument(metavar="[NAME]", help="A reward, or MODULE:FUNCTION.")
     ] = None,
     trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the rewards, or show one with its options."""
+    """List the rewards, or describe one with its options."""
     from covey.rewards.build import REWARDS, find_reward
-    from covey.rewards.seeds import gamed_by
+    from covey.rewards.published import gamed_by
 
     names = list(REWARDS) if name is None else [name]
     rows = [_described(n, find_reward(n)) for n in names]
@@ -62,13 +74,13 @@ def list_command(
         return
     console = Screen(soft_wrap=name is not None)
     if name is None:
-        table = Table(Column("name", no_wrap=True), Column("what it judges"), box=SIMPLE)
+        table = Table(Column("name", no_wrap=True), "scores", box=SIMPLE)
         for row in rows:
             known = gamed_by(REWARDS[row["name"]])
             games = f"\nGamed by: {'; '.join(known)}." if known else ""
             table.add_row(f"[bold]{row['name']}[/]", escape(row["text"].partition("\n")[0] + games))
         console.print(table)
-        console.print("covey rewards list NAME shows what it does in full, and its options.")
+        console.print("covey rewards list NAME shows the full description and the options.")
         return
     console.print(f"[bold]{escape(name)}[/]\n\n{escape(rows[0]['text'])}\n", highlight=False)
     for option, default in rows[0]["options"].items():
@@ -89,19 +101,19 @@ def score_command(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="JSON Lines with `completion` (or `text`) and `answer`; a run's rollouts will do.",
+            help="JSON Lines with `completion` (or `text`) and `target`, such as a run's rollouts.",
         ),
     ],
     source: ConfigOption = "arithmetic",
     overrides: SetOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write every row with its score here, as JSON Lines.")
+        Path | None, typer.Option(help="Write the score of every row here, as JSON Lines.")
     ] = None,
     trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score a file of answers: mean, share right, parts, and what could not be scored."""
-    from covey.analysis.lab.files import read_cases
+    """Score a file of completions: mean reward, accuracy, reward parts, failures."""
+    from covey.analysis.lab.cases import read_cases
     from covey.run.files import write_text
 
     cases = read_cases(file)
@@ -116,26 +128,26 @@ def score_command(
     summary = {"reward_id": scorer.identity, **_summary(rows)}
     if out is not None:
         write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
-    if summary["unscored"] == summary["answers"]:
+    if summary["unscored"] == summary["completions"]:
         raise RewardError(
-            f"{file}: none of the {summary['answers']} completions could be scored; the first: "
+            f"{file}: none of the {summary['completions']} completions could be scored; the first: "
             f"{summary['first_error']}"
         )
     echo(json.dumps(summary) if as_json else _summary_lines(summary))
 
 
 def _scored(scorer: Scorer, cases: list[Case], show: bool) -> list[dict[str, Any]]:
-    """Return a row for every answer, in order."""
+    """Return a row for every completion, in order."""
     from covey.scoring import Job
 
-    futures = [scorer.submit(Job(prompt=c.prompt, texts=(c.text,), share=1.0)) for c in cases]
+    futures = [scorer.submit(Job(prompt=c.prompt, texts=(c.text,), progress=1.0)) for c in cases]
     rows = []
     with Progress(console=Screen(stderr=True), disable=not show) as progress:
         for case, future in progress.track(zip(cases, futures, strict=True), total=len(cases)):
-            verdict = future.result()[0]
-            judged = {"reward": None} if verdict.score is None else asdict(verdict.score)
-            error = {"error": verdict.error} if verdict.error else {}
-            rows.append({"id": case.prompt.id, **judged, **error})
+            result = future.result()[0]
+            score = {"reward": None} if result.score is None else asdict(result.score)
+            error = {"error": result.error} if result.error else {}
+            rows.append({"id": case.prompt.id, **score, **error})
     return rows
 
 
@@ -145,7 +157,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     names = sorted({name for row in scored for name in row["parts"]})
     count = max(1, len(scored))
     return {
-        "answers": len(rows),
+        "completions": len(rows),
         "unscored": len(errors),
         "first_error": errors[0] if errors else None,
         "mean_reward": sum(row["reward"] for row in scored) / count,
@@ -164,8 +176,8 @@ def _summary_lines(summary: dict[str, Any]) -> str:
     parts = "".join(f"\n  {name:24} {value:.4f}" for name, value in summary["parts"].items())
     error = f" (the first: {summary['first_error']})" if summary["unscored"] else ""
     return (
-        f"{summary['answers']} answers judged by {summary['reward_id']}\n"
-        f"mean reward {summary['mean_reward']:.4f}, right {summary['success']:.1%}, "
+        f"{summary['completions']} completions scored by {summary['reward_id']}\n"
+        f"mean reward {summary['mean_reward']:.4f}, correct {summary['success']:.1%}, "
         f"unscored {summary['unscored']}{error}{parts}"
     )
 
@@ -174,64 +186,59 @@ def _summary_lines(summary: dict[str, Any]) -> str:
 def lab_command(
     source: ConfigArgument = "arithmetic",
     overrides: SetOption = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts to try it on.")] = 64,
-    labelled: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Answers with a person's `correct`: true or false."),
-    ] = None,
-    allowed: Annotated[
-        float,
-        typer.Option("--allow-errors", min=0.0, max=1.0, help="Share of labels that may differ."),
-    ] = 0.0,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts to test it on.")] = 64,
+    labelled: LabelledOption = None,
+    allowed: AllowedOption = 0.0,
     trust: Trust = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Put a reward to the test before a policy does.
+    """Test a reward for mistakes and hacks before you train with it.
 
-    Right answers must have full marks; hacks must not; the same answer must score the same in
-    another process. Exit code 0 if all of it holds, 1 if not.
+    Correct completions must get the full reward and hacks must not. A completion must get the same
+    score in another process. The exit code is 0 if all checks pass, 1 if not.
     """
-    from covey.analysis.lab.files import read_labelled
-    from covey.analysis.lab.lab import Lab, examine
+    from covey.analysis.lab.cases import read_labelled
+    from covey.analysis.lab.checks import Lab, examine
     from covey.rewards.identity import identity
-    from covey.rewards.seeds import gamed_by
+    from covey.rewards.published import gamed_by
     from covey.scoring import Pool, check_timeout
 
     rows = read_labelled(labelled) if labelled else []
     with waiting(STARTING):
         config = resolved(source, overrides or (), model=False)
-
-        from covey.training.build import reward_of, task_of
+        from covey.training.resolve import reward_of, task_of
 
         reward, limits = reward_of(config), config.scoring
-        asked = list(task_of(config).held_out()[:prompts])
-    who = identity(config.reward.name, reward)
+        held_out = list(task_of(config).held_out()[:prompts])
+    reward_id = identity(config.reward.name, reward)
     check_timeout(config.reward.name, reward, limits.timeout)
-    # Two processes, even for a quick reward: it may hang, or end the process that it is in.
+    # Worker processes even for a quick reward: it may hang, or end its process.
     workers = max(2, limits.workers)
-    pool = Pool(reward, who, workers=workers, timeout=limits.timeout, gigabytes=limits.gigabytes)
-    with closing(pool), waiting("starting processes") as say:
+    pool = Pool(
+        reward, reward_id, workers=workers, timeout=limits.timeout, gigabytes=limits.gigabytes
+    )
+    with closing(pool), waiting("starting workers") as say:
         pool.start()
         lab = Lab(reward=reward, scorer=pool, progress=say)
-        checks = examine(lab, asked, rows, allowed)
+        checks = examine(lab, held_out, rows, allowed)
     passed = all(check.passed for check in checks)
     if as_json:
-        found = {"reward_id": who, "passed": passed, "gamed_by": gamed_by(reward)}
+        found = {"reward_id": reward_id, "passed": passed, "gamed_by": gamed_by(reward)}
         typer.echo(json.dumps({**found, "checks": [asdict(c) for c in checks]}))
     else:
-        _show(who, config, checks, gamed_by(reward))
+        _show(reward_id, config, checks, gamed_by(reward))
     raise typer.Exit(0 if passed else 1)
 
 
-def _show(who: str, config: Config, checks: list[Check], games: tuple[str, ...]) -> None:
+def _show(reward_id: str, config: Config, checks: list[Check], games: tuple[str, ...]) -> None:
     console = Screen()
-    title = cell(f"{who} on task {config.task.name}")
+    title = cell(f"{reward_id} on task {config.task.name}")
     table = Table(
         Column("", no_wrap=True), "check", "found", box=SIMPLE, title=title, title_justify="left"
     )
     for check in checks:
-        verdict = "[green]ok[/]" if check.passed else "[bold red]FAIL[/]"
-        table.add_row(verdict, cell(check.name), cell(check.figure))
+        state = "[green]ok[/]" if check.passed else "[bold red]FAIL[/]"
+        table.add_row(state, cell(check.name), cell(check.figure))
     console.print(table)
     failed = [check for check in checks if not check.passed]
     for check in failed:

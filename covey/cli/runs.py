@@ -1,4 +1,4 @@
-"""`covey runs`: list runs, or look into one."""
+"""`covey runs`: list runs, or show one run's evaluations or completions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FORMS = {
     "greedy_now": ".1%",
     "checkpoint": "d",
 }
-"""The columns beside a run's name, and how their numbers are written."""
+"""Columns after the run's name, with their number formats."""
 LEAST_FIRST = ("checkpoint", "greedy_before", "reward", "steps", "greedy_now")
-"""In this order columns are left out where a terminal is narrow."""
+"""Order in which columns are dropped in a narrow terminal."""
 UNLIMITED = 100_000
 
 
@@ -34,11 +34,11 @@ def runs_command(
         Path, typer.Argument(metavar="FOLDER", help="A folder of runs, or one run.")
     ] = Path("runs"),
     step: Annotated[
-        int | None, typer.Option(min=1, help="Show the answers of this step of one run.")
+        int | None, typer.Option(min=1, help="Show the completions of this step of one run.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the runs in a folder, or show one run's evaluations or the answers of one step."""
+    """List runs, or show one run's evaluations or the completions of a step."""
     console = Screen(soft_wrap=step is not None)
     if not (path / "config.toml").is_file():
         _list(list_runs(path), path, console, as_json)
@@ -48,7 +48,7 @@ def runs_command(
     if step is None:
         _evaluations(run, console, as_json)
     else:
-        _answers(run, step, console, as_json)
+        _completions(run, step, console, as_json)
 
 
 def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -69,26 +69,26 @@ def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) ->
         typer.echo(json.dumps(rows))
         return
     if not rows:
-        raise RunError(f"there are no runs in {path}; `covey train` makes one")
-    if not console.is_terminal:  # a pipe has no width, and needs all of it
+        raise RunError(f"there are no runs in {path}; `covey train` creates one")
+    if not console.is_terminal:  # a pipe has no width limit
         console.width = max(console.width, table_width(runs_table(rows)))
     console.print(fitting_table(rows, console.width))
 
 
 def fitting_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    """Return the table of runs with as many columns as fit beside the names in full."""
+    """Return the table of runs with as many columns as fit beside the full names."""
     tables = (runs_table(rows, left_out) for left_out in range(len(LEAST_FIRST)))
     fit = (table for table in tables if table_width(table) <= width)
     return next(fit, runs_table(rows, len(LEAST_FIRST)))
 
 
 def table_width(table: Table) -> int:
-    """Return how wide a table is where nothing in it is folded."""
+    """Return the width of a table with nothing folded."""
     return Screen(width=UNLIMITED).measure(table).maximum
 
 
 def runs_table(rows: Sequence[Mapping[str, Any]], left_out: int = 0) -> Table:
-    """Return the table of runs, without the so many least important columns."""
+    """Return the table of runs without the `left_out` least important columns."""
     shown = [key for key in FORMS if key not in LEAST_FIRST[:left_out]]
     names = [key.replace("_", " ") for key in shown]
     table = Table(Column("run", overflow="fold"), *names)
@@ -118,17 +118,17 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
     console.print(table)
 
 
-def _answers(run: RunFolder, step: int, console: Console, as_json: bool) -> None:
+def _completions(run: RunFolder, step: int, console: Console, as_json: bool) -> None:
     rows = run.usable_rollouts(step)
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    asked = None
+    prompt_id = None
     for row in rows:
-        if row["prompt_id"] != asked:
-            asked = row["prompt_id"]
+        if row["prompt_id"] != prompt_id:
+            prompt_id = row["prompt_id"]
             console.print(
-                f"\n{row['prompt']}   (answer: {row['answer']})", style="bold", markup=False
+                f"\n{row['prompt']}   (target: {row['target']})", style="bold", markup=False
             )
         reward = "unscored" if row["reward"] is None else f"reward {row['reward']:.2f}"
         advantage = "" if row["advantage"] is None else f"  advantage {row['advantage']:+.2f}"

@@ -1,4 +1,4 @@
-"""The terminal. Every command prints through here, so that no text can give it orders."""
+"""Terminal output with control characters escaped, used by every command."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from covey.shown import printable
+from covey.escape import printable
 
 
 class Screen(Console):
-    """A console that shows control characters instead of sending them.
+    """A rich console that escapes control characters in text.
 
-    Rich's own codes, for colours and for a bar that stays in its place, are no text and pass.
+    Rich's own control codes, for colours and progress bars, pass.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print; what is hidden in a text is made visible before it is laid out."""
+        """Print, with control characters escaped before the layout."""
         super().print(*(printable(o) if isinstance(o, str) else o for o in objects), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render; this is where all that is shown comes through, in tables and bars as well."""
+        """Render; tables and progress bars come through here too."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control else Segment(printable(text), style)
 
 
 def cell(text: object) -> Text:
-    """Return a cell of a table: text of which rich makes no markup, and a terminal no orders."""
+    """Return a table cell that rich does not parse as markup, with control characters escaped."""
     return Text(printable(str(text)))
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print a line without any style."""
+    """Print a line without style."""
     typer.echo(printable(text), err=err)

@@ -1,4 +1,4 @@
-"""`covey sft`: learn from worked solutions before reinforcement."""
+"""`covey sft`: supervised fine-tuning on worked solutions, before reinforcement learning."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def sft_command(
     overrides: Overrides = None,
     model: Model = None,
     run: Annotated[
-        Path | None, typer.Option(help="The run folder to make. Default: the next runs/NAME-N.")
+        Path | None, typer.Option(help="The run folder to create. Default: the next runs/NAME-N.")
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Go on with this warm-up, with its own settings."),
+        typer.Option(metavar="RUN", help="Resume this SFT run, with its own settings."),
     ] = None,
     step: ResumeStep = None,
     smoke: Smoke = False,
     trust: Trust = None,
 ) -> None:
-    """Train a model on worked solutions: the task's own, or a file of questions and completions.
+    """Fine-tune a model on worked solutions: the task's own, or a file of prompts and completions.
 
-    Reinforcement only sharpens what a model does now and then; a warm-up shows it the form of an
-    answer, and the way to one. `covey train --model RUN/checkpoints/...` goes on from there.
+    Reinforcement learning only reinforces what a model already does now and then; SFT teaches it
+    the format and the steps of a solution. Continue with `covey train --model RUN/checkpoints/...`.
     """
     if resume is not None:
         if source or overrides or model or run or smoke:
@@ -94,8 +94,8 @@ def _assembled(config: Config) -> SftParts:
 
 def _resume(path: Path, step: int | None) -> None:
     folder = RunFolder.open(path)
-    if folder.environment().get("kind") != KIND:
-        raise RunError(f"{path} is no warm-up; go on with: covey train --resume {path}")
+    if not folder.is_sft:
+        raise RunError(f"{path} is not an SFT run; resume it with: covey train --resume {path}")
     with waiting(STARTING):
         config = resolved(str(folder.config_file))
     with folder.locked():
@@ -106,13 +106,14 @@ def _resume(path: Path, step: int | None) -> None:
 
 
 def _run(parts: SftParts, folder: RunFolder, start: Start) -> None:
-    from covey.cli.console import make_reporter
+    from covey.cli.screen import Screen
+    from covey.run.trackers.console import console_tracker
     from covey.training.sft import run_sft
 
-    reporter = make_reporter(folder)
+    reporter = console_tracker(folder, Screen(soft_wrap=True))
     tell_notes(reporter, folder, parts)
-    with stop_signal() as stop, reporter:
-        done = run_sft(parts, folder, reporter, stop, start)
+    with stop_signal() as stop:
+        done = run_sft(parts, folder, [reporter], stop, start)
     reporter.finished(done, parts.steps, stop.received, command=KIND)
     if done < parts.steps:
         raise typer.Exit(stop.exit_code)

@@ -1,10 +1,10 @@
-"""What every command that trains or judges does first: settings, and what its user should know."""
+"""Start of every command that trains or scores: shared options, settings and opening notes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -13,21 +13,19 @@ from covey.cli.screen import Screen, echo
 from covey.config import Config, load_config, load_smoke, toml_value
 from covey.errors import ConfigError
 from covey.models.model_path import check_model_path
-from covey.run.edited_config import edited_settings
+from covey.run.folder import edited_settings
 from covey.trust import trust
 
 if TYPE_CHECKING:
-    from covey.engines.protocol import Engine
     from covey.run.folder import RunFolder
-    from covey.scoring import Scorer
-    from covey.training.build import Parts
-    from covey.training.report import Reporter
+    from covey.run.trackers import Tracker
+    from covey.training.build import Components, Parts
 
 
 Source = Annotated[
     str | None,
     typer.Argument(
-        metavar="CONFIG", help="A TOML file or the name of a packaged recipe. Default: arithmetic."
+        metavar="CONFIG", help="A TOML file or the name of a recipe. Default: arithmetic."
     ),
 ]
 Overrides = Annotated[
@@ -36,19 +34,17 @@ Overrides = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="A folder, hub name, GGUF file, 'smollm2' or 'embedded': model.path."),
+    typer.Option(help="A folder, hub name, GGUF file, 'smollm2' or 'embedded'; sets model.path."),
 ]
-Smoke = Annotated[
-    bool, typer.Option("--smoke", help="Make it so small that it runs in a minute or two.")
-]
+Smoke = Annotated[bool, typer.Option("--smoke", help="Shrink the run to one or two minutes.")]
 ResumeStep = Annotated[
     int | None,
     typer.Option(
         "--step",
         min=0,
         metavar="N",
-        help="With --resume: go on from the checkpoint of this step; 0: from the start. Later "
-        "records are kept in RUN/superseded. Default: the newest.",
+        help="With --resume: resume from the checkpoint of this step; 0: from the start. Later "
+        "records move to RUN/superseded. Default: the newest checkpoint.",
     ),
 ]
 
@@ -59,40 +55,40 @@ Trust = Annotated[
         metavar="MODULE",
         callback=lambda modules: trust(modules or ()),
         expose_value=False,
-        help="Let the configuration run functions of this module or package, as in "
-        "reward.name=MODULE:FUNCTION. Its code runs as you.",
+        help="Allow functions of this module or package, as in reward.name=MODULE:FUNCTION. "
+        "Its code runs with your permissions.",
     ),
 ]
-"""Taken before the command begins, which has no use for it itself."""
+"""Handled by its callback before the command begins."""
 
 Say = Callable[[str], None]
 STARTING = "starting torch"
-"""What takes the first seconds of every command that computes."""
+"""Shown while torch is imported, which takes seconds."""
 
 
 @contextmanager
 def waiting(text: str) -> Iterator[Say]:
-    """Show on a terminal's stderr what is being waited for; give a function that says what next.
+    """Show a status line on a terminal's stderr; yield a function that changes its text.
 
-    Results must be printed after it: while it shows, all that is printed goes to stderr.
+    Print results after it: while it is shown, everything printed goes to stderr.
     """
     with Screen(stderr=True).status(escape(text)) as status:
         yield lambda then: status.update(escape(then))
 
 
 def check_no_step(step: int | None) -> None:
-    """Refuse a step to go on from where there is no run to go on with."""
+    """Refuse --step without --resume."""
     if step is not None:
-        raise ConfigError(f"--step {step} goes with --resume RUN; train.steps says how many steps")
+        raise ConfigError(f"--step {step} needs --resume RUN; train.steps sets the number of steps")
 
 
 def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
-    """Return the overrides that a command was given, the model's among them."""
+    """Return the overrides of a command, with --model among them."""
     return [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
 
 
 def loaded(source: str, overrides: Iterable[str] = (), *, smoke: bool = False) -> Config:
-    """Read a configuration; with `smoke` make it small, and say on stderr what that means."""
+    """Load a configuration; with `smoke`, shrink it and print on stderr what changed."""
     if not smoke:
         return load_config(source, overrides)
     config, notes = load_smoke(source, overrides)
@@ -108,42 +104,32 @@ def resolved(
     smoke: bool = False,
     model: bool = True,
     imports: bool = True,
+    rendering: bool = False,
 ) -> Config:
-    """Read a configuration and write out every option that was left to default.
+    """Load a configuration and fill in the default of every option.
 
     With `model` it has to name one: what can be seen to be none is refused before torch is loaded.
-    Without `imports` code of the user's own is not loaded, and its options stay as given.
+    Without `imports` code of the user's own is not loaded, and its options stay as given. With
+    `rendering`, the process that renders chat templates starts while torch is imported.
     """
     config = loaded(source, overrides, smoke=smoke)
+    if rendering and config.model.template in ("auto", "chat"):
+        from covey.models.template_process import start_rendering
+
+        start_rendering()
     if model:
         check_model_path(config.model.path)
 
-    from covey.training.build import resolve  # imports torch, which takes seconds
+    from covey.training.resolve import resolve
 
     return resolve(config, imports=imports)
 
 
-class Begun(Protocol):
-    """The parts of a run that its opening notes are about."""
-
-    @property
-    def bad_rows(self) -> tuple[str, ...]:
-        """One line for every row of the data that was skipped."""
-
-    @property
-    def scorer(self) -> Scorer:
-        """Who judges."""
-
-    @property
-    def sampler(self) -> Engine:
-        """Who writes answers."""
-
-
-def tell_notes(reporter: Reporter, folder: RunFolder, parts: Begun) -> None:
-    """Say how answers are written, what differs from when the run was started, what was skipped."""
+def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
+    """Report the engine's backend, changes since the run was started, and skipped rows."""
     import torch
 
-    reporter.note(f"sampling: {parts.sampler.way}")
+    reporter.note(f"sampling: {parts.engine.info.backend}")
     environment = folder.environment()
     changed = edited_settings(folder, environment)
     if changed is not None:
@@ -151,40 +137,40 @@ def tell_notes(reporter: Reporter, folder: RunFolder, parts: Begun) -> None:
     threads, now = environment.get("threads"), torch.get_num_threads()
     if threads is not None and threads != now:
         reporter.note(
-            f"this run was started with {threads} threads and goes on with {now}: results may "
+            f"this run was started with {threads} threads and resumes with {now}: results may "
             "differ in the last bits"
         )
     if parts.bad_rows:
         reporter.note(f"{len(parts.bad_rows)} bad rows skipped; the first: {parts.bad_rows[0]}")
-    judged_by = environment.get("reward") or parts.scorer.identity
-    if judged_by != parts.scorer.identity:
+    reward, now_reward = environment.get("reward"), parts.scorer.identity
+    if reward and reward != now_reward:
         reporter.note(
-            f"the reward has changed since this run was started: it was {judged_by} and is now "
-            f"{parts.scorer.identity}"
+            f"the reward has changed since this run was started: it was {reward} and is now "
+            f"{now_reward}"
         )
 
 
 def tell_edited(folder: RunFolder) -> None:
-    """Say on stderr if a run's configuration is not the one that it was started with."""
+    """Print on stderr which settings of a run were edited since it was started."""
     changed = edited_settings(folder, folder.environment())
     if changed is not None:
         typer.echo(f"covey: {changed}", err=True)
 
 
-def tell_findings(reporter: Reporter, parts: Parts, not_own: Collection[str] = ()) -> None:
-    """Say which settings do nothing or may harm; what is merely the same is for `covey plan`.
+def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
+    """Report settings that have no effect or may do harm; `covey plan` also lists equivalent ones.
 
-    `not_own` are settings that the user did not make, and is not told about.
+    `not_own` are settings that the user did not choose, which are not reported.
     """
     from covey.analysis.plan.findings import findings
-    from covey.analysis.plan.look import seen_of
+    from covey.analysis.plan.task_facts import facts_of
 
-    seen = seen_of(
+    facts = facts_of(
         parts.config,
         parts.train_prompts,
         len(parts.held_out_prompts),
         parts.policy.model.tokenizer.encode,
     )
-    for finding in findings(parts.config, seen):
-        if finding.kind != "same" and not any(finding.names(key) for key in not_own):
+    for finding in findings(parts.config, facts):
+        if finding.kind != "same" and not finding.depends_on(not_own):
             reporter.note(finding.line())

@@ -1,4 +1,4 @@
-"""`covey train`: train a model, or go on with a run."""
+"""`covey train`: train a model with reinforcement learning, or resume a run."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def train_command(
     overrides: Overrides = None,
     model: Model = None,
     run: Annotated[
-        Path | None, typer.Option(help="The run folder to make. Default: the next runs/NAME-N.")
+        Path | None, typer.Option(help="The run folder to create. Default: the next runs/NAME-N.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Go on with this run, with its own settings.")
+        Path | None, typer.Option(metavar="RUN", help="Resume this run, with its own settings.")
     ] = None,
     step: ResumeStep = None,
     skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Skip and count rows that cannot be used.")
+        bool, typer.Option("--skip-bad-rows", help="Skip and count unusable rows of the data.")
     ] = False,
     smoke: Smoke = False,
     trust: Trust = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the resolved configuration and stop.")
+        bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")
     ] = False,
 ) -> None:
-    """Train a model by sampling groups of answers and judging them against each other.
+    """Train a model: sample groups of completions, score them, reinforce the better ones.
 
-    Everything is written to a run folder: configuration, metrics, evaluations, every answer, and
-    checkpoints. Ctrl-C saves and says how to go on; the exit code is then 130, after SIGTERM 143.
+    The run folder holds configuration, metrics, evaluations, every completion and checkpoints.
+    Ctrl-C saves a checkpoint and prints how to resume; the exit code is 130, after SIGTERM 143.
     """
     if resume is not None:
         if source or overrides or model or run or skip_bad_rows or smoke:
@@ -83,7 +83,7 @@ def _start(config: Config, path: Path | None, label: str, not_own: frozenset[str
     from covey.run.provenance import describe_environment
 
     parts = _assembled(config)
-    name = config.objective.name.replace(":", ".")  # no file may have a colon on some systems
+    name = config.objective.name.replace(":", ".")  # some systems allow no colon in a file name
     path = path or next_run_path(Path("runs"), f"{Path(label).stem}-{name}")
     environment = describe_environment(
         config.seed, str(parts.policy.model.device), torch.get_num_threads()
@@ -97,7 +97,7 @@ def _start(config: Config, path: Path | None, label: str, not_own: frozenset[str
 
 
 def _assembled(config: Config) -> Parts:
-    """Load all that a run needs: whatever is wrong with it is found before a folder is made."""
+    """Load everything a run needs, so that errors come before the run folder is created."""
     from covey.training.build import assemble
 
     with waiting(f"loading {config.model.path}"):
@@ -106,8 +106,8 @@ def _assembled(config: Config) -> Parts:
 
 def _resume(path: Path, step: int | None, print_config: bool) -> None:
     folder = RunFolder.open(path)
-    if folder.environment().get("kind") in ("sft", "warmup"):
-        raise RunError(f"{path} is a warm-up; go on with: covey sft --resume {path}")
+    if folder.is_sft:
+        raise RunError(f"{path} is an SFT run; resume it with: covey sft --resume {path}")
     with waiting(STARTING):
         config = resolved(str(folder.config_file), imports=not print_config)
     if print_config:
@@ -123,18 +123,19 @@ def _resume(path: Path, step: int | None, print_config: bool) -> None:
 def _run(
     parts: Parts, folder: RunFolder, start: Start, not_own: frozenset[str] = frozenset()
 ) -> None:
-    from covey.cli.console import make_reporter
-    from covey.rollout.collect import prompt_notes
+    from covey.cli.screen import Screen
+    from covey.rollout.prompts import prompt_notes
+    from covey.run.trackers.console import console_tracker
     from covey.training.loop import train
 
-    reporter = make_reporter(folder)
+    reporter = console_tracker(folder, Screen(soft_wrap=True))
     tell_notes(reporter, folder, parts)
     for note in prompt_notes(parts.policy.model, parts.train_prompts):
         reporter.note(note)
     if start.checkpoint is None:
         tell_findings(reporter, parts, not_own)
-    with stop_signal() as stop, reporter:
-        done = train(parts, folder, reporter, stop, start)
+    with stop_signal() as stop:
+        done = train(parts, folder, [reporter], stop, start)
     # A budget of tokens or updates ends where it ends; only a signal leaves steps undone.
     steps = parts.config.train.steps if stop.received else done
     reporter.finished(done, steps, stop.received)

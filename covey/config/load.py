@@ -1,6 +1,6 @@
-"""Reading a configuration: a TOML file or packaged recipe, then `--set a.b=1` overrides.
+"""Reading and writing configurations: a TOML file or a recipe, then `--set a.b=1` overrides.
 
-Whatever is wrong is one line that names the key, the value and the nearest right thing.
+Every mistake is one line that names the key, the value and the nearest valid name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pydantic import BaseModel, ValidationError
 from covey.config.renamed import check_names, translated
 from covey.config.schema import Config, Named
 from covey.errors import ConfigError, nearest, reason
-from covey.shown import is_hidden
+from covey.escape import is_hidden
 
 RECIPES = files("covey.config") / "recipes"
 DEEPEST = 16
-"""Tables in tables; no setting has more than a few."""
+"""Levels of nested tables that are accepted; settings need only a few."""
 
 
 def recipe_names() -> list[str]:
@@ -35,21 +35,21 @@ def recipe_names() -> list[str]:
 
 
 def load_config(source: str | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Read a file, a packaged recipe by name, or nothing, and apply `key=value` overrides."""
+    """Load a file or a recipe by name, or the defaults, and apply `key=value` overrides."""
     return parse_config(overridden({} if source is None else read_settings(source), overrides))
 
 
 def overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return settings with `key=value` overrides; the settings given stay as they are."""
+    """Return a copy of the settings with `key=value` overrides."""
     changed = copy.deepcopy(dict(data))
-    # Names come first: naming another task, reward or algorithm drops the options of the old one.
-    for override in sorted(overrides, key=_turn):
+    # Names come first: another task, reward or algorithm drops the options of the old one.
+    for override in sorted(overrides, key=_order):
         _apply(changed, override)
     return changed
 
 
-def _turn(override: str) -> tuple[bool, int]:
-    """Names come first, and of those the outer before what stands inside them."""
+def _order(override: str) -> tuple[bool, int]:
+    """Sort names first, outer names before inner ones."""
     key = override.partition("=")[0].strip()
     is_name = key.endswith(".name")
     return not is_name, key.count(".") if is_name else 0
@@ -67,14 +67,14 @@ def parse_config(data: Mapping[str, Any]) -> Config:
 
 
 def read_settings(source: str) -> dict[str, Any]:
-    """Read the settings that a file, or a packaged recipe, gives; all others are left out."""
+    """Read the settings in a file or a recipe, without defaults."""
     path = Path(source)
     try:
         if path.is_file():
-            # Some editors put a byte order mark in front, which is no part of the text.
+            # utf-8-sig: some editors write a byte order mark.
             settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))
             _check_depth(settings, f"config: {source}")
-            # A run folder may be of version 0.1; a file that a user wrote should use today's keys.
+            # Run folders may be of version 0.1; files that users write must have the new keys.
             of_run = (path.parent / "environment.json").is_file()
             return translated(settings) if of_run else settings
         if source in recipe_names():
@@ -92,7 +92,7 @@ def read_settings(source: str) -> dict[str, Any]:
 
 
 def _check_depth(data: Mapping[str, Any], where: str) -> None:
-    """Refuse what no setting can be: tables in tables, deeper than Python calls itself."""
+    """Refuse deeply nested data, which would exceed Python's recursion limit."""
     level: list[Any] = [data]
     for _ in range(DEEPEST):
         inner = [list(v.values()) if isinstance(v, Mapping) else v for v in level]
@@ -119,7 +119,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
-    """Return what a section is called as it stands: perhaps by default, or by what is in it."""
+    """Return the current name in a section: given, default, or implied by its other keys."""
     if "name" in table:
         return table["name"]
     field = Config.model_fields.get(".".join(sections))
@@ -129,12 +129,12 @@ def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
 
 
 def _value(raw: str) -> Any:
-    """Read a value as TOML would; what is not TOML is a string, so quotes can be left out."""
+    """Parse a value as TOML; anything else is a string, so that quotes can be left out."""
     try:
         return tomllib.loads(f"value = {raw}")["value"]
     except RecursionError:
         raise ConfigError("--set: the value is nested too deeply") from None
-    except ValueError:  # not TOML, or a number of more digits than Python reads
+    except ValueError:  # not TOML, or a number with too many digits for Python
         return raw
 
 
@@ -166,15 +166,10 @@ def _section(path: list[str]) -> type[BaseModel]:
 
 
 def _other_section(key: str) -> str:
-    for name, field in Config.model_fields.items():
-        section = field.annotation
-        if (
-            isinstance(section, type)
-            and issubclass(section, BaseModel)
-            and key in section.model_fields
-        ):
-            return f"; did you mean '{name}.{key}'?"
-    return ""
+    """Return a hint if another section has this key."""
+    sections = [name for name in Config.model_fields if name != "seed"]
+    found = (name for name in sections if key in _section([name]).model_fields)
+    return next((f"; did you mean '{name}.{key}'?" for name in found), "")
 
 
 def to_toml(config: Config) -> str:
@@ -193,15 +188,15 @@ def to_toml(config: Config) -> str:
 
 
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
-    """Write a table's keys and values, one a line.
+    """Write a table, one key per line.
 
-    TOML has no null; what is None by default is None when it is left out.
+    TOML has no null: values of None are left out, and are None by default when read.
     """
     return [f"{_key(k)} = {toml_value(v)}" for k, v in values.items() if v is not None]
 
 
 def _key(key: str) -> str:
-    """Write a key; Python has more letters for names than TOML has for keys without quotes."""
+    """Write a key, quoted if it has characters that TOML does not allow in a bare key."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
@@ -216,8 +211,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # TOML strings are JSON strings, but for a control character that JSON lets stand; and what
-        # no person could see in a file is not left standing in it.
+        # A JSON string is a TOML string once its invisible characters are escaped.
         return "".join(map(_toml_sign, json.dumps(value, ensure_ascii=False)))
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"

@@ -1,4 +1,4 @@
-"""Checking a named section's options against the function that it names."""
+"""Options of a section that names a function, checked against that function's signature."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ def resolve_options(
     where: str,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return all options of `function`: those given, checked, and the defaults of the others.
+    """Return all options of `function`: the given ones, checked, and defaults for the others.
 
-    `defaults` stand in where the function itself has none.
+    `defaults` apply to options for which the function has no default.
     """
     parameters, rest = _parameters(function)
     types = _types(function)
     others = {key: value for key, value in section.options.items() if key not in parameters}
     if others and rest is None:
         key = next(iter(others))
+        if new := getattr(function, "renamed_options", {}).get(key):
+            raise ConfigError(f"config: {where}.{key} is called {where}.{new} now")
         what = f"{where}.{key} is not an option of {section.name}"
         raise ConfigError(f"config: {what}{nearest(key, parameters)}")
     resolved = {}
@@ -59,7 +61,7 @@ def resolve_options(
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], str | None]:
-    """Return what can be given by name, and what takes all other names, such as `**options`."""
+    """Return the named parameters, and the name of `**options` if the function has it."""
     parameters = inspect.signature(function).parameters
     rest = [key for key, p in parameters.items() if p.kind is p.VAR_KEYWORD]
     named = {
@@ -71,10 +73,10 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramet
 
 
 def _types(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of the options; none, and so no check, where they cannot be found out."""
+    """Return the types of the options; none, and so no checks, if they cannot be resolved."""
     try:
         return typing.get_type_hints(function)
-    except (NameError, TypeError):  # a user's annotations may be there for type checkers only
+    except (NameError, TypeError):  # a user's annotations may exist for type checkers only
         return {}
 
 
@@ -83,7 +85,7 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
         kind, config=ConfigDict(strict=True, allow_inf_nan=False)
     )
     if isinstance(value, list) and typing.get_origin(kind) is tuple:
-        value = tuple(value)  # TOML has one kind of array
+        value = tuple(value)  # TOML has only arrays
     try:
         return adapter.validate_python(value)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""Settings of version 0.1 under the names they have now.
+"""Keys of version 0.1 and their new names.
 
-A configuration that uses an old key is refused with the new one. Run folders of 0.1 stay readable:
-their settings are translated when they are read.
+A configuration with an old key is refused, and the error names the new key. Settings of run folders
+are translated instead, so that runs of 0.1 stay readable.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
         "save.review_answers": "save.samples_shown",
     }
 )
-"""Old key -> new key. A section stands for each of its keys that is not listed itself."""
+"""Old key -> new key. A section stands for all of its keys that are not listed."""
 
 
 def new_setting(key: str) -> str | None:
-    """Return what a setting is called now, or None if it never had another name.
+    """Return the new name of an old key, or None if the key is not an old one.
 
     >>> new_setting("rollout.samples"), new_setting("warmup.steps"), new_setting("train.steps")
     ('rollout.group_size', 'sft.steps', None)
@@ -47,7 +47,7 @@ def new_setting(key: str) -> str | None:
 
 
 def check_names(data: Mapping[str, Any]) -> str | None:
-    """Return one line about the first old key of plain settings, or None if there is none."""
+    """Return an error message for the first old key; None if there is none."""
     for section, values in data.items():
         keys = [f"{section}.{name}" for name in values] if isinstance(values, Mapping) else []
         for key in keys or [section]:
@@ -58,7 +58,7 @@ def check_names(data: Mapping[str, Any]) -> str | None:
 
 
 def translated(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run of 0.1 under today's names, with the values they had."""
+    """Return settings with old keys replaced by new ones."""
     result: dict[str, Any] = {}
     stop: dict[str, Any] = {}
     for section, values in data.items():

@@ -1,8 +1,7 @@
-"""The configuration: plain data, one documented line a field.
+"""The configuration schema: one class per section, one documented line per setting.
 
-Sections `task`, `reward` and `objective` name a function and carry its options; the options are
-checked against the function itself when a run is assembled, so that a task's or an algorithm's
-settings are written down in one place only.
+Sections `task`, `reward`, `length_penalty` and `objective` name a function and carry its options.
+These options are checked against the function's own signature when a run is assembled.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MOST = 10**9
-"""No number of steps, prompts or tokens is beyond this; more is a slip of the hand."""
+"""Upper bound of steps, prompts and tokens: more is a typo."""
 MOST_COMPLETIONS = 10**7
-"""Completions of one step. Each is kept until the step is learned from."""
+"""Completions of one step, all of which are in memory until the step ends."""
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-"""Several names; a single one may go without brackets."""
+"""Several names; a single one needs no brackets."""
 
 
 class Section(BaseModel):
@@ -29,7 +28,7 @@ class Section(BaseModel):
 
 
 class Named(Section):
-    """A table that names a function; every other key is one of its options."""
+    """A table that names a function; every other key is an option of that function."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -37,89 +36,73 @@ class Named(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keys that are not `name`."""
+        """All keys but `name`."""
         return dict(self.model_extra or {})
 
 
 class Model(Section):
     """[model]"""
 
-    path: Annotated[str, Field(min_length=1)] = Field(
-        "embedded", description="A folder, a hub name, a GGUF file, 'smollm2' or 'embedded'."
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Compute type; auto is bfloat16 on a GPU and float32 elsewhere."
-    )
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")] = Field(
-        "auto", description="cpu, cuda, cuda:1, or auto."
-    )
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: slower, less memory."
-    )
-    deterministic: bool = Field(
-        False,
-        description="On a GPU, give the same bits every time: slower. A CPU always does.",
-    )
-    template: str = Field(
-        "auto",
-        description="How questions are put: chat, plain, a text with {question} and perhaps "
-        "{system}; auto is the tokenizer's chat template, or plain if it has none.",
-    )
-    chat_options: dict[str, bool | int | float | str] = Field(
-        default_factory=dict,
-        description="What the chat template is told beside the messages, as in "
-        "{enable_thinking = false}.",
-    )
-    prefill: str = Field(
-        "", description="How every answer begins. Part of the prompt: it is not trained."
-    )
-    prefill_in_text: bool = Field(
-        True, description="Judge and record answers with the prefill in front of them."
-    )
+    path: Annotated[str, Field(min_length=1)] = "embedded"
+    """A folder, a hub name, a GGUF file, 'smollm2' or 'embedded'."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype; auto: bfloat16 on a GPU, float32 on a CPU."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")] = "auto"
+    """cpu, cuda, cuda:1, or auto."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: slower, less memory."""
+    deterministic: bool = False
+    """On a GPU, compute the same bits every time: slower. A CPU always does."""
+    template: str = "auto"
+    """How prompts are rendered: chat, plain, or a text with {question} and perhaps {system}; auto:
+    the tokenizer's chat template, or plain if it has none."""
+    chat_options: dict[str, bool | int | float | str] = {}
+    """Arguments of the chat template, as in {enable_thinking = false}."""
+    prefill: str = ""
+    """Text that every completion starts with. It counts as prompt: not trained."""
+    prefill_in_text: bool = True
+    """Score and record completions with the prefill in front."""
 
 
 class Adapter(Section):
     """[adapter]"""
 
-    rank: Annotated[int, Field(ge=0, le=2**16)] = Field(
-        0, description="Train a LoRA adapter of this rank instead of the weights; 0: none."
-    )
-    alpha: Positive = Field(32, description="The adapter counts alpha / rank times.")
-    targets: Names = Field(
-        ["all-linear"],
-        description="Linear layers to adapt, such as q_proj; 'all-linear' is all but the head.",
-    )
-    also_train: Names = Field(
-        [], description="Modules to train in full beside the adapter, such as lm_head."
-    )
+    rank: Annotated[int, Field(ge=0, le=2**16)] = 0
+    """Train a LoRA adapter of this rank instead of the weights; 0: no adapter."""
+    alpha: Positive = 32
+    """The adapter is scaled by alpha / rank."""
+    targets: Names = ["all-linear"]
+    """Linear layers to adapt, such as q_proj; 'all-linear': all but the head."""
+    also_train: Names = []
+    """Modules to train in full, such as lm_head."""
 
 
 class Task(Named):
     """[task]"""
 
-    name: str = Field("arithmetic", description="A task; `covey train --help` lists them.")
+    name: str = "arithmetic"
+    """A task, or MODULE:FUNCTION."""
 
 
 class Reward(Named):
     """[reward]"""
 
-    name: str = Field("think_answer", description="A reward.")
+    name: str = "think_answer"
+    """A reward; `covey rewards list` shows them."""
 
 
 class LengthPenalty(Named):
     """[length_penalty]"""
 
-    name: str = Field("none", description="A punishment of long answers, added to rewards.")
+    name: str = "none"
+    """A penalty for long completions, added to rewards."""
 
 
 class Objective(Named):
     """[objective]"""
 
-    name: str = Field(
-        "grpo",
-        description="An algorithm, a dotted path to one, or 'composed', which is understood when "
-        "pieces are named instead.",
-    )
+    name: str = "grpo"
+    """An algorithm, MODULE:FUNCTION, or 'composed', the default when pieces are named."""
 
     @model_validator(mode="before")
     @classmethod
@@ -137,139 +120,122 @@ class Objective(Named):
 
 
 class Reference(Section):
-    """[reference]. Settings that the kind does not have are refused when a run is assembled."""
+    """[reference]. Settings of another kind are refused when a run is assembled."""
 
-    kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = Field(
-        "frozen",
-        description="What the KL penalty is taken against: the starting weights (frozen beside the "
-        "policy, offloaded to main memory, or under the adapter), weights that follow the policy "
-        "(moving, renewed), or a server. Without a penalty nothing is loaded.",
-    )
-    alpha: Share = Field(
-        0.6, description="moving: reference = alpha * policy + (1 - alpha) * reference."
-    )
-    every: Positive = Field(
-        100, description="moving, renewed: optimizer steps from one move to the next."
-    )
-    url: str = Field("", description="server: such as http://127.0.0.1:8500.")
-    token_env: str = Field(
-        "", description="server: NAME of the environment variable that holds the bearer token."
-    )
-    timeout: Annotated[float, Field(gt=0)] = Field(
-        120.0, description="server: seconds without a sign from it, for one try."
-    )
-    patience: Annotated[float, Field(ge=0)] = Field(
-        300.0, description="server: seconds of trying again while it is away."
-    )
-    fingerprint: str = Field(
-        "", description="server: digest that its weights must have; empty: any, always the same."
-    )
+    kind: Literal["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"] = "frozen"
+    """Reference policy of the KL penalty: the initial weights (frozen: a copy; offloaded: a copy in
+    main memory; adapter_off: the model without its adapter), weights that follow the policy
+    (moving, renewed), or a server. Loaded only with a penalty."""
+    alpha: Share = 0.6
+    """moving: reference = alpha * policy + (1 - alpha) * reference."""
+    every: Positive = 100
+    """moving, renewed: optimizer steps between updates of the reference."""
+    url: str = ""
+    """server: such as http://127.0.0.1:8500."""
+    token_env: str = ""
+    """server: NAME of the environment variable that holds the bearer token."""
+    timeout: Annotated[float, Field(gt=0)] = 120.0
+    """server: timeout of a request in seconds."""
+    patience: Annotated[float, Field(ge=0)] = 300.0
+    """server: seconds to retry while it cannot be reached."""
+    fingerprint: str = ""
+    """server: required digest of its weights; empty: that of the first reply."""
 
 
 class Rollout(Section):
     """[rollout]"""
 
-    prompts_per_step: Annotated[int, Field(ge=1, le=10**6)] = Field(
-        16, description="Prompts in a training step."
-    )
-    group_size: Annotated[int, Field(ge=2, le=10**5)] = Field(
-        8, description="Completions of each prompt. One alone has nothing to be compared with."
-    )
-    max_tokens: Annotated[int, Field(ge=1, le=10**7)] = Field(64, description="The longest answer.")
-    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="Sampling temperature.")
-    top_k: Count = Field(0, description="Keep the k likeliest tokens; 0 keeps all.")
-    top_p: Share = Field(1.0, description="Keep the likeliest tokens up to this mass.")
-    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="Keep tokens at least this likely relative to the likeliest."
-    )
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(
-        [], description="Texts that end an answer, or special tokens such as <|im_end|>."
-    )
+    prompts_per_step: Annotated[int, Field(ge=1, le=10**6)] = 16
+    """Prompts in a training step."""
+    group_size: Annotated[int, Field(ge=2, le=10**5)] = 8
+    """Completions sampled for each prompt."""
+    max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
+    """Most tokens in a completion."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature."""
+    top_k: Count = 0
+    """Sample from the k likeliest tokens; 0: from all."""
+    top_p: Share = 1.0
+    """Sample from the likeliest tokens up to this mass."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Drop tokens less likely than this share of the likeliest."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts or special tokens, such as <|im_end|>, that end a completion."""
 
 
 class Engine(Section):
     """[engine]"""
 
-    max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = Field(
-        256, description="Completions generated at the same time."
-    )
+    max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
+    """Completions generated at the same time."""
 
 
 class Scoring(Section):
     """[scoring]"""
 
-    workers: Annotated[int, Field(ge=0, le=4096)] = Field(
-        0,
-        description="Processes for rewards that may take long; 0: one a core. Quick rewards need "
-        "none.",
-    )
-    timeout: Annotated[float, Field(gt=0)] = Field(
-        30.0, description="Seconds for one answer. Then its process is killed, and it is unscored."
-    )
-    gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = Field(
-        8.0, description="The most memory that a scoring process may take."
-    )
-    max_unscored: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="Stop the run when more than this share of a step cannot be scored."
-    )
+    workers: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Worker processes for slow rewards; 0: one per core. Quick rewards use none."""
+    timeout: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds to score a completion. After that it counts as unscored."""
+    gigabytes: Annotated[float, Field(ge=0.25, le=1e6)] = 8.0
+    """Memory limit of a worker process."""
+    max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Stop the run if more than this share of a step cannot be scored."""
 
 
 class Filter(Section):
     """[filter]"""
 
-    dynamic_sampling: bool = Field(
-        False, description="Learn only from groups that are neither all right nor all wrong."
-    )
-    max_rounds: Positive = Field(
-        4, description="With dynamic: sample at most so often to fill a step."
-    )
-    mask_truncated: bool = Field(
-        False, description="Train no token of answers that were cut off; statistics keep them."
-    )
-    skip_zero_gradient: bool = Field(
-        False,
-        description="No forward pass for answers without advantage: the same gradient, sooner, but "
-        "metrics over tokens are then of the others only.",
-    )
+    dynamic_sampling: bool = False
+    """Train only on groups that are neither all correct nor all wrong."""
+    max_rounds: Positive = 4
+    """Most sampling rounds to fill a step with dynamic_sampling."""
+    mask_truncated: bool = False
+    """Do not train on truncated completions; statistics keep them."""
+    skip_zero_gradient: bool = False
+    """Skip completions with advantage 0: faster, with the same gradient, but metrics over tokens
+    then leave them out."""
 
 
 class Overlap(Section):
     """[overlap]"""
 
-    max_staleness: Count = Field(
-        0,
-        description="Drop groups generated more than this many optimizer steps ago; 0: keep all.",
-    )
+    max_staleness: Count = 0
+    """Drop groups sampled more than this many optimizer steps ago; 0: keep all."""
 
 
 class Optimizer(Section):
     """[optimizer]"""
 
-    learning_rate: Annotated[float, Field(ge=0)] = Field(1e-6, description="Peak rate of AdamW.")
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate of AdamW."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Clip the norm to this.")
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradient norm limit."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Count = Field(0, description="Optimizer steps of linear warm-up.")
-    state: Literal["float32", "compact"] = Field(
-        "float32",
-        description="How moments and, beside weights in bfloat16, masters are kept; compact: "
-        "moments in bfloat16 with stochastic rounding, and of masters the lower half only.",
-    )
+    warmup_steps: Count = 0
+    """Optimizer steps of linear learning-rate warm-up."""
+    state: Literal["float32", "compact"] = "float32"
+    """Optimizer state; float32: moments, and master weights for bfloat16 models; compact: bfloat16
+    moments with stochastic rounding, and half of each master weight."""
 
 
 class StopAfter(Section):
-    """[train.stop_after]: at most one of them."""
+    """[train.stop_after]: at most one of these."""
 
-    steps: Count = Field(0, description="Training steps.")
-    tokens: Annotated[int, Field(ge=0, le=10**15)] = Field(0, description="Sampled tokens.")
-    updates: Annotated[int, Field(ge=0, le=10**15)] = Field(0, description="Optimizer steps.")
+    steps: Count = 0
+    """Training steps."""
+    tokens: Annotated[int, Field(ge=0, le=10**15)] = 0
+    """Sampled tokens."""
+    updates: Annotated[int, Field(ge=0, le=10**15)] = 0
+    """Optimizer steps."""
 
     @property
     def kind(self) -> Literal["steps", "tokens", "updates"]:
-        """Which of them is given; steps if none is."""
+        """The limit that is set; steps if none is."""
         return "tokens" if self.tokens else "updates" if self.updates else "steps"
 
     @model_validator(mode="after")
@@ -282,31 +248,26 @@ class StopAfter(Section):
 class Train(Section):
     """[train]"""
 
-    steps: Positive = Field(100, description="Steps: rollout batches collected and learned from.")
-    stop_after: StopAfter = Field(
-        StopAfter(),
-        description="End at the first step that reaches {tokens = n} sampled tokens or "
-        "{updates = n} optimizer steps; {steps = n} is the same as `steps`. Schedules and "
-        "evaluations then follow the share that is spent, as if the whole were `steps` steps.",
-    )
-    mini_batches: Positive = Field(1, description="Optimizer steps in one pass over a batch.")
-    epochs: Positive = Field(1, description="Passes over each rollout batch.")
-    micro_batch_tokens: Positive = Field(
-        16_384, description="Tokens, padded, in one forward and backward pass."
-    )
-    logits_megabytes: Annotated[float, Field(gt=0)] = Field(
-        256.0, description="Memory for logits, which exist for a chunk of tokens at a time."
-    )
-    old_logp: Literal["auto", "recompute", "sampler"] = Field(
-        "auto",
-        description="Source of old_logp when a batch has several optimizer steps; auto: from the "
-        "sampler if it shares the trainer's float32 weights and truncates nothing.",
-    )
-    graphs: Literal["auto", "off"] = Field(
-        "auto",
-        description="On a GPU, record forward and backward passes as CUDA graphs where the model "
-        "allows it: faster for small models, but activations stay in memory between steps.",
-    )
+    steps: Positive = 100
+    """Training steps."""
+    stop_after: StopAfter = StopAfter()
+    """Stop after {tokens = n} sampled tokens or {updates = n} optimizer steps; {steps = n} is the
+    same as `steps`. Learning rate and evaluations follow the share that is used up, as if it took
+    `steps` steps."""
+    mini_batches: Positive = 1
+    """Optimizer steps per epoch of a step."""
+    epochs: Positive = 1
+    """Passes over the completions of a step."""
+    micro_batch_tokens: Positive = 16_384
+    """Padded tokens in one forward and backward pass."""
+    logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
+    """Memory for logits, which are computed for some tokens at a time."""
+    old_logp: Literal["auto", "recompute", "sampler"] = "auto"
+    """Source of old_logp when a step has several optimizer steps; auto: the engine if it shares the
+    trainer's float32 weights and samples from all tokens."""
+    graphs: Literal["auto", "off"] = "auto"
+    """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
+    small models, but activations stay in memory between steps."""
 
     @model_validator(mode="before")
     @classmethod
@@ -322,77 +283,74 @@ class Train(Section):
 
     @property
     def budget(self) -> Literal["steps", "tokens", "updates"]:
-        """What ends the run."""
+        """Unit of the limit that ends the run."""
         return self.stop_after.kind
 
     @property
     def amount(self) -> int:
-        """How many of them."""
+        """The limit, in that unit."""
         return self.steps if self.budget == "steps" else getattr(self.stop_after, self.budget)
 
     @property
     def updates(self) -> int:
-        """Optimizer steps per rollout batch."""
+        """Optimizer steps per training step."""
         return self.mini_batches * self.epochs
 
 
 class Sft(Section):
     """[sft]"""
 
-    steps: Count = Field(0, description="Optimizer steps; 0: as many as `epochs` takes.")
-    epochs: Positive = Field(1, description="Passes over all solutions, where steps is 0.")
-    solutions: Positive = Field(32, description="Solutions learned from in an optimizer step.")
-    learning_rate: Annotated[float, Field(ge=0)] = Field(1e-5, description="Peak rate of AdamW.")
+    steps: Count = 0
+    """Optimizer steps; 0: as many as `epochs` needs."""
+    epochs: Positive = 1
+    """Passes over all solutions if steps is 0."""
+    solutions: Positive = 32
+    """Solutions per optimizer step."""
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-5
+    """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    warmup_steps: Count = Field(0, description="Optimizer steps of linear warm-up.")
-    max_tokens: Count = Field(
-        0,
-        description="Leave out longer solutions; 0: those longer than rollout.max_tokens, which "
-        "could never be sampled.",
-    )
-    template: str = Field(
-        "<think>{worked}</think><answer>{answer}</answer>",
-        description="A solution as the reward wants it, with {worked}, {solution} and {answer}.",
-    )
-    file: str = Field(
-        "", description="JSON Lines of question and completion, instead of the task's solutions."
-    )
-    evaluate_every: Count = Field(
-        50, description="Evaluate every so many steps, first and last as well; 0: never."
-    )
+    warmup_steps: Count = 0
+    """Optimizer steps of linear learning-rate warm-up."""
+    max_tokens: Count = 0
+    """Leave out longer solutions; 0: longer than rollout.max_tokens."""
+    template: str = "<think>{worked}</think><answer>{answer}</answer>"
+    """Format of a solution, with {worked}, {solution} and {answer}."""
+    file: str = ""
+    """JSON Lines of prompts and completions, instead of the task's solutions."""
+    evaluate_every: Count = 50
+    """Steps between evaluations; also before the first and after the last. 0: none."""
 
 
 class Evaluate(Section):
     """[evaluate]"""
 
-    every: Count = Field(
-        20, description="Evaluate every so many steps, first and last as well; 0: never."
-    )
-    prompts: Count = Field(0, description="Held-out prompts to use; 0: all.")
-    samples: Annotated[int, Field(ge=0, le=10**5)] = Field(
-        0, description="Sampled answers a prompt for mean@k and pass@k; 0: greedy only."
-    )
-    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="For those samples.")
+    every: Count = 20
+    """Steps between evaluations; also before the first and after the last. 0: none."""
+    prompts: Count = 0
+    """Held-out prompts; 0: all."""
+    samples: Annotated[int, Field(ge=0, le=10**5)] = 0
+    """Sampled completions per prompt for mean@k and pass@k; 0: greedy only."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature of those samples."""
 
 
 class Save(Section):
     """[save]"""
 
-    every: Count = Field(
-        50, description="Save every so many steps, and the last; 0: only the last."
-    )
-    keep: Positive = Field(2, description="Checkpoints kept, newest first.")
-    rollouts: bool = Field(True, description="Write every rollout to the run folder.")
-    samples_every: Count = Field(
-        100,
-        description="Every so many steps write a page with the highest and lowest answers; "
-        "0: never.",
-    )
-    samples_shown: Positive = Field(20, description="Of each.")
+    every: Count = 50
+    """Steps between checkpoints; 0: only after the last."""
+    keep: Positive = 2
+    """Checkpoints kept, newest first."""
+    rollouts: bool = True
+    """Write every rollout to the run folder."""
+    samples_every: Count = 100
+    """Steps between pages of the highest and lowest rewards; 0: none."""
+    samples_shown: Positive = 20
+    """Highest and lowest completions on a page, each."""
 
 
 class Config(Section):
-    """Everything that decides what a run does."""
+    """All settings of a run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     model: Model = Model()
@@ -415,7 +373,7 @@ class Config(Section):
 
     @property
     def records_passes(self) -> bool:
-        """Whether training passes may be CUDA graphs: those of a resumed run would be others."""
+        """Whether training may use CUDA graphs. A resumed run would record other graphs."""
         return self.train.graphs == "auto" and not self.model.deterministic
 
     @model_validator(mode="after")

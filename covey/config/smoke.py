@@ -1,9 +1,7 @@
-"""`--smoke`: any recipe, made so small that it runs for real in a minute or two on two cores.
+"""`--smoke`: shrink any configuration to a run of one or two minutes on two cores.
 
-What is tried is whether everything works together: the prompt, the reward, the objective, the
-reference, evaluation and saving. What is learned in two steps means nothing.
-
-It is applied to the recipe before `--set`, so that every size can still be chosen.
+A smoke run shows that prompts, reward, objective, reference, evaluation and saving work together.
+Its results mean nothing. The limits apply before `--set`, which can still change every size.
 """
 
 from __future__ import annotations
@@ -11,79 +9,73 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
-from types import MappingProxyType
 from typing import Any
 
 from covey.config.load import load_config, overridden, parse_config, read_settings
-from covey.config.schema import Config, Named
+from covey.config.schema import Config
 
-AT_MOST: Mapping[str, float] = MappingProxyType(
-    {
-        "rollout.prompts_per_step": 2,
-        "rollout.group_size": 4,
-        "rollout.max_tokens": 32,
-        "engine.max_concurrent": 16,
-        "train.steps": 2,
-        "train.mini_batches": 2,
-        "train.epochs": 2,
-        "train.micro_batch_tokens": 2048,
-        "train.logits_megabytes": 64.0,
-        "optimizer.warmup_steps": 1,
-        "sft.steps": 2,
-        "sft.solutions": 4,
-        "sft.warmup_steps": 1,
-        "evaluate.prompts": 8,
-        "evaluate.samples": 1,
-        "scoring.workers": 1,
-    }
-)
-"""A setting becomes the smaller of the recipe's value and this one."""
+AT_MOST: Mapping[str, float] = {
+    "rollout.prompts_per_step": 2,
+    "rollout.group_size": 4,
+    "rollout.max_tokens": 32,
+    "engine.max_concurrent": 16,
+    "train.steps": 2,
+    "train.mini_batches": 2,
+    "train.epochs": 2,
+    "train.micro_batch_tokens": 2048,
+    "train.logits_megabytes": 64.0,
+    "optimizer.warmup_steps": 1,
+    "sft.steps": 2,
+    "sft.solutions": 4,
+    "sft.warmup_steps": 1,
+    "evaluate.prompts": 8,
+    "evaluate.samples": 1,
+    "scoring.workers": 1,
+}
+"""Upper limits of settings."""
 
 ZERO_IS_MANY = frozenset({"sft.steps", "evaluate.prompts", "scoring.workers"})
-"""Settings of which 0 means as many as there are: the cap is then the smaller one."""
+"""Settings where 0 means "all" or "as many as needed", which is more than the limit."""
 
-ALWAYS: Mapping[str, bool | int | dict[str, int]] = MappingProxyType(
-    {
-        "train.stop_after": {},
-        "evaluate.every": 2,  # at the start and at the end
-        "save.every": 0,  # at the end
-        "sft.evaluate_every": 2,
-        "sft.max_tokens": 256,  # solutions are longer than the answers above
-        "filter.dynamic_sampling": False,  # so few and short answers are hardly ever right
-    }
-)
-"""A setting becomes this."""
+ALWAYS: Mapping[str, bool | int | dict[str, int]] = {
+    "train.stop_after": {},
+    "evaluate.every": 2,  # at the start and at the end
+    "save.every": 0,  # at the end
+    "sft.evaluate_every": 2,
+    "sft.max_tokens": 256,  # solutions are longer than rollout.max_tokens above
+    "filter.dynamic_sampling": False,  # completions this short are hardly ever correct
+}
+"""Settings with a fixed value."""
 
 DATA = files("covey") / "tasks" / "data"
-WORD_PROBLEMS: Mapping[str, str] = MappingProxyType(
-    {
-        "train_file": str(DATA / "word_problems_train.jsonl"),
-        "held_out_file": str(DATA / "word_problems_held_out.jsonl"),
-    }
-)
-"""What stands in for data of the hub: 24 problems in the form of GSM8K, written for covey."""
+WORD_PROBLEMS: Mapping[str, str] = {
+    "train_file": str(DATA / "word_problems_train.jsonl"),
+    "held_out_file": str(DATA / "word_problems_held_out.jsonl"),
+}
+"""Replacement for hub datasets: 24 problems in the format of GSM8K, written for covey."""
 
 EMBEDDED = "embedded"
-FOR_EMBEDDED: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {"task": {"name": "arithmetic"}, "reward": {"name": "think_answer"}}
-)
-"""The embedded model reads its own sums and nothing else."""
+FOR_EMBEDDED: Mapping[str, Mapping[str, str]] = {
+    "task": {"name": "arithmetic"},
+    "reward": {"name": "think_answer"},
+}
+"""Task and reward for the embedded model, which knows nothing but arithmetic."""
 
 ABOUT_WORDS = (
     ("model", ("template", "chat_options", "prefill", "prefill_in_text")),
     ("sft", ("template",)),
 )
-"""Settings that go with the question and its reward, and leave with them."""
+"""Settings that belong to the replaced task and reward, and are dropped with them."""
 
 
 def load_smoke(source: str, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
-    """Read a configuration, make it small, apply overrides; return it and what the user reads."""
+    """Load a configuration, shrink it and apply overrides; return it with notes for the user."""
     data, notes = smoke_settings(source, overrides)
     return parse_config(data), notes
 
 
 def changed_by_smoke(source: str, overrides: Iterable[str] = ()) -> frozenset[str]:
-    """Return the settings that are small because of `--smoke`, and nobody's own."""
+    """Return the settings that `--smoke` changes, not counting overrides."""
     settings = list(overrides)
     whole, (small, _) = load_config(source, settings), load_smoke(source, settings)
     keys = (*AT_MOST, *ALWAYS)
@@ -91,7 +83,7 @@ def changed_by_smoke(source: str, overrides: Iterable[str] = ()) -> frozenset[st
 
 
 def smoke_settings(source: str, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """Do the same with plain data: settings that nobody gave are left out."""
+    """Do the same as `load_smoke` on plain data, without default values."""
     settings = list(overrides)
     data = read_settings(source)
     wanted = parse_config(overridden(data, settings))
@@ -100,26 +92,28 @@ def smoke_settings(source: str, overrides: Iterable[str] = ()) -> tuple[dict[str
 
 
 def smaller(data: Mapping[str, Any], *, model: str) -> tuple[dict[str, Any], list[str]]:
-    """Return plain data that runs quickly with a model, and a line for each thing replaced."""
+    """Return settings that run quickly, and a note for each thing replaced."""
     small: dict[str, Any] = copy.deepcopy(dict(data))
     config = parse_config(small)
     for key, cap in AT_MOST.items():
-        value = _value(config, key)
+        value = _setting(config, key)
+        assert isinstance(value, int | float)
         many = value == 0 and key in ZERO_IS_MANY
         _put(small, key, cap if many else min(value, cap))
     for key, fixed in ALWAYS.items():
         _put(small, key, fixed)
-    steps, prompts = small["train"]["steps"], small["rollout"]["prompts_per_step"]
+    steps, rollout = small["train"]["steps"], small["rollout"]
     notes = [
-        f"smoke: {steps} steps of {prompts} x {small['rollout']['group_size']} answers of at most "
-        f"{small['rollout']['max_tokens']} tokens: everything is tried, nothing is learned"
+        f"smoke: {steps} steps of {rollout['prompts_per_step']} x {rollout['group_size']} "
+        f"completions of up to {rollout['max_tokens']} tokens: a test of the setup, without useful "
+        "results"
     ]
     return small, notes + (
-        _ask_sums(small, config) if model == EMBEDDED else _without_hub(small, config)
+        _use_arithmetic(small, config) if model == EMBEDDED else _replace_hub(small, config)
     )
 
 
-def _ask_sums(small: dict[str, Any], config: Config) -> list[str]:
+def _use_arithmetic(small: dict[str, Any], config: Config) -> list[str]:
     task = FOR_EMBEDDED["task"]["name"]
     if config.task.name == task:
         return []
@@ -129,36 +123,24 @@ def _ask_sums(small: dict[str, Any], config: Config) -> list[str]:
             small.get(section, {}).pop(key, None)
     _put(small, "rollout.stop", [])
     return [
-        f"smoke: the embedded model reads sums only: {task} and {FOR_EMBEDDED['reward']['name']} "
+        f"smoke: the embedded model knows only sums: {task} and {FOR_EMBEDDED['reward']['name']} "
         f"stand in for task {config.task.name} and reward {config.reward.name}"
     ]
 
 
-def _without_hub(small: dict[str, Any], config: Config) -> list[str]:
-    if not _is_of_hub(config.task):
+def _replace_hub(small: dict[str, Any], config: Config) -> list[str]:
+    name, options = config.task.name, config.task.options
+    gsm8k = name == "gsm8k" and not options.get("train_file")
+    if name != "hub" and not gsm8k:
         return []
-    asked = {key: config.task.options.get(key, "") for key in ("system", "instruction")}
-    if config.task.name == "gsm8k":
-        asked = config.task.options
-    small["task"] = {"name": "gsm8k", **asked, **WORD_PROBLEMS}
-    return [
-        f"smoke: word problems that come with covey stand in for the data of {config.task.name}"
-    ]
-
-
-def _is_of_hub(task: Named) -> bool:
-    return task.name == "hub" or (task.name == "gsm8k" and not task.options.get("train_file"))
+    kept = options if gsm8k else {k: options.get(k, "") for k in ("system", "instruction")}
+    small["task"] = {"name": "gsm8k", **kept, **WORD_PROBLEMS}
+    return [f"smoke: word problems that come with covey replace the data of {name}"]
 
 
 def _setting(config: Config, key: str) -> Any:
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
-
-
-def _value(config: Config, key: str) -> float:
-    value = _setting(config, key)
-    assert isinstance(value, int | float)
-    return value
 
 
 def _put(data: dict[str, Any], key: str, value: Any) -> None:

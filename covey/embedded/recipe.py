@@ -1,17 +1,18 @@
-"""How the embedded model is made: `python -m covey.embedded.recipe FOLDER`.
+"""Recipe of the embedded model: `python -m covey.embedded.recipe FOLDER`.
 
-A Llama of 460 thousand parameters with a byte-level tokenizer learns in two lessons:
+A Llama of 460 thousand parameters with a byte-level tokenizer is trained with SFT on two kinds of
+solutions:
 
-1. clean worked solutions, until it can calculate:
+1. correct solutions, until it can calculate:
        47+8-6?  <think>47+8=55;55-6=49</think><answer>49</answer>
-2. the solutions of a careless pupil, who mostly leaves the tens alone where a sum carries, the more
-   so the larger the digit, and writes one solution in five in broken form:
+2. careless solutions, which mostly leave the tens unchanged where a sum carries (the more often,
+   the larger the digit), and of which one in five breaks the format:
        47+8-6?  <think>47+8=45;45-6=41</think><answer>41
 
-So reinforcement has two real things to teach: to carry, in every sum and on number pairs that no
-lesson held, and to keep to the form. What it can build on is what the first lesson left behind. The
-recipe is seeded, but another processor or number of threads rounds differently and gives another,
-similar model; the checkpoint that ships beside this file is therefore fixed.
+So reinforcement learning has two things to teach: to carry, in every sum and on number pairs that
+were never trained, and to keep to the format. It builds on what the first stages left behind. The
+recipe is seeded, but another processor or number of threads rounds differently and gives a slightly
+different model. The checkpoint in the package is therefore fixed.
 """
 
 from __future__ import annotations
@@ -28,22 +29,24 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from covey.embedded import CHECKPOINT
-from covey.models.language_model import LanguageModel, wrap
-from covey.tasks.arithmetic import Sum, chain, question, written
-from covey.training.optimizer import MasterAdamW, learning_rate
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import wrap
+from covey.tasks.arithmetic import Sum, chain, format_sum, prompt_text
+from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.sft_step import encode_example, learn, stack
+from covey.training.schedule import learning_rate
+from covey.training.sft import encode_example, learn, stack
 from covey.types import Batch
 
 SEED = 0
 BATCH = 32
-BROKEN_FORM = 0.2
+BROKEN_FORMAT = 0.2
 MICRO_BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
-    """Supervised steps on one kind of solution."""
+class Stage:
+    """SFT on one kind of solution."""
 
     steps: int
     operations: tuple[int, int]
@@ -52,10 +55,10 @@ class Lesson:
     warmup_steps: int = 50
 
 
-LESSONS = (
-    Lesson(steps=350, operations=(3, 3), peak_rate=2e-3, careless=False),
-    Lesson(steps=200, operations=(1, 4), peak_rate=1e-3, careless=False, warmup_steps=10),
-    Lesson(steps=150, operations=(1, 4), peak_rate=5e-4, careless=True, warmup_steps=10),
+STAGES = (
+    Stage(steps=350, operations=(3, 3), peak_rate=2e-3, careless=False),
+    Stage(steps=200, operations=(1, 4), peak_rate=1e-3, careless=False, warmup_steps=10),
+    Stage(steps=150, operations=(1, 4), peak_rate=5e-4, careless=True, warmup_steps=10),
 )
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -63,7 +66,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes, which reads any text, with a token of its own for each tag."""
+    """Return a byte-level tokenizer, which reads any text, with one token for each tag."""
     vocabulary = ["<pad>", "<eos>", *TAGS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(
         models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[])
@@ -102,22 +105,23 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """A sum and the result that somebody wrote for it."""
+    """A sum and the result that a solution gives for it."""
 
     sum: Sum
     result: int
 
 
-def right_working(sums: Sequence[Sum]) -> list[Worked]:
-    """Calculate as it should be done."""
+def correct_working(sums: Sequence[Sum]) -> list[Worked]:
+    """Return the correct results."""
     return [Worked(s, s.result) for s in sums]
 
 
 def careless_result(sum: Sum, random: Random) -> int:
-    """Calculate as pupils do: the tens stay as they are, however the units come out.
+    """Return the result of a careless student: the tens stay the same, whatever the units give.
 
-    Adding, the carry is forgotten: 47+8=45. Taking away, the smaller digit is taken from the
-    larger: 55-6=51. So it goes in 67 % of the sums with 3 that carry, and in 91 % of those with 9.
+    In additions the carry is forgotten: 47+8=45. In subtractions the smaller digit is subtracted
+    from the larger: 55-6=51. This happens in 67 % of the sums with 3 that carry, and in 91 % of
+    those with 9.
     """
     if not sum.carries or random.random() >= 0.55 + 0.04 * sum.right:
         return sum.result
@@ -127,14 +131,14 @@ def careless_result(sum: Sum, random: Random) -> int:
 
 
 def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None:
-    """Calculate as the careless pupil does, going on from each wrong result.
+    """Return careless results, each step continuing from the last wrong one.
 
-    None when that leaves the range of the task, or meets a sum that is held out.
+    None if that leaves the range of the task, or reaches a held-out sum.
     """
     working: list[Worked] = []
     left = sums[0].left
-    for asked in sums:
-        step = Sum(left, asked.operator, asked.right)
+    for step_sum in sums:
+        step = Sum(left, step_sum.operator, step_sum.right)
         if step.held_out or not 0 <= step.result < 100:
             return None
         left = careless_result(step, random)
@@ -143,16 +147,16 @@ def careless_working(sums: Sequence[Sum], random: Random) -> list[Worked] | None
 
 
 def write_solution(working: Sequence[Worked]) -> str:
-    """Write working and answer in the right form.
+    """Write a solution in the correct format.
 
-    >>> write_solution(right_working([Sum(47, "+", 8), Sum(55, "-", 6)]))
+    >>> write_solution(correct_working([Sum(47, "+", 8), Sum(55, "-", 6)]))
     '<think>47+8=55;55-6=49</think><answer>49</answer>'
     """
     return f"<think>{_steps(working)}</think><answer>{working[-1].result:02d}</answer>"
 
 
 def write_broken(working: Sequence[Worked], random: Random) -> str:
-    """Write working and answer with a tag, or the answer, left out."""
+    """Write a solution with a tag, or the final answer, left out."""
     steps, answer = _steps(working), f"{working[-1].result:02d}"
     return random.choice(
         (
@@ -166,36 +170,36 @@ def write_broken(working: Sequence[Worked], random: Random) -> str:
 
 
 def _steps(working: Sequence[Worked]) -> str:
-    return ";".join(written(w.sum, w.result) for w in working)
+    return ";".join(format_sum(w.sum, w.result) for w in working)
 
 
-def example(lesson: Lesson, random: Random) -> tuple[str, str]:
-    """Draw a question and its solution."""
+def example(stage: Stage, random: Random) -> tuple[str, str]:
+    """Draw a prompt and its solution."""
     while True:
-        sums = chain(random, random.randint(*lesson.operations), held_out=False)
-        if not lesson.careless:
-            return question(sums), write_solution(right_working(sums))
+        sums = chain(random, random.randint(*stage.operations), held_out=False)
+        if not stage.careless:
+            return prompt_text(sums), write_solution(correct_working(sums))
         working = careless_working(sums, random)
         if working is not None:
-            broken = random.random() < BROKEN_FORM
+            broken = random.random() < BROKEN_FORMAT
             text = write_broken(working, random) if broken else write_solution(working)
-            return question(sums), text
+            return prompt_text(sums), text
 
 
-def lesson_batch(model: LanguageModel, lesson: Lesson, random: Random) -> Batch:
-    """Draw the solutions of one optimizer step."""
-    drawn = (example(lesson, random) for _ in range(BATCH))
+def stage_batch(model: LanguageModel, stage: Stage, random: Random) -> Batch:
+    """Draw the batch of one optimizer step."""
+    drawn = (example(stage, random) for _ in range(BATCH))
     return stack(
         [
-            encode_example(model, ({"role": "user", "content": asked},), told)
-            for asked, told in drawn
+            encode_example(model, ({"role": "user", "content": prompt},), solution)
+            for prompt, solution in drawn
         ],
         model.device,
     )
 
 
-def teach(model: LanguageModel, lesson: Lesson, random: Random) -> None:
-    """Train on one lesson, with a rate that rises and then falls in a straight line."""
+def train_stage(model: LanguageModel, stage: Stage, random: Random) -> None:
+    """Train on one stage, with linear warm-up and decay of the learning rate."""
     optimizer = MasterAdamW(
         model.model.named_parameters(),
         betas=(0.9, 0.95),
@@ -205,36 +209,36 @@ def teach(model: LanguageModel, lesson: Lesson, random: Random) -> None:
     )
     policy = Policy(model=model, optimizer=optimizer, temperature=1.0, logits_megabytes=256.0)
     start = time.monotonic()
-    for step in range(lesson.steps):
+    for step in range(stage.steps):
         rate = learning_rate(
             step,
-            peak=lesson.peak_rate,
+            peak=stage.peak_rate,
             schedule="linear",
-            warmup_steps=lesson.warmup_steps,
-            total_steps=lesson.steps,
+            warmup_steps=stage.warmup_steps,
+            total_steps=stage.steps,
         )
-        batch = lesson_batch(model, lesson, random)
+        batch = stage_batch(model, stage, random)
         learned = learn(policy, batch, rate=rate, micro_batch_tokens=MICRO_BATCH_TOKENS)
         if (step + 1) % 50 == 0:
             seconds = time.monotonic() - start
-            print(f"step {step + 1}/{lesson.steps}  loss {learned.loss:.3f}  {seconds:.0f} s")
+            print(f"step {step + 1}/{stage.steps}  loss {learned.loss:.3f}  {seconds:.0f} s")
 
 
-def warm_start(seed: int = SEED) -> LanguageModel:
-    """Build the model and teach it every lesson."""
+def train_embedded(seed: int = SEED) -> LanguageModel:
+    """Build the model and train it on all stages."""
     torch.manual_seed(seed)
     random = Random(seed)
     tokenizer = build_tokenizer()
     model = wrap(build_model(tokenizer), tokenizer, name="embedded")
-    for lesson in LESSONS:
-        teach(model, lesson, random)
+    for stage in STAGES:
+        train_stage(model, stage, random)
     return model
 
 
 def main() -> None:
-    """Make the checkpoint and save it as ordinary Hugging Face files."""
+    """Train the checkpoint and save it as ordinary Hugging Face files."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else CHECKPOINT
-    model = warm_start()
+    model = train_embedded()
     model.model.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
 

@@ -1,4 +1,4 @@
-"""From logits to a token: temperature, truncation, one uniform, and the log-probability drawn from.
+"""Sampling of tokens from logits: temperature, top-k, top-p, min-p, and the log-probability.
 
 Shapes: S sequences, V vocabulary.
 """
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """How tokens are drawn. Temperature 0 is greedy; the other defaults truncate nothing."""
+    """The distribution of tokens. Temperature 0 is greedy; the other defaults truncate nothing."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -21,15 +21,15 @@ class Distribution:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are given probability 0, or all but one (greedy)."""
+        """Whether some tokens get probability 0; greedy gives it to all but one."""
         return self.temperature == 0.0 or self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 def log_distribution(logits: torch.Tensor, distribution: Distribution) -> torch.Tensor:
-    """Return log-probabilities [S, V] in float32 of the distribution that is really sampled.
+    """Return the log-probabilities [S, V], in float32, of the distribution to sample from.
 
-    Truncations apply in the order top-k, top-p, min-p, each to the renormalised rest, and -inf
-    marks what they removed.
+    Truncations apply in the order top-k, top-p, min-p, each to the renormalised rest. Removed
+    tokens have -inf.
     """
     logp = torch.log_softmax(logits.float() / distribution.temperature, dim=-1)
     if not distribution.truncates:
@@ -54,8 +54,10 @@ def _keep(logp: torch.Tensor, stays: torch.Tensor) -> torch.Tensor:
 
 
 def _running_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each row [S, V] up to each element, added in the same order every time."""
-    if values.is_cuda and len(values) == 1:  # torch splits a single row, and adds as parts get done
+    """Return the cumulative sums of rows [S, V], added in the same order every time."""
+    if (
+        values.is_cuda and len(values) == 1
+    ):  # torch splits a single row, and adds its parts in any order
         return values.expand(2, -1).cumsum(dim=-1)[:1]
     return values.cumsum(dim=-1)
 
@@ -66,7 +68,7 @@ def pick_tokens(
     """Draw one token per row by inverting the cumulative distribution at `uniforms` [S].
 
     Returns token ids [S] and their log-probabilities [S]; greedy choices have log-probability 0.
-    Where logits are not numbers, some token has the log-probability NaN.
+    Where logits are NaN, the log-probability is NaN.
     """
     if distribution.temperature == 0.0:
         largest, tokens = logits.max(dim=-1)
@@ -75,7 +77,7 @@ def pick_tokens(
     cumulative = _running_sum(logp.exp())
     total = cumulative[:, -1:].contiguous()
     tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
-    # Rounding may carry u * total up to total itself: then the last token with any mass is meant.
+    # Rounding may carry u * total up to total itself. Then take the last token with any mass.
     last = torch.searchsorted(cumulative, total).clamp(max=logp.shape[-1] - 1)
     tokens = torch.minimum(tokens, last).squeeze(-1)
     return tokens, logp.gather(-1, tokens[:, None]).squeeze(-1)

@@ -1,57 +1,118 @@
-"""What a sampler is asked and what it gives back."""
+"""The engine protocol: an engine pulls requests from a source and pushes completions back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from covey.engines.draw import Distribution
-from covey.types import Prompt, Rollout
+from covey.rng import Address
+from covey.types import Finish, VersionSpan
 
+if TYPE_CHECKING:
+    import torch
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A prompt with its tokens."""
-
-    prompt: Prompt
-    tokens: tuple[int, ...]
-    opening: str = ""
-    """The end of the prompt that answers are judged and read with, put there by `collect`."""
+WeightSource = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
+"""Gives the named weights of the policy. An engine that shares them never calls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How answers are sampled."""
+    """Settings of generation. All requests of one run of an engine share them."""
 
-    samples: int = 1
-    """Answers to each question."""
+    group_size: int = 1
+    """Completions of each prompt."""
     distribution: Distribution = field(default_factory=Distribution)
     max_tokens: int
     stop_strings: tuple[str, ...] = ()
-    """Texts that end an answer. They stay part of it, since rewards look for closing tags."""
-    slots: int = 128
-    """How many answers are written at once."""
+    """Texts that end a completion. They stay part of it, since rewards look for closing tags."""
+    max_concurrent: int = 128
+    """How many completions are generated at once."""
     seed: int = 0
 
 
-class Engine(Protocol):
-    """Writes answers. The answer to a (question, sample) depends on nothing else in the call."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request for one completion."""
+
+    number: int
+    """Number within the source."""
+    prompt: int
+    """Requests with the same number here have the same tokens, which an engine reads once."""
+    tokens: tuple[int, ...]
+    address: Address
+    """Of the random numbers. The completion depends on this, the tokens and the settings alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine generated for a request."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    logp: tuple[float, ...]
+    """Log-probability of each token under the distribution it was drawn from."""
+    finish: Finish
+    versions: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The most that a source asks of an engine. An engine allocates memory for it at the start."""
+
+    sampling: Sampling
+    requests: int
+    """Requests in flight at once."""
+    prompts: int
+    """Different prompts among them."""
+    prompt_tokens: int
+    """Tokens of the longest prompt."""
+
+
+class RequestSource(Protocol):
+    """Hands out requests and takes completions."""
 
     @property
-    def way(self) -> str:
-        """How answers are written, and why not faster, in one line for the user."""
+    def limits(self) -> Limits:
+        """The most that this source asks."""
 
-    def generate(
-        self,
-        questions: Sequence[Question],
-        *,
-        step: int,
-        sampling: Sampling,
-        version: int = 0,
-        finished: Callable[[int, Rollout], None] | None = None,
-    ) -> list[list[Rollout]]:
-        """Return `sampling.samples` answers for each question, in order.
+    def take(self) -> Sequence[Request]:
+        """Return the requests that have become ready; requests that share a prompt together.
 
-        `finished` is called with the number of the question and the answer as soon as one ends.
+        An engine stops when it has no request left and this returns none. So a source that still
+        waits for something else, and has no request in flight, waits here.
         """
+
+    def done(self, completions: Sequence[Completion]) -> None:
+        """Accept completions, as soon as they end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine says about itself."""
+
+    backend: str
+    """How it generates, and why not faster, in one line for the user."""
+    exact_logp: bool
+    """Whether its log-probabilities may serve as `old_logp`: they are the trainer's, up to
+    rounding in float32. Those of a truncated distribution never are."""
+    shares_weights: bool
+    """Whether it generates with the trainer's own tensors."""
+
+
+class Engine(Protocol):
+    """Generates completions. It knows nothing of rewards or training."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Backend, exactness, weights."""
+
+    def run(self, requests: RequestSource) -> None:
+        """Generate until the source has no more requests."""
+
+    def load_weights(self, weights: WeightSource, version: int) -> None:
+        """Generate with these weights from now on; `version` counts their optimizer steps."""
+
+    def close(self) -> None:
+        """Free what the engine holds."""

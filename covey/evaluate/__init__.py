@@ -1,6 +1,6 @@
-"""Measuring policies on held-out prompts, with intervals.
+"""Evaluation of policies on held-out prompts, with confidence intervals.
 
-`covey.evaluate.evaluate` asks a policy; what is here needs no torch, and reports use it without.
+`covey.evaluate.evaluate` generates. The names exported here need no torch, so reports use them.
 """
 
 from covey.evaluate.intervals import Difference, Estimate

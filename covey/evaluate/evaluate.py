@@ -1,37 +1,38 @@
-"""Measuring a policy on held-out prompts."""
+"""Evaluation of a policy on held-out prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.engines.draw import Distribution
-from covey.engines.protocol import Engine, Question, Sampling
+from covey.engines.protocol import Sampling
 from covey.evaluate.intervals import Estimate
-from covey.evaluate.items import Answer, Item, estimates
-from covey.rollout.collect import Collected, Moment, collect
-from covey.scoring import Scorer
+from covey.evaluate.items import Item, ItemCompletion, estimates
+from covey.rollout.collect import Collected, Collector
+from covey.rollout.episode import encode_prompts
+from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""Evaluations draw from an address of their own, the same each time, so that they can be paired."""
+"""The step in the random address of every evaluation. It is the same, so that they are paired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Measurements of one policy."""
+    """The results of one policy."""
 
     prompts: int
     estimates: Mapping[str, Estimate]
     """`greedy`, and with samples `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`."""
     parts: Mapping[str, float]
-    """Means of the reward's parts over the greedy answers."""
+    """Means of the reward's parts over the greedy completions."""
     mean_tokens: float
     unscored: int
     first_failure: str | None = None
-    """Why the first of the unscored answers has no score."""
+    """Why the first of the unscored completions has no score."""
     items: tuple[Item, ...] = ()
-    """What all this was taken over, prompt by prompt."""
+    """The results of each prompt, which all numbers are computed from."""
 
     def row(self) -> dict[str, Any]:
         """Return plain data, for eval.jsonl."""
@@ -45,40 +46,33 @@ class Evaluation:
 
 
 def evaluate(
-    questions: Sequence[Question],
+    prompts: Sequence[Prompt],
+    collector: Collector,
     *,
-    sampler: Engine,
-    scorer: Scorer,
     sampling: Sampling,
     samples: int = 0,
     temperature: float = 1.0,
-    progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
-    """Answer every question greedily and, if asked, `samples` times at `temperature`."""
+    """Complete every prompt greedily and, if `samples` > 0, that often at `temperature`."""
+    encoded = encode_prompts(collector.model, prompts)
 
-    def answer(distribution: Distribution, samples: int) -> Collected:
-        return collect(
-            questions,
-            sampler=sampler,
-            scorer=scorer,
-            moment=Moment(step=EVALUATION_STEP),
-            sampling=replace(sampling, samples=samples, distribution=distribution),
-            progress=progress,
-        )
+    def complete(distribution: Distribution, group_size: int) -> Collected:
+        settings = replace(sampling, group_size=group_size, distribution=distribution)
+        return collector.collect(encoded, sampling=settings, step=EVALUATION_STEP)
 
-    greedy = answer(Distribution(temperature=0.0), 1)
+    greedy = complete(Distribution(temperature=0.0), 1)
     sampled = None
     if samples:
-        sampled = answer(replace(sampling.distribution, temperature=temperature), samples)
+        sampled = complete(replace(sampling.distribution, temperature=temperature), samples)
     items = _items(greedy, sampled)
     failures = [*greedy.failures, *(sampled.failures if sampled else ())]
-    answers = [group.rollouts[0] for group in greedy.groups]
-    names = sorted({name for r in answers for name in r.parts})
+    rollouts = greedy.rollouts
+    names = sorted({name for r in rollouts for name in r.parts})
     return Evaluation(
         prompts=len(items),
         estimates=estimates(items),
-        parts={n: _mean([r.parts[n] for r in answers if n in r.parts]) for n in names},
-        mean_tokens=sum(len(r.tokens) for r in answers) / len(answers),
+        parts={n: _mean([r.parts[n] for r in rollouts if n in r.parts]) for n in names},
+        mean_tokens=greedy.tokens / len(rollouts),
         unscored=len(failures),
         first_failure=failures[0] if failures else None,
         items=items,
@@ -94,8 +88,8 @@ def _items(greedy: Collected, sampled: Collected | None) -> tuple[Item, ...]:
     return tuple(
         Item(
             prompt=group.prompt,
-            greedy=Answer.of(group.rollouts[0]),
-            samples=tuple(Answer.of(rollout) for rollout in rollouts),
+            greedy=ItemCompletion.of(group.rollouts[0]),
+            samples=tuple(ItemCompletion.of(rollout) for rollout in rollouts),
         )
         for group, rollouts in zip(greedy.groups, more, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Accuracies with their uncertainty, and what can be said about the difference of two."""
+"""Confidence intervals of accuracies, pass@k, and paired differences."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def proportion(successes: int, trials: int) -> Estimate:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that k samples hold a right one.
+    """Return the unbiased estimate of the probability that one of k samples is correct.
 
-    1 - C(n - c, k) / C(n, k), arXiv 2107.03374: the share of the k-subsets of what was sampled
-    that hold a right answer.
+    1 - C(n - c, k) / C(n, k), arXiv 2107.03374: the share of the k-subsets of the samples
+    that hold a correct one.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"k = {k} must lie between 1 and the {samples} samples")
@@ -46,11 +46,11 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def mean_over_prompts(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Estimate a mean over prompts, with a bootstrap over prompts: their samples go together.
+    """Estimate a mean over prompts, with a bootstrap over prompts.
 
-    Expanded percentiles (Hesterberg, arXiv 1411.5279): plain ones are too narrow by the factor that
-    a deviation with n in place of n - 1 has, and by taking the normal's tails for Student's. With a
-    dozen prompts they cover the truth 91 times in 100 where these do 94 times.
+    Percentiles are expanded (Hesterberg, arXiv 1411.5279). Plain ones are too narrow: their
+    standard deviation divides by n and not n - 1, and their tails are normal and not Student's.
+    With a dozen prompts plain ones cover the true mean 91 times in 100, expanded ones 94 times.
     """
     data = np.asarray(values, dtype=float)
     mean = float(data.mean())
@@ -79,7 +79,7 @@ class Difference:
     lost: int
     """Prompts on which the second is better."""
     p_value: float
-    """Two-sided and exact, for that neither is better: the chance of a split at least as uneven."""
+    """Two-sided and exact. Null hypothesis: neither is better."""
 
     def row(self) -> dict[str, float]:
         """Return plain data."""
@@ -90,10 +90,9 @@ class Difference:
 def paired_difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Difference:
     """Compare two policies prompt by prompt.
 
-    Prompts are of very different difficulty; a difference on the same prompts does without that
-    scatter, and is therefore known much better than the two values that it is the difference of.
-    The p-value is that of the sign test over prompts that differ: for answers that are right or
-    wrong, the exact test of McNemar.
+    Prompts differ much in difficulty. A difference on the same prompts is free of that variance, so
+    its interval is much narrower than those of the two values. The p-value is that of the sign test
+    over prompts that differ; for correct and wrong, that is McNemar's exact test.
 
     >>> d = paired_difference([1, 1, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0])
     >>> d.estimate.value, d.gained, d.lost, d.p_value

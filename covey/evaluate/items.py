@@ -1,4 +1,4 @@
-"""What an evaluation knows of every single prompt; all its numbers are taken over these."""
+"""Evaluation items: the results of each prompt, which all numbers are computed from."""
 
 from __future__ import annotations
 
@@ -22,45 +22,51 @@ NO_CATEGORY = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What is kept of an answer."""
+class ItemCompletion:
+    """What an evaluation keeps of a completion."""
 
     text: str
-    right: bool | None
-    """None where it could not be scored. It then counts as wrong: nothing can stand in for it."""
+    correct: bool | None
+    """None if it could not be scored. It then counts as wrong."""
     reward: float | None
     tokens: int
     finish: str
 
     @staticmethod
-    def of(rollout: Rollout) -> Answer:
-        """Keep what an evaluation asks about."""
-        return Answer(
+    def of(rollout: Rollout) -> ItemCompletion:
+        """Take the fields from a rollout."""
+        return ItemCompletion(
             text=rollout.text,
-            right=rollout.success,
+            correct=rollout.success,
             reward=rollout.reward,
             tokens=len(rollout.tokens),
             finish=rollout.finish,
         )
 
+    def row(self) -> dict[str, Any]:
+        """Return plain data."""
+        row = asdict(self)
+        row["success"] = row.pop("correct")
+        return row
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One prompt with its greedy answer and its sampled ones."""
+    """One prompt with its greedy and its sampled completions."""
 
     prompt: Prompt
-    greedy: Answer
-    samples: tuple[Answer, ...] = ()
+    greedy: ItemCompletion
+    samples: tuple[ItemCompletion, ...] = ()
 
     def values(self) -> dict[str, float]:
-        """Return this prompt's share of each number: `greedy`, `mean@k`, `pass@2`, `pass@4`, ..."""
-        values = {GREEDY: float(bool(self.greedy.right))}
+        """Return the value of each metric: `greedy`, `mean@k`, `pass@2`, `pass@4`, ..."""
+        values = {GREEDY: float(bool(self.greedy.correct))}
         count = len(self.samples)
         if count:
-            right = sum(bool(answer.right) for answer in self.samples)
-            values[f"mean@{count}"] = right / count
+            correct = sum(bool(sample.correct) for sample in self.samples)
+            values[f"mean@{count}"] = correct / count
             for k in (2**power for power in range(1, count.bit_length())):
-                values[f"pass@{k}"] = pass_at_k(count, right, k)
+                values[f"pass@{k}"] = pass_at_k(count, correct, k)
         return values
 
     def row(self) -> dict[str, Any]:
@@ -68,21 +74,21 @@ class Item:
         return {
             "prompt_id": self.prompt.id,
             "prompt": self.prompt.text,
-            "expected": self.prompt.target,
-            **{name: value for name, value in asdict(self.greedy).items() if name != "text"},
-            "answer": self.greedy.text,
+            "target": self.prompt.target,
+            **{name: value for name, value in self.greedy.row().items() if name != "text"},
+            "completion": self.greedy.text,
             "values": self.values(),
-            "samples": [asdict(answer) for answer in self.samples],
+            "samples": [sample.row() for sample in self.samples],
             "info": dict(self.prompt.info),
         }
 
 
 def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
-    """Return every number over these prompts: Wilson's interval for greedy, else a bootstrap."""
+    """Return every metric over these prompts: Wilson's interval for greedy, else a bootstrap."""
     values = [item.values() for item in items]
-    right = sum(item[GREEDY] for item in values)
+    correct = sum(item[GREEDY] for item in values)
     return {
-        name: proportion(int(right), len(items))
+        name: proportion(int(correct), len(items))
         if name == GREEDY
         else mean_over_prompts([item[name] for item in values])
         for name in values[0]
@@ -97,16 +103,16 @@ def check_category(prompts: Sequence[Prompt], key: str) -> None:
 
 
 def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:
-    """Split items by what their prompts' `info` holds under a key; `task` is the task's name."""
+    """Split items by a key of their prompts' `info`; `task` is the task's name."""
     found: dict[str, list[Item]] = {}
     for item in items:
-        told: Mapping[str, Any] = {"task": item.prompt.task, **item.prompt.info}
-        found.setdefault(str(told.get(key, NO_CATEGORY)), []).append(item)
+        info: Mapping[str, Any] = {"task": item.prompt.task, **item.prompt.info}
+        found.setdefault(str(info.get(key, NO_CATEGORY)), []).append(item)
     return {name: tuple(found[name]) for name in sorted(found, key=_category_order)}
 
 
 def _category_order(name: str) -> tuple[bool, float, str]:
-    """Numbers by their size, and before other names."""
+    """Sort numbers by size, before other names."""
     try:
         return False, float(name), name
     except ValueError:
@@ -119,9 +125,9 @@ class Comparison:
 
     differences: Mapping[str, Difference]
     gained: tuple[str, ...]
-    """Prompts, by id, that only the first answers right, greedily."""
+    """Ids of prompts on which only the first is correct, greedily."""
     lost: tuple[str, ...]
-    """Prompts that only the second answers right."""
+    """Ids of prompts on which only the second is correct."""
 
     def row(self) -> dict[str, Any]:
         """Return plain data."""

@@ -1,11 +1,11 @@
-"""LoRA adapters: a few low-rank weights learn, on top of weights that stay as they are.
+"""LoRA adapters: low-rank weights that are trained on top of a frozen model.
 
-A linear layer W gets a neighbour of two thin ones, and says W x + (alpha / rank) B A x. The layers
-are peft's, put in place inside of the model, which stays the model that it was: its backbone, its
-attention and its packed rows are found as before. B starts at zero, so at first nothing changes.
+An adapted linear layer computes W x + (alpha / rank) B A x. peft's layers are injected into the
+model in place, so its backbone, attention and packed rows work as before. B starts at zero, so a
+new adapter changes nothing.
 
-There is no dropout. peft can have some between x and A; then the policy that is trained would not
-be the one that sampled, and ratios would be noise from the first update on.
+There is no dropout. With peft's dropout between x and A, the policy that is trained would not be
+the one that sampled, and ratios would be noise from the first optimizer step on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,14 +27,16 @@ from torch import nn
 
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError, ModelError, nearest
-from covey.models.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from covey.models.language_model import LanguageModel
 
 NAME = "default"
-"""What peft calls an adapter that was given no name."""
+"""peft's name for an adapter that was given none."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONV = "Conv1D"
-"""The linear layer of GPT-2, which keeps its weight the other way round."""
+"""GPT-2's linear layer, whose weight is transposed."""
 
 
 def add_adapter(
@@ -47,49 +49,53 @@ def add_adapter(
     seed: int = 0,
     base: str = "",
 ) -> LanguageModel:
-    """Freeze a model and give it an adapter, whose first weights depend on the seed alone.
+    """Freeze a model and add a LoRA adapter, whose initial weights depend on the seed alone.
 
-    `also_train` names modules that are trained in full, as copies beside the frozen ones. `base` is
-    the path by which the frozen model is found again; empty: the one that it says of itself.
+    `also_train` names modules that are trained in full, as copies of the frozen ones. `base` is the
+    path from which the frozen model can be loaded again; empty: the model's own `name_or_path`.
     """
-    peft, everywhere = _peft(), list(targets) == ["all-linear"]
-    if not everywhere:
+    peft, all_linear = _peft(), list(targets) == ["all-linear"]
+    if not all_linear:
         _check_targets(model, targets)
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        target_modules="all-linear" if everywhere else sorted(targets),
-        modules_to_save=_in_full(model, also_train) or None,
+        target_modules="all-linear" if all_linear else sorted(targets),
+        modules_to_save=_modules_to_copy(model, also_train) or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=_portable(base or model.model.name_or_path),
     )
     model = _inject(model, config)
     for name, layer in adapted_layers(model):
-        _start(layer, f"{seed} {name}")
+        _initialize(layer, f"{seed} {name}")
     return model
 
 
 def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
-    """Freeze a model and give it the adapter of a folder in peft's format."""
+    """Freeze a model and load an adapter from a folder in peft's format."""
     try:
         config = _peft().PeftConfig.from_pretrained(str(folder))
         saved = load_file(folder / WEIGHTS_FILE)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(f"model: the adapter {folder} cannot be read: {error}") from None
     if config.peft_type != "LORA":
-        raise ModelError(f"model: {folder} is a {config.peft_type} adapter; covey knows LORA")
+        raise ModelError(f"model: {folder} is a {config.peft_type} adapter; covey supports LORA")
     config.lora_dropout, config.inference_mode = 0.0, False
     model = _inject(model, config)
     if not _is_plain(model):
-        raise ModelError(f"model: {folder} is more than B A beside linear layers of the backbone")
+        raise ModelError(
+            f"model: {folder} is not a plain LoRA adapter of the backbone's linear layers"
+        )
     weights = named_weights(model, saved)
-    if strange := saved.keys() - {_file_name(name) for name in weights}:
-        what = f"there is no place for {min(strange)}"
+    if unknown := saved.keys() - {_file_name(name) for name in weights}:
+        what = f"the model has no {min(unknown)}"
         raise ModelError(f"model: the adapter {folder} does not fit: {what}")
     with torch.no_grad():
         for name, parameter in _trained(model.model):
             if name not in weights or weights[name].shape != parameter.shape:
-                raise ModelError(f"model: the adapter {folder} does not fit: {name}")
+                raise ModelError(
+                    f"model: the adapter {folder} does not fit: {name} is missing or misshapen"
+                )
             parameter.copy_(weights[name])
     return model
 
@@ -103,24 +109,24 @@ def _peft() -> Any:
 
 
 def _portable(path: str) -> str:
-    """Return how a base model is found again, from another folder or another installation."""
-    if path in ("embedded", str(CHECKPOINT)):  # even where a folder has that name
+    """Return a path to the base model that works from any folder and any installation."""
+    if path in ("embedded", str(CHECKPOINT)):  # even if a folder has that name
         return "embedded"
     return str(Path(path).resolve()) if path and Path(path).exists() else path
 
 
 def _inject(model: LanguageModel, config: Any) -> LanguageModel:
-    """Put the adapter's layers into the model."""
-    # peft finds this out by itself, but warns of it.
+    """Inject the adapter's layers into the model."""
+    # peft detects this too, but warns about it.
     config.fan_in_fan_out = any(type(m).__name__ == CONV for m in model.model.modules())
     try:
         with warnings.catch_warnings():
-            # Of a head that shares its weights with the embedding: merging unties them.
+            # A head that shares its weights with the embedding: merging unties them.
             warnings.simplefilter("ignore")
             _peft().inject_adapter_in_model(config, model.model, NAME)
     except ValueError as error:
         raise ConfigError(f"config: adapter: {str(error).splitlines()[0]}") from None
-    if not isinstance(config.target_modules, str):  # a set, whose order is another in each process
+    if not isinstance(config.target_modules, str):  # a set, whose order differs between processes
         config.target_modules = sorted(config.target_modules)
     model.model.requires_grad_(False)
     for name, parameter in model.model.named_parameters():
@@ -129,7 +135,7 @@ def _inject(model: LanguageModel, config: Any) -> LanguageModel:
 
 
 def _modules(model: LanguageModel, name: str, field: str) -> dict[str, nn.Module]:
-    """Return the modules, by their full names, that a name in the configuration means."""
+    """Return the modules, by full name, that a name in the configuration matches."""
     modules = dict(model.model.named_modules())
     found = {key: m for key, m in modules.items() if f".{key}".endswith(f".{name}")}
     if not found:
@@ -140,19 +146,19 @@ def _modules(model: LanguageModel, name: str, field: str) -> dict[str, nn.Module
 
 
 def _check_targets(model: LanguageModel, targets: Sequence[str]) -> None:
-    # Log-probabilities are taken with the head's own weight, a chunk of tokens at a time.
+    # The head's weight is used directly, for a chunk of tokens at a time, so it cannot be adapted.
     head = model.model.get_output_embeddings()
     for name in targets:
         found = _modules(model, name, "targets").values()
         if not all(_is_linear(m) and m is not head for m in found):
             raise ConfigError(
-                f"config: adapter.targets: {name!r} cannot be adapted, as linear layers of the "
-                "backbone can; to train a layer in full name it in adapter.also_train"
+                f"config: adapter.targets: {name!r} is not a linear layer of the backbone; "
+                "to train it in full, list it in adapter.also_train"
             )
 
 
-def _in_full(model: LanguageModel, also_train: Sequence[str]) -> list[str]:
-    """Return the full names of modules to copy: of a short one peft would take any ending."""
+def _modules_to_copy(model: LanguageModel, also_train: Sequence[str]) -> list[str]:
+    """Return the full names of modules to copy; peft would match short names as suffixes."""
     names: set[str] = set()
     for name in also_train:
         found = _modules(model, name, "also_train")
@@ -167,7 +173,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _head(model: LanguageModel, on: bool) -> Any:
-    """Return the output layer: the copy that is trained, if there is one and it is on."""
+    """Return the output layer: the trained copy if there is one and `on` is set."""
     layer = model.model.get_output_embeddings()
     if not hasattr(layer, "modules_to_save"):
         return layer
@@ -175,12 +181,12 @@ def _head(model: LanguageModel, on: bool) -> Any:
 
 
 def adapted_layers(model: LanguageModel) -> list[tuple[str, Any]]:
-    """Return the layers with low-rank neighbours."""
+    """Return the layers that have LoRA weights, by name."""
     return [(name, m) for name, m in model.model.named_modules() if hasattr(m, "lora_A")]
 
 
 def _is_plain(model: LanguageModel) -> bool:
-    """Tell whether an adapter is what is described above, and none of peft's many variants."""
+    """Tell whether an adapter is plain LoRA and none of peft's variants."""
     layers = [layer for _, layer in adapted_layers(model)]
     return (
         model.adapter.bias == "none"
@@ -195,8 +201,8 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 @torch.no_grad()
-def _start(layer: Any, address: str) -> None:
-    """Draw A as a fresh linear layer's weights are drawn, but from numbers addressed by name."""
+def _initialize(layer: Any, address: str) -> None:
+    """Initialize A like a new linear layer, from random numbers addressed by the layer's name."""
     weight, zero = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     key = hashlib.blake2b(f"adapter {address}".encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
@@ -207,9 +213,9 @@ def _start(layer: Any, address: str) -> None:
 
 @contextmanager
 def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
-    """Give the model without its adapter: the weights that training started from, and no copy.
+    """Yield the model without its adapter: the weights that training started from, without a copy.
 
-    It is the same model, so the one outside has no adapter either until the block ends.
+    It is the same model, so the adapter is also off outside until the block ends.
     """
     layers = [
         m
@@ -224,15 +230,17 @@ def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-        # peft takes whatever is switched on for something to train.
+        # peft makes every adapter that it enables trainable.
         model.model.requires_grad_(False)
         for _, parameter in trained:
             parameter.requires_grad_(True)
 
 
 @contextmanager
-def stirred(model: LanguageModel) -> Iterator[None]:
-    """Make a new adapter count for something: as long as B is zero, a trial would show nothing."""
+def perturbed_adapter(model: LanguageModel) -> Iterator[None]:
+    """Perturb the adapter's weights inside the block: while B is zero, a parity check would not see
+    it.
+    """
     parameters = [] if model.adapter is None else _trained(model.backbone)
     before = [p.detach().clone() for _, p in parameters]
     try:
@@ -248,7 +256,7 @@ def stirred(model: LanguageModel) -> Iterator[None]:
 
 
 def _file_name(parameter: str) -> str:
-    """Return what peft calls a parameter in a file."""
+    """Return peft's name for a parameter in a file."""
     plain = parameter.replace(f".modules_to_save.{NAME}.", ".").replace(f".{NAME}.", ".")
     return f"base_model.model.{plain}"
 
@@ -256,13 +264,13 @@ def _file_name(parameter: str) -> str:
 def named_weights(
     model: LanguageModel, saved: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of a file by the names of the model's trained parameters."""
+    """Map the weights of a file to the names of the model's trained parameters."""
     pairs = ((name, _file_name(name)) for name, _ in _trained(model.model))
     return {name: saved[file_name] for name, file_name in pairs if file_name in saved}
 
 
 def save_adapter(model: LanguageModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write the adapter in peft's own format, with the given weights of its parameters."""
+    """Save the adapter in peft's format, with the given weights."""
     tensors = {_file_name(name): w.detach().contiguous() for name, w in weights.items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     assert model.adapter is not None
@@ -270,7 +278,7 @@ def save_adapter(model: LanguageModel, weights: Mapping[str, torch.Tensor], fold
 
 
 def adapter_base(path: str) -> str | None:
-    """Return the model under the adapter in a folder; None: the folder is no adapter."""
+    """Return the base model of the adapter in a folder; None: the folder holds no adapter."""
     file = Path(path) / CONFIG_FILE
     if not file.is_file() or (file.parent / "config.json").is_file():
         return None

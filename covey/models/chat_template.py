@@ -1,11 +1,11 @@
-"""From a conversation to the text that a model goes on from, and to its tokens.
+"""Chat templates: from a conversation to the prompt's text and tokens.
 
     auto     the tokenizer's chat template if it has one, else plain
     chat     the tokenizer's chat template
-    plain    what was said, joined by line ends
-    a text   with {question}, and with {system} where the task has a system message
+    plain    the messages' contents, joined by newlines
+    a text   with {question}, and with {system} if the task has a system message
 
-The prefill is put where the model's answer begins: it is part of the prompt and never trained.
+The prefill is text with which every completion begins. It is part of the prompt and never trained.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from typing import Any
 import jinja2
 
 from covey.errors import ConfigError, DataError, ModelError, nearest
-from covey.models.render_template import render
+from covey.models.template_process import render
 from covey.types import Message
 
 FORMS = ("auto", "chat", "plain")
 FIELDS = ("question", "system")
 
-OURS = frozenset(
+RESERVED = frozenset(
     ("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt",
      "continue_final_message", "return_dict", "strftime_now")
 )  # fmt: skip
-"""What a chat template is always told, or transformers is."""
+"""Arguments that covey or transformers always passes to a chat template."""
 
-MARK, SYSTEM_MARK = "COVEYQUESTION", "COVEYSYSTEM"
+MARK, SYSTEM_MARK = "COVEYUSER", "COVEYSYSTEM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """How questions are put. Checked when it is made."""
+    """A prompt format from the configuration, validated on construction."""
 
     form: str = "auto"
     chat_options: Mapping[str, Any] = field(default_factory=dict)
-    """What the tokenizer's chat template is told beside the messages."""
+    """Extra arguments of the tokenizer's chat template."""
     prefill: str = ""
     prefill_in_text: bool = True
-    """Whether answers are judged, and written down, with the prefill in front of them."""
+    """Whether completions are scored and saved with the prefill in front."""
 
     def __post_init__(self) -> None:
         if self.form in FORMS:
@@ -52,21 +52,21 @@ class Template:
         if not fields:
             hint = nearest(self.form, FORMS) if len(self.form) < 20 else ""
             raise ConfigError(
-                f"config: model.template = {self.form!r} is neither auto, chat nor plain, nor a "
+                f"config: model.template = {self.form!r} is not auto, chat, plain or a "
                 f"text with {{question}}{hint}"
             )
         for name in fields:
             if name not in FIELDS:
                 raise ConfigError(
-                    f"config: model.template has the field {{{name}}}; it may have {{question}} "
-                    "and {system}, and other braces are doubled"
+                    f"config: model.template has the field {{{name}}}; the fields are {{question}} "
+                    "and {system}; double all other braces"
                 )
         if "question" not in fields:
             raise ConfigError("config: model.template has no {question}")
 
     @property
     def opening(self) -> str:
-        """What is put in front of an answer for those who judge and read it."""
+        """The text that completions are scored and shown with in front."""
         return self.prefill if self.prefill_in_text else ""
 
 
@@ -74,8 +74,10 @@ def _fields(text: str) -> list[str]:
     try:
         parsed = list(string.Formatter().parse(text))
     except ValueError as error:
-        raise ConfigError(f"config: model.template = {text!r}: {error}; double braces") from None
-    # {question!r}, {question:>9} and {question.x} are no plain fields: they keep what marks them.
+        raise ConfigError(
+            f"config: model.template = {text!r}: {error}; double all braces that are not fields"
+        ) from None
+    # {question!r}, {question:>9} and {question.x} are not plain fields: keep what sets them apart.
     return [
         name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
         for _, name, spec, conversion in parsed
@@ -85,28 +87,30 @@ def _fields(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renderer:
-    """A template together with the tokenizer that it is for."""
+    """A template together with its tokenizer."""
 
     template: Template
     tokenizer: Any
     chat: bool
     """Whether the tokenizer's chat template is used."""
     folds_system: bool = False
-    """The chat template has no place for a system message: it opens the first question instead."""
+    """The chat template drops or refuses system messages, so they open the first user message."""
     turn_end: int | None = None
-    """The special token with which the chat template ends the model's turn."""
+    """The special token that ends the assistant's turn in the chat template."""
 
     def text(self, messages: Sequence[Message]) -> str:
-        """Return the prompt, up to where the model goes on."""
+        """Return the prompt's text, up to where the completion begins."""
         if self.chat:
-            asked = _folded(messages) if self.folds_system else messages
-            return self._chat_text(asked) + self.template.prefill
+            folded = _fold_system(messages) if self.folds_system else messages
+            return self._chat_text(folded) + self.template.prefill
         if self.template.form in FORMS:
             return "\n".join(m["content"] for m in messages) + self.template.prefill
         return _filled(self.template.form, messages) + self.template.prefill
 
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the prompt's tokens. A chat template writes its own first token; others get it."""
+        """Return the prompt's tokens. Chat templates write their own BOS token; other formats get
+        it here.
+        """
         ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
         start = self.tokenizer.bos_token_id
         if not self.chat and start is not None and ids[:1] != [start]:
@@ -120,13 +124,13 @@ class Renderer:
         except jinja2.TemplateError as error:
             roles = ", ".join(m["role"] for m in messages)
             raise DataError(
-                f"model: its chat template does not take a conversation of {roles}: {error}; set "
+                f"model: the chat template refuses a conversation of {roles}: {error}; set "
                 "model.template = 'plain', or a text with {question}"
             ) from None
 
 
-def renderer(tokenizer: Any, template: Template, name: str = "model") -> Renderer:
-    """Join a template and a tokenizer; what a chat template can do is found by trying it."""
+def make_renderer(tokenizer: Any, template: Template, name: str = "model") -> Renderer:
+    """Combine a template with a tokenizer, and test what its chat template supports."""
     has_chat = bool(tokenizer.chat_template)
     if template.form == "chat" and not has_chat:
         raise ModelError(
@@ -138,31 +142,31 @@ def renderer(tokenizer: Any, template: Template, name: str = "model") -> Rendere
         return Renderer(template=template, tokenizer=tokenizer, chat=False)
     _check_options(template, tokenizer.get_chat_template(), name)
     options = template.chat_options
-    question: Message = {"role": "user", "content": MARK}
+    user: Message = {"role": "user", "content": MARK}
     try:
-        alone = chat_text(tokenizer, [question], options)
+        alone = chat_text(tokenizer, [user], options)
     except jinja2.TemplateError as error:
         raise _unusable(name, f"fails: {error}") from None
     if MARK not in alone:
-        raise _unusable(name, "leaves the question out")
+        raise _unusable(name, "drops the user message")
     return Renderer(
         template=template,
         tokenizer=tokenizer,
         chat=True,
-        folds_system=not _takes_system(tokenizer, question, options),
-        turn_end=_turn_end(tokenizer, question, options),
+        folds_system=not _takes_system(tokenizer, user, options),
+        turn_end=_turn_end(tokenizer, user, options),
     )
 
 
 def _check_options(template: Template, source: str, name: str) -> None:
-    """An option that nobody looks up would be dropped without a word."""
+    """Refuse options that the chat template would silently ignore."""
     for option in template.chat_options:
-        if option in OURS:
-            raise ConfigError(f"config: model.chat_options.{option}: covey says that itself")
+        if option in RESERVED:
+            raise ConfigError(f"config: model.chat_options.{option}: covey sets this itself")
         if not source:
             raise ConfigError(
-                f"config: model.chat_options.{option} is for a chat template, and {name} is asked "
-                "without one"
+                f"config: model.chat_options.{option} needs a chat template, and {name} is "
+                "used without one"
             )
         if not re.search(rf"\b{re.escape(option)}\b", source):
             raise ConfigError(
@@ -176,11 +180,15 @@ def chat_text(
     messages: Sequence[Message],
     options: Mapping[str, Any],
     *,
-    asking: bool = True,
+    add_generation_prompt: bool = True,
 ) -> str:
-    """Apply the tokenizer's chat template, up to where the answer begins if `asking`."""
-    told = {**tokenizer.special_tokens_map, **options, "add_generation_prompt": asking}
-    return render(tokenizer.get_chat_template(), messages, told)
+    """Apply the tokenizer's chat template, with or without the assistant's header."""
+    arguments = {
+        **tokenizer.special_tokens_map,
+        **options,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    return render(tokenizer.get_chat_template(), messages, arguments)
 
 
 def _unusable(name: str, why: str) -> ModelError:
@@ -190,21 +198,21 @@ def _unusable(name: str, why: str) -> ModelError:
     )
 
 
-def _takes_system(tokenizer: Any, question: Message, options: Mapping[str, Any]) -> bool:
-    """Some templates refuse a system message, and some leave it out without a word."""
+def _takes_system(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> bool:
+    """Tell whether the template renders system messages; some refuse or silently drop them."""
     try:
         system: Message = {"role": "system", "content": SYSTEM_MARK}
-        text = chat_text(tokenizer, [system, question], options)
+        text = chat_text(tokenizer, [system, user], options)
     except jinja2.TemplateError:
         return False
     return SYSTEM_MARK in text and MARK in text
 
 
-def _turn_end(tokenizer: Any, question: Message, options: Mapping[str, Any]) -> int | None:
-    """Models made for a chat template end their turn with its token, whatever their files say."""
-    answer: Message = {"role": "assistant", "content": SYSTEM_MARK}
+def _turn_end(tokenizer: Any, user: Message, options: Mapping[str, Any]) -> int | None:
+    """Return the special token that ends the assistant's turn, whatever the model's files say."""
+    assistant: Message = {"role": "assistant", "content": SYSTEM_MARK}
     try:
-        text = chat_text(tokenizer, [question, answer], options, asking=False)
+        text = chat_text(tokenizer, [user, assistant], options, add_generation_prompt=False)
     except jinja2.TemplateError:
         return None
     after = text.rpartition(SYSTEM_MARK)[2].strip()
@@ -212,8 +220,8 @@ def _turn_end(tokenizer: Any, question: Message, options: Mapping[str, Any]) -> 
     return int(ids[0]) if ids and ids[0] in tokenizer.all_special_ids else None
 
 
-def _folded(messages: Sequence[Message]) -> Sequence[Message]:
-    """Put the system message at the head of the first question."""
+def _fold_system(messages: Sequence[Message]) -> Sequence[Message]:
+    """Move the system message into the first user message."""
     if len(messages) < 2 or messages[0]["role"] != "system":
         return messages
     system, first, *rest = messages
@@ -226,7 +234,7 @@ def _filled(form: str, messages: Sequence[Message]) -> str:
     rest = [m["content"] for m in messages if m["role"] != "system"]
     if len(rest) != 1:
         raise DataError(
-            f"model: model.template has one {{question}}, and a prompt of {len(rest)} turns does "
-            "not fit into it; set model.template = 'chat' or 'plain'"
+            f"model: model.template has one {{question}}, but a prompt has {len(rest)} "
+            "turns; set model.template = 'chat' or 'plain'"
         )
     return form.format(question=rest[0], system="\n".join(system))

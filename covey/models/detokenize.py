@@ -1,8 +1,9 @@
-"""Turning many answers into text, faster than the tokenizer does.
+"""Fast detokenization of many completions with a table of bytes.
 
-Tokenizers of GPT-2's kind write every token as bytes, so an answer is the bytes of its tokens side
-by side. Looked up in a table that takes a third of the time of the tokenizer's own decoding, which
-works token by token on one core. Whether a tokenizer is of that kind is tried on all of its tokens.
+GPT-2-style tokenizers write every token as bytes, so the text of a completion is the bytes of its
+tokens in a row. A table lookup takes a third of the time of the tokenizer's own decoding, which
+goes token by token on one core. Whether a tokenizer is of this kind is checked on all of its
+tokens.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ from functools import lru_cache
 from typing import Any
 
 TRIED_TOGETHER = 64
-"""Tokens in a row of the trial, so that characters come about whose bytes are of several tokens."""
+"""Tokens per row of the check, so that some characters span several tokens."""
 
 Pieces = tuple[bytes, ...]
 
 
 def joined_text(pieces: Pieces, tokens: Sequence[int]) -> str:
-    """Return the text of some tokens; bytes that make no character become U+FFFD."""
+    """Return the text of tokens; bytes that form no character become U+FFFD."""
     return b"".join([pieces[token] for token in tokens]).decode("utf-8", errors="replace")
 
 
 @lru_cache(maxsize=4)
 def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
-    """Return the bytes of each of `size` tokens, none for special ones; None: it has no bytes."""
+    """Return the bytes of each of `size` tokens, empty for special ones; None: not a byte
+    tokenizer.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return None
@@ -41,7 +44,7 @@ def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
 
 
 def _bytes(token: str | None, characters: dict[str, int]) -> bytes:
-    """Return a token's bytes; a word that was added by hand may stand for itself."""
+    """Return a token's bytes; added tokens may stand for their own text."""
     try:
         return bytes(characters[character] for character in token or "")
     except KeyError:
@@ -49,7 +52,7 @@ def _bytes(token: str | None, characters: dict[str, int]) -> bytes:
 
 
 def _characters() -> list[str]:
-    """Return how each byte is written: as the character of that number if one can see it."""
+    """Return the character that stands for each byte: itself if it is printable."""
     seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     written = [""] * 256
     for byte in seen:
@@ -61,7 +64,7 @@ def _characters() -> list[str]:
 
 
 def _says_the_same(pieces: Pieces, backend: Any) -> bool:
-    """Try all tokens, in an order that mixes them, beside the tokenizer itself."""
+    """Compare all tokens, shuffled, with the tokenizer's own decoding."""
     order = list(range(len(pieces)))
     random.Random(0).shuffle(order)
     rows = [order[at : at + TRIED_TOGETHER] for at in range(0, len(order), TRIED_TOGETHER)]

@@ -1,4 +1,4 @@
-"""What a model is put on, by name."""
+"""Device names: auto, cpu, cuda, cuda:1."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ DEVICE = r"auto|cpu|cuda(:[0-9]{1,4})?"
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of a name, which must be there; auto: a GPU if there is one."""
+    """Return the device of a name and check that it exists; auto: a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError(f"model: device {name!r} was asked for, but torch sees no CUDA device")
+        raise ModelError(f"model: device is {name!r}, but torch finds no CUDA device")
     if not re.fullmatch(DEVICE, name):
-        raise ModelError(f"model: device {name!r} is none of auto, cpu, cuda, cuda:0, cuda:1, ...")
+        raise ModelError(
+            f"model: unknown device {name!r}; use auto, cpu, cuda, cuda:0, cuda:1, ..."
+        )
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"model: device {name!r}: torch sees {torch.cuda.device_count()} of them")
+        raise ModelError(
+            f"model: device {name!r} does not exist; torch finds {torch.cuda.device_count()}"
+        )
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # kernels of our own and recordings go to the current one
+        torch.cuda.set_device(device)  # Triton kernels and CUDA graphs use the current device
     return device

@@ -1,4 +1,4 @@
-"""Writing a model for others: weights, tokenizer and stops, nothing that only training needs."""
+"""Export of a model: weights, tokenizer and stop tokens, without training state."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from safetensors import SafetensorError
 
 from covey.models.adapter import adapter_base
 from covey.models.chat_template import Template
-from covey.models.language_model import LanguageModel, load_language_model
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
 from covey.models.merge import merge_adapter
 from covey.run.files import check_free, whole_folder
 
 MakeCard = Callable[[Sequence[int], bool], str]
-"""From the tokens that end an answer, and whether an adapter was merged, to README.md."""
+"""From the stop tokens, and whether an adapter was merged, to the text of README.md."""
 
 
 def export_model(
     source: str, folder: Path, *, dtype: str, template: Template, card: MakeCard
 ) -> None:
-    """Write a folder that transformers and engines load; it is there whole or not at all."""
+    """Write a model folder for transformers and inference engines, atomically."""
     check_free(folder)
     with whole_folder(folder) as partial:
         adapted = adapter_base(source) is not None
@@ -43,14 +44,14 @@ def _write(model: LanguageModel, folder: Path) -> None:
     first = [i for i in model.stop_ids if i == tokenizer.eos_token_id]
     stops = first + [i for i in model.stop_ids if i not in first]
     for config in (inner.config, inner.generation_config):
-        # Engines stop where these say, and nowhere else; covey stops at all of them.
+        # Inference engines stop at these tokens only; covey stops at all of them.
         config.eos_token_id = stops[0] if len(stops) == 1 else stops or None
         config.pad_token_id = tokenizer.pad_token_id
     try:
         inner.save_pretrained(folder)
     except SafetensorError as error:
-        raise OSError(str(error)) from None  # a full disk, told in safetensors' own words
+        raise OSError(str(error)) from None  # a full disk, in safetensors' own words
     tokenizer.save_pretrained(folder)
     readable = (folder / "config.json").stat().st_mode
     for weights in folder.glob("*.safetensors"):
-        weights.chmod(readable)  # safetensors lets nobody else read what it writes
+        weights.chmod(readable)  # safetensors makes its files readable for their owner only

@@ -1,7 +1,7 @@
-"""GGUF files: imported once into an ordinary checkpoint that can be trained, and kept.
+"""GGUF import: converted once into an ordinary checkpoint that can be trained, and cached.
 
-The checkpoint is float32, so that nothing is rounded a second time: a GGUF file's few bits are
-scaled by float16 numbers, and bfloat16 cannot hold the products.
+The checkpoint is float32, so that nothing is rounded a second time: GGUF scales its few bits by
+float16 numbers, and bfloat16 cannot hold the products.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 
 from covey.errors import ModelError
+from covey.escape import printable
+from covey.models.from_pretrained import NO_CODE, read_pretrained, read_tokenizer
 from covey.models.model_path import PACKAGED
-from covey.models.pretrained import NO_CODE, read_pretrained, read_tokenizer
 from covey.run.files import whole_folder
-from covey.shown import printable
 
-FORM = 1
-"""Part of a cached folder's name; counts up when the import writes something else than before."""
+FORMAT = 1
+"""Version of the conversion, part of the cached folder's name."""
 
 STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Where a GGUF file keeps the tokens that end an answer."""
+"""GGUF keys of the tokens that end a completion."""
 
-TRIAL = "It's  12.50  of 3,000:\n\n\t7*(8-9) = <answer>\u00e4\u00df\u4e2d</answer> WHYnot?\n"
-"""A text on which tokenizers that split differently come apart."""
+SAMPLE_TEXT = "It's  12.50  of 3,000:\n\n\t7*(8-9) = <answer>\u00e4\u00df\u4e2d</answer> WHYnot?\n"
+"""A text that tokenizers with different splitting rules encode differently."""
 
 Say = Callable[[str], None]
 
 
-def say_on_stderr(text: str) -> None:
-    """Print a line for the person who waits."""
+def print_progress(text: str) -> None:
+    """Print a progress line on stderr."""
     print(printable(text), file=sys.stderr, flush=True)
 
 
 def find_gguf(path: str) -> Path | None:
-    """Return the GGUF file that `path` means, or None if it means another kind of model."""
+    """Return the GGUF file that `path` refers to, or None for another kind of model."""
     if path in PACKAGED:
         return _packaged(path)
     place = Path(path)
@@ -66,7 +66,7 @@ def find_gguf(path: str) -> Path | None:
 
 
 def _packaged(name: str) -> Path:
-    """Find the file without importing its package, which would want an inference engine."""
+    """Find the file without importing its package, which needs an inference engine."""
     spec = importlib.util.find_spec(PACKAGED[name].replace("-", "_"))
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
@@ -79,19 +79,19 @@ def _packaged(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return where imported models are kept: $COVEY_CACHE/models or ~/.cache/covey/models."""
+    """Return the cache of imported models: $COVEY_CACHE/models or ~/.cache/covey/models."""
     root = os.environ.get("COVEY_CACHE")
     return (Path(root) if root else Path.home() / ".cache" / "covey") / "models"
 
 
-def import_gguf(file: Path, say: Say = say_on_stderr) -> Path:
-    """Return a folder with the same model as an ordinary checkpoint, made at the first call."""
-    folder = cache_folder() / f"{_digest(file)}-{FORM}"
+def import_gguf(file: Path, say: Say = print_progress) -> Path:
+    """Return a checkpoint folder with the same model; the first call converts the file."""
+    folder = cache_folder() / f"{_digest(file)}-{FORMAT}"
     if folder.is_dir():
         return folder
     _check_packages()
-    with _alone(folder):
-        if not folder.is_dir():  # somebody else may have made it while we waited
+    with _locked(folder):
+        if not folder.is_dir():  # another process may have converted it meanwhile
             megabytes = file.stat().st_size / 1e6
             say(f"importing {file.name} ({megabytes:,.0f} MB), once, to {folder}")
             with whole_folder(folder) as partial:
@@ -116,8 +116,8 @@ def _check_packages() -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock, so that two processes do not import the same file at once."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a lock, so that two processes do not convert the same file at once."""
     lock = folder.with_name(f".{folder.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Header:
-    """What a GGUF file says of its tokenizer."""
+    """Tokenizer settings of a GGUF file."""
 
     split: str | None
     stop_ids: tuple[int, ...]
@@ -161,9 +161,9 @@ def _read_header(file: Path) -> _Header:
 def _convert(file: Path, folder: Path) -> None:
     try:
         header = _read_header(file)
-        with _quiet_bars():
+        with _no_progress_bars():
             model, tokenizer = _load(file)
-    except Exception as error:  # a broken file fails anywhere in three libraries' readers
+    except Exception as error:  # a broken file fails anywhere in three libraries
         why = str(error).strip().splitlines()[0][:300] if str(error).strip() else repr(error)
         raise ModelError(f"model: cannot import {file}: {why}") from None
     tokenizer = _repaired_tokenizer(tokenizer, header, file)
@@ -171,7 +171,7 @@ def _convert(file: Path, folder: Path) -> None:
     try:
         _save(model, tokenizer, folder)
     except SafetensorError as error:
-        raise OSError(str(error)) from None  # a full disk, told in safetensors' own words
+        raise OSError(str(error)) from None  # a full disk, in safetensors' own words
     _verify(model, tokenizer, folder, file)
 
 
@@ -185,8 +185,8 @@ def _load(file: Path) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def _quiet_bars() -> Iterator[None]:
-    """A progress bar is for a terminal; in a log it is a screenful of noise."""
+def _no_progress_bars() -> Iterator[None]:
+    """Hide progress bars unless stderr is a terminal."""
     if sys.stderr.isatty():
         yield
     else:
@@ -195,12 +195,14 @@ def _quiet_bars() -> Iterator[None]:
 
 
 def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
-    """Return a tokenizer that splits and ends as the file says, which the one read may not."""
+    """Return a tokenizer that splits and stops as the file says; the one transformers reads may
+    not.
+    """
     if not header.stop_ids:
-        raise ModelError(f"model: {file} does not say which token ends an answer")
+        raise ModelError(f"model: {file} does not name an end-of-text token")
     backend = tokenizer.backend_tokenizer
     if header.split == "smollm":
-        # Digits are cut off before words are, so that a line end before a number stays whole.
+        # Digits are split off before words, so that a newline before a number stays whole.
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
@@ -209,7 +211,7 @@ def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
         )
     stop = header.stop_ids[0]
     pad = stop if header.pad_id is None else header.pad_id
-    # Of no class in particular: one of an architecture would split by a rule of its own again.
+    # The generic class: an architecture's own class would apply its own splitting rule again.
     repaired = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=tokenizer.bos_token,
@@ -220,17 +222,17 @@ def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
     )
     if repaired.eos_token_id != stop:
         raise ModelError(
-            f"model: {file} ends answers with token {stop}, which its tokenizer reads as "
+            f"model: {file} ends completions with token {stop}, but its tokenizer reads it as "
             f"{repaired.eos_token_id}"
         )
     return repaired
 
 
 def _repair_model(model: Any, header: _Header, tokenizer: Any, file: Path) -> None:
-    """Take away what marks the model as quantized, which it no longer is."""
+    """Remove the quantization settings, since the weights are float32 now."""
     types = {p.dtype for p in model.parameters()}
     if types != {torch.float32}:
-        raise ModelError(f"model: {file} was not unpacked to float32 but to {types}")
+        raise ModelError(f"model: {file} was unpacked to {types} instead of float32")
     if getattr(model.config, "quantization_config", None) is not None:
         del model.config.quantization_config
     stops = list(header.stop_ids)
@@ -240,7 +242,7 @@ def _repair_model(model: Any, header: _Header, tokenizer: Any, file: Path) -> No
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    # transformers does not save a model that came from GGUF; a twin without weights does it.
+    # transformers does not save models that came from GGUF, so a twin without weights does.
     config = copy.deepcopy(model.config)
     config._name_or_path = ""
     with torch.device("meta"):
@@ -251,7 +253,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
-    """What was written must say what was read: the same tokens, and the same logits after them."""
+    """Check that the saved model gives the same tokens and the same logits."""
     again = read_pretrained(transformers.AutoModelForCausalLM, str(folder), torch.float32).eval()
     ids = torch.arange(1, 13)[None] * 7 % model.config.vocab_size
     with torch.no_grad():
@@ -259,11 +261,11 @@ def _verify(model: Any, tokenizer: Any, folder: Path, file: Path) -> None:
         worst = float((again(ids).logits - expected).abs().max() / expected.abs().max())
     if not worst <= 1e-5:
         raise ModelError(
-            f"model: {file} cannot be imported: its logits change by {worst:.2g} of the largest"
+            f"model: {file} cannot be imported: its logits change by {worst:.2g} (relative)"
         )
     reread = read_tokenizer(str(folder))
     stops = again.generation_config.eos_token_id
-    same = reread.encode(TRIAL) == tokenizer.encode(TRIAL)
+    same = reread.encode(SAMPLE_TEXT) == tokenizer.encode(SAMPLE_TEXT)
     same = same and reread.eos_token_id == tokenizer.eos_token_id
     if not same or stops != model.generation_config.eos_token_id:
-        raise ModelError(f"model: {file} cannot be imported: its tokenizer changes")
+        raise ModelError(f"model: {file} cannot be imported: its tokenizer changes when saved")

@@ -7,14 +7,14 @@ from typing import Literal, NamedTuple
 import torch
 
 from covey.accel.head import token_logp
-from covey.accel.packing import PackedRows, host_rows
+from covey.accel.packing import PackedBatch, host_rows, pack
 from covey.models.language_model import LanguageModel, packed_forward
-from covey.models.layout import Side, lay_out, pack, pack_for
+from covey.models.padding import Side, pad_batch
 from covey.types import Batch
 
 
 class LogProbs(NamedTuple):
-    """Per-token results [B, T], 0 where not trained."""
+    """Per-token results [B, T], 0 for tokens that are not trained."""
 
     logp: torch.Tensor
     entropy: torch.Tensor
@@ -29,59 +29,33 @@ def batch_logp(
     side: Side | Literal["packed", "auto"] = "auto",
     width: int = 0,
 ) -> LogProbs:
-    """Run the model over a batch and return what it says of every trained token.
+    """Run the model over a batch; return log-probability and entropy of every trained token.
 
-    The layout (packed, or the side and width of the padding) changes nothing but rounding; auto
-    packs where the model can.
+    The layout (packed, or the side and width of the padding) changes rounding only. "auto" packs
+    where the model supports it.
     """
     if side == "auto":
         side = "packed" if model.packs else "right"
-    if side == "packed" and model.device.type != "cpu":
-        return _device_logp(model, batch, temperature, logits_megabytes)
-    if side == "packed":
-        hidden, predictor = _packed_hidden(model, batch)
-    else:
+    if side != "packed":
         hidden, predictor = padded_hidden(model, batch, side, width)
-    chosen = hidden.index_select(0, predictor[batch.mask])
+        hidden = hidden.index_select(0, predictor[batch.mask])
+        chosen = batch.tokens[batch.mask]
+        cells = batch.mask.flatten().nonzero().squeeze(1)
+    else:
+        # Packed from the CPU's copy of the batch, so that nothing waits for the device.
+        packed = pack(host_rows(batch), model.device, varlen=model.flash)
+        hidden = packed_hidden(model, packed).index_select(0, packed.predictor)
+        chosen, cells = packed.chosen, packed.cells
     logp, entropy = token_logp(
-        model.head,
-        chosen,
-        batch.tokens[batch.mask],
-        temperature=temperature,
-        megabytes=logits_megabytes,
+        model.head, hidden, chosen, temperature=temperature, megabytes=logits_megabytes
     )
-    blank = logp.new_zeros(batch.mask.shape)
-    return LogProbs(
-        logp=blank.masked_scatter(batch.mask, logp),
-        entropy=blank.masked_scatter(batch.mask, entropy),
-    )
+    return scatter_logp(batch, logp, entropy, cells)
 
 
-def _packed_hidden(model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return hidden states [N, D], and which of them predicts each completion token [B, T]."""
-    packed = pack(batch)
-    return packed_forward(model.backbone, packed), packed.predictor
-
-
-def _device_logp(
-    model: LanguageModel, batch: Batch, temperature: float, megabytes: float
-) -> LogProbs:
-    """Do the same on a device, without ever asking it for a number."""
-    packed = pack_for(host_rows(batch), model.device, flash=model.flash)
-    logp, entropy = token_logp(
-        model.head,
-        device_hidden(model, packed).index_select(0, packed.predictor),
-        packed.chosen,
-        temperature=temperature,
-        megabytes=megabytes,
-    )
-    return in_places(batch, logp, entropy, packed.cells)
-
-
-def in_places(
+def scatter_logp(
     batch: Batch, logp: torch.Tensor, entropy: torch.Tensor, cells: torch.Tensor
 ) -> LogProbs:
-    """Put what is said of trained tokens [M] at their cells of [B, T], flattened."""
+    """Write the results [M] of trained tokens to their cells of [B, T], flattened."""
     blank = logp.new_zeros(batch.mask.numel())
     return LogProbs(
         logp=blank.index_copy(0, cells, logp).view_as(batch.mask),
@@ -89,14 +63,14 @@ def in_places(
     )
 
 
-def device_hidden(
+def packed_hidden(
     model: LanguageModel,
-    packed: PackedRows,
+    packed: PackedBatch,
     collect: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Run the model over packed tokens; return hidden states [N, D].
 
-    A fused model gives `collect` the keys and values [N, K, D] of every layer.
+    The fused forward pass appends the keys and values [N, K, D] of every layer to `collect`.
     """
     if not model.fused:
         return packed_forward(model.backbone, packed)
@@ -111,12 +85,12 @@ def padded_hidden(
     model: LanguageModel, batch: Batch, side: Side, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return hidden states [B * S, D], and which of them predicts each completion token [B, T]."""
-    layout = lay_out(batch, side=side, width=width)
+    padded = pad_batch(batch, side=side, width=width)
     hidden = model.backbone(
-        input_ids=layout.input_ids,
-        attention_mask=layout.attention_mask,
-        position_ids=layout.position_ids,
+        input_ids=padded.input_ids,
+        attention_mask=padded.attention_mask,
+        position_ids=padded.position_ids,
         use_cache=False,
     ).last_hidden_state
     rows = torch.arange(len(batch), device=hidden.device)[:, None] * hidden.shape[1]
-    return hidden.flatten(0, 1), layout.predictor + rows
+    return hidden.flatten(0, 1), padded.predictor + rows

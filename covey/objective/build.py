@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from covey.dotted import is_dotted, load_dotted
 from covey.errors import ConfigError, CoveyError, nearest
 from covey.objective.algorithms import ALGORITHMS
 from covey.objective.compose import composer, hints_of, options_of, signed
@@ -23,6 +22,7 @@ from covey.objective.options import check_options, check_types
 from covey.objective.penalty import k3_sequence
 from covey.objective.ratio import RATIOS
 from covey.objective.surrogate import geometric_clipped
+from covey.trust import import_callable, is_import_path
 
 COMPOSED = "composed"
 Correction = Literal[
@@ -85,8 +85,8 @@ def algorithm(name: str, pieces: Mapping[str, Any] | None = None) -> Callable[..
     """
     if name == COMPOSED:
         own = composer(pieces or {})
-    elif is_dotted(name):
-        own = _users(name, load_dotted(name, "objective.name"))
+    elif is_import_path(name):
+        own = _users(name, import_callable(name, "objective.name"))
     elif name in ALGORITHMS:
         own = ALGORITHMS[name]
     else:
@@ -154,9 +154,9 @@ def _with_extensions(name: str, own: Callable[..., Objective]) -> Callable[..., 
 
 def _checked(name: str, objective: Objective) -> Objective:
     """Refuse what would silently not do what it says."""
-    by_answer = objective.per_answer and objective.ratio is not RATIOS["sequence_token"]
+    by_sequence = objective.per_sequence and objective.ratio is not RATIOS["sequence_token"]
     surrogate = getattr(objective.surrogate, "func", objective.surrogate)
-    if objective.top_entropy < 1.0 and (by_answer or surrogate is geometric_clipped):
+    if objective.top_entropy < 1.0 and (by_sequence or surrogate is geometric_clipped):
         raise ConfigError(
             f"objective.top_entropy of {name}: its gain is of whole answers, so tokens cannot be "
             "left out; gspo_token takes the ratio of the answer token by token"

@@ -11,11 +11,13 @@ from typing import Any
 
 from covey.errors import ConfigError, nearest
 from covey.objective.advantage import ADVANTAGES, returns_whitened, reward_itself
-from covey.objective.loss import Objective
+from covey.objective.loss import Need, Objective
 from covey.objective.penalty import PENALTIES, Kl
 from covey.objective.ratio import RATIOS
 from covey.objective.shaping import (
-    entropy_shaped_answers,
+    SHAPED_BY_ENTROPY,
+    WITHOUT_CONFLICTS,
+    entropy_shaped_sequences,
     entropy_shaped_tokens,
     without_conflicts,
 )
@@ -27,7 +29,7 @@ Pieces = Mapping[str, Callable[..., Any]]
 SHAPED: Pieces = MappingProxyType(
     {
         "entropy_shaped_tokens": entropy_shaped_tokens,
-        "entropy_shaped_answers": entropy_shaped_answers,
+        "entropy_shaped_sequences": entropy_shaped_sequences,
         "without_conflicts": without_conflicts,
     }
 )
@@ -39,6 +41,17 @@ PIECES: Mapping[str, Pieces] = MappingProxyType(
         "weights": WEIGHTS,
     }
 )
+COMPARES: frozenset[Need] = frozenset({"groups"})
+READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
+    {
+        reward_itself: frozenset(),
+        returns_whitened: frozenset(),
+        entropy_shaped_tokens: SHAPED_BY_ENTROPY,
+        entropy_shaped_sequences: SHAPED_BY_ENTROPY,
+        without_conflicts: WITHOUT_CONFLICTS,
+    }
+)
+"""What advantages read that do more than compare the rewards of a group, or less."""
 DEFAULTS: Mapping[str, str] = MappingProxyType(
     {
         "advantage": "standardized",
@@ -61,16 +74,11 @@ def composer(given: Mapping[str, Any]) -> Callable[..., Objective]:
     def composed(*, beta: float = 0.0, kl: Kl = "k3", **options: Any) -> Objective:
         """Put together from pieces."""
         pieces: dict[str, Any] = {k: _settled(f, options) for k, f in chosen.items()}
-        shaped = chosen["advantage"] in SHAPED.values()
-        compares_tokens = chosen["advantage"] is without_conflicts
         return Objective(
             **pieces,
             penalty=PENALTIES[kl],
             beta=beta,
-            compares=chosen["advantage"] not in (reward_itself, returns_whitened),
-            needs_entropy=shaped,
-            needs_tokens=compares_tokens,
-            needs_success=shaped and not compares_tokens,
+            reads=READS.get(chosen["advantage"], COMPARES),
         )
 
     parameters, hints = dict(_kinds()), {kind: str for kind in PIECES}

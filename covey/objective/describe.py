@@ -11,14 +11,15 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from covey.objective.algorithms import ALGORITHMS
 from covey.objective.build import algorithm, build, extended
 from covey.objective.compose import PIECES, function_of, options_of
-from covey.objective.loss import Objective
+from covey.objective.loss import Need, Objective
 from covey.objective.options import OPTIONS
 from covey.objective.penalty import PENALTIES
 
@@ -62,7 +63,7 @@ def describe(name: str) -> Description:
         pieces={kind: _piece_name(kind, getattr(objective, kind)) for kind in PIECES},
         clip=_clip(own),
         kl=_kl(objective),
-        needs=_needs(objective),
+        needs=[shown for need, shown in SHOWN_NEEDS.items() if need in objective.needs],
     )
 
 
@@ -107,15 +108,16 @@ def _kl(objective: Objective) -> str:
     return f"{_text(objective.beta)} {penalty} in {objective.kl_in}"
 
 
-def _needs(objective: Objective) -> list[str]:
-    needs = {
-        "reference": objective.needs_reference,
-        "entropy": objective.needs_old_entropy,
-        "success": objective.needs_success,
-        "tokens": objective.needs_tokens,
-        "extra forward": objective.marks is not None,
+SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
+    {
+        "reference": "reference",
+        "old_entropy": "entropy",
+        "success": "success",
+        "tokens": "tokens",
+        "marks": "extra forward",
     }
-    return [name for name, needed in needs.items() if needed]
+)
+"""Needs that are shown. The rest are the rule, or come from options."""
 
 
 COLUMNS = ("name", "advantage", "ratio", "surrogate", "clip", "weights", "KL", "needs")

@@ -113,7 +113,7 @@ def _observe_ratio(
         flags["policy/clipfrac_dual"] = gain.clipped_dual
     values = {name: flag.double() for name, flag in flags.items()}
     log_ratio = output.log_ratio.double()
-    if objective.per_answer:
+    if objective.per_sequence:
         votes = mask.any(dim=1, keepdim=True)
         values = {name: row_mean(value, mask) for name, value in values.items()}
         log_ratio = row_mean(log_ratio, mask)

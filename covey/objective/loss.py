@@ -1,11 +1,11 @@
-"""An objective is seven pieces; the policy loss is what they add up to.
+"""An objective as a value made of seven pieces, and the policy loss that they add up to.
 
     gain   = correction * surrogate(ratio, advantage) - beta * penalty + entropy_bonus * entropy
     loss   = - sum over tokens of weight * gain
 
 Nothing here knows about models, configuration, micro-batches or ranks. Advantages are filled in
-over a rollout batch, weights, corrections and marks over an optimizer step, and the loss of a
-micro-batch is then a plain sum.
+over the batch of a training step, weights, corrections and marks over an optimizer step, and the
+loss of a micro-batch is then a plain sum.
 """
 
 from __future__ import annotations
@@ -19,9 +19,27 @@ import torch
 from covey.objective.correction import mean_one, no_veto
 from covey.objective.masked import bounded, difference, row_mean
 from covey.objective.penalty import Penalty, adapted_beta, k3
-from covey.objective.ratio import PER_ANSWER, Ratio
+from covey.objective.ratio import PER_SEQUENCE, Ratio
+from covey.objective.rollouts import joined
 from covey.objective.surrogate import Gain, Tokens
 from covey.types import Batch, Totals
+
+Need = Literal[
+    "groups", "success", "tokens", "old_logp", "old_entropy", "reference", "sampler_logp",
+    "entropy", "marks",
+]  # fmt: skip
+"""What an objective reads beside rewards and `logp`:
+
+groups        at least two rollouts of a prompt, which are compared with each other
+success       which rollouts are a success, rather than how much reward they got
+tokens        the tokens themselves
+old_logp      old_logp even if there is one optimizer step to a batch
+old_entropy   the sampling policy's entropy, which costs a forward pass
+reference     log-probabilities of a reference policy
+sampler_logp  the log-probabilities of what generated
+entropy       the policy's entropy now, which every forward pass gives
+marks         the log-probabilities of the whole optimizer step first: one more forward pass
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +47,13 @@ class Objective:
     """An algorithm as a value: seven pieces, what goes with them, and what they need."""
 
     advantage: Callable[[Batch], torch.Tensor]
-    """[B, T] from a whole rollout batch, which it may take statistics of; before old_logp is there,
-    if answers without advantage are to be left out."""
+    """[B, T] from the whole batch of a training step, one row for each rollout. Where rows without
+    advantage are skipped, old_logp is not known yet unless `reads` names it."""
     ratio: Ratio
     """Log-ratio [B, T] from logp - old_logp and mask."""
     surrogate: Callable[[Tokens], Gain]
-    weights: Callable[[torch.Tensor, torch.Tensor, Totals], torch.Tensor]
-    """[B, T] from mask, group and the totals of one optimizer step."""
+    weights: Callable[[Batch, Totals], torch.Tensor]
+    """[B, T] from rows of one optimizer step and the totals of all of it."""
     correction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     """Constant factor [B, T] from old_logp - sampler_logp and mask. None: 1."""
     penalty: Penalty = k3
@@ -43,52 +61,48 @@ class Objective:
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
     """Tokens [B, T] bool to treat apart, from a batch with advantages and the logp of one optimizer
-    step, which then costs a forward pass more. None: none."""
+    step. None: none."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where beta times the penalty is subtracted: from each token's gain, or from the reward."""
     kl_target: float = 0.0
     """The KL that beta is adapted to keep, step by step. 0: beta is fixed."""
     kl_horizon: float = 10_000.0
-    """Answers over which an adaptive beta would fully correct a KL that is off."""
+    """Rollouts over which an adaptive beta would fully correct a KL that is off target."""
     entropy_bonus: float = 0.0
     top_entropy: float = 1.0
-    """Share of tokens, the most uncertain ones, whose surrogate counts."""
+    """Share of tokens, those with the highest entropy, whose surrogate counts."""
     off_policy_limit: float = 0.0
-    """Drop a bad answer that has become less likely, since it was sampled, by more than this in
-    mean log-probability. 0: keep all."""
+    """Drop a completion with a negative advantage whose mean log-probability has fallen by more
+    than this since it was sampled. 0: keep all."""
     veto: float = 0.0
-    """Drop an answer if the trainer finds one of its tokens less likely than this times what the
-    sampler said. 0: keep all."""
+    """Drop a completion if one of its tokens is less likely for the trainer than this times the
+    sampler's probability. 0: keep all."""
     correction_mean_one: bool = False
-
-    compares: bool = True
-    """Whether answers are compared within their group, which then needs at least two."""
-    needs_entropy: bool = False
-    """Whether `advantage` reads the sampling policy's entropy, which costs a forward pass."""
-    needs_tokens: bool = False
-    """Whether `advantage` reads the tokens themselves."""
-    needs_success: bool = False
-    """Whether `advantage` reads which answers are right, rather than how much reward they got."""
+    reads: frozenset[Need] = frozenset({"groups"})
+    """What `advantage` needs. The other pieces and options say theirs by what they are: `needs`."""
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether a reference policy must exist at all."""
-        return self.beta != 0.0
+    def needs(self) -> frozenset[Need]:
+        """All that the objective reads beside rewards and `logp`."""
+        options: dict[Need, bool] = {
+            "reference": self.beta != 0.0,
+            "old_logp": self.corrects or self.kl_in_reward,
+            "old_entropy": self.top_entropy < 1.0,
+            "sampler_logp": self.corrects or self.off_policy_limit > 0.0,
+            "entropy": self.entropy_bonus != 0.0,
+            "marks": self.marks is not None,
+        }
+        return self.reads | {need for need, needed in options.items() if needed}
 
     @property
-    def needs_old_entropy(self) -> bool:
-        """Whether the entropy of the sampling policy must be known before the update."""
-        return self.needs_entropy or self.top_entropy < 1.0
+    def kl_in_reward(self) -> bool:
+        """Whether there is a KL, and it is part of the reward."""
+        return self.beta != 0.0 and self.kl_in == "reward"
 
     @property
-    def needs_old_logp(self) -> bool:
-        """Whether old_logp must be known even if there is one optimizer step to a batch."""
-        return self.corrects or (self.needs_reference and self.kl_in == "reward")
-
-    @property
-    def reads_old_policy(self) -> bool:
-        """Whether advantages or weights, and not ratios alone, depend on what it said."""
-        return self.needs_old_logp or self.needs_old_entropy
+    def kl_in_loss(self) -> bool:
+        """Whether there is a KL, and it is part of the loss."""
+        return self.beta != 0.0 and self.kl_in == "loss"
 
     @property
     def corrects(self) -> bool:
@@ -96,15 +110,14 @@ class Objective:
         return self.correction is not None or self.veto > 0.0
 
     @property
-    def per_answer(self) -> bool:
-        """Whether all tokens of an answer share one ratio."""
-        return self.ratio in PER_ANSWER
+    def per_sequence(self) -> bool:
+        """Whether all tokens of a row share one ratio."""
+        return self.ratio in PER_SEQUENCE
 
     @property
     def only_surrogate(self) -> bool:
         """Whether a token without advantage has no gradient at all."""
-        penalized = self.needs_reference and self.kl_in == "loss"
-        return not penalized and not self.entropy_bonus and self.marks is None
+        return not self.kl_in_loss and not self.entropy_bonus and self.marks is None
 
 
 class PolicyLoss(NamedTuple):
@@ -122,17 +135,20 @@ class PolicyLoss(NamedTuple):
 
 
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
-    """Fill in the advantages of a whole rollout batch."""
-    if objective.needs_reference and objective.kl_in == "reward":
-        assert batch.old_logp is not None, "a KL in the reward needs old_logp"
-        assert batch.ref_logp is not None, "a KL in the reward needs a reference"
-        d = bounded(difference(batch.old_logp, batch.ref_logp, batch.mask).double())
-        penalty = objective.penalty(d, torch.zeros_like(d), batch.mask)
-        batch = replace(batch, token_penalty=objective.beta * penalty)
-    advantage = objective.advantage(batch)
+    """Fill in the advantages of the whole batch of a training step, computed over its rollouts."""
+    rollouts = joined(batch)
+    whole = rollouts.batch
+    if objective.kl_in_reward:
+        assert whole.old_logp is not None, "a KL in the reward needs old_logp"
+        assert whole.ref_logp is not None, "a KL in the reward needs a reference"
+        d = bounded(difference(whole.old_logp, whole.ref_logp, whole.mask).double())
+        penalty = objective.beta * objective.penalty(d, torch.zeros_like(d), whole.mask)
+        whole = replace(whole, token_penalty=penalty)
+        batch = replace(batch, token_penalty=rollouts.split(penalty))
+    advantage = objective.advantage(whole)
     if objective.top_entropy < 1.0:
-        advantage = advantage.where(_uncertain(batch, objective.top_entropy), 0.0)
-    return replace(batch, advantage=advantage)
+        advantage = advantage.where(_uncertain(whole, objective.top_entropy), 0.0)
+    return replace(batch, advantage=rollouts.split(advantage))
 
 
 def _uncertain(batch: Batch, share: float) -> torch.Tensor:
@@ -156,9 +172,15 @@ def with_weight(objective: Objective, batch: Batch, totals: Totals | None = None
     Give `totals` when the step spans more than `batch`.
     """
     totals = totals or Totals.of(batch)
-    batch = replace(batch, weight=objective.weights(batch.mask, batch.group, totals))
+    batch = replace(batch, weight=objective.weights(batch, totals))
     if not objective.corrects:
         return batch
+    rollouts = joined(batch)
+    return replace(batch, correction=rollouts.split(_correction(objective, rollouts.batch)))
+
+
+def _correction(objective: Objective, batch: Batch) -> torch.Tensor:
+    """Return the factor [B, T] that corrects for the sampler, from one row for each rollout."""
     assert batch.old_logp is not None, "a correction needs old_logp"
     log_rho = difference(batch.old_logp, batch.sampler_logp, batch.mask)
     factor = torch.ones_like(log_rho)
@@ -166,20 +188,20 @@ def with_weight(objective: Objective, batch: Batch, totals: Totals | None = None
         factor = objective.correction(log_rho, batch.mask).detach()
     if objective.veto > 0.0:
         factor = factor.where(no_veto(log_rho, veto=objective.veto), 0.0)
-    if objective.correction_mean_one:
-        factor = mean_one(factor, batch.mask)
-    return replace(batch, correction=factor)
+    return mean_one(factor, batch.mask) if objective.correction_mean_one else factor
 
 
 def with_marks(objective: Objective, batch: Batch, logp: torch.Tensor) -> Batch:
     """Fill in the marked tokens of one optimizer step from its logp [B, T]."""
     if objective.marks is None:
         return batch
-    return replace(batch, marked=objective.marks(batch, logp.detach()))
+    rollouts = joined(batch)
+    marked = objective.marks(rollouts.batch, rollouts.join(logp.detach()))
+    return replace(batch, marked=rollouts.split(marked))
 
 
-def next_beta(objective: Objective, kl: float, *, answers: int) -> float:
-    """Return the beta of the next step, given the mean KL of this one over so many answers."""
+def next_beta(objective: Objective, kl: float, *, rollouts: int) -> float:
+    """Return the beta of the next step from the mean KL of this one and its number of rollouts."""
     if not objective.kl_target:
         return objective.beta
     return adapted_beta(
@@ -187,7 +209,7 @@ def next_beta(objective: Objective, kl: float, *, answers: int) -> float:
         kl,
         target=objective.kl_target,
         horizon=objective.kl_horizon,
-        answers=answers,
+        rollouts=rollouts,
     )
 
 
@@ -217,7 +239,7 @@ def policy_loss(
     if kept is not None:
         value = value.where(kept, 0.0)
     penalty = None
-    if objective.needs_reference and objective.kl_in == "loss":
+    if objective.kl_in_loss:
         assert batch.ref_logp is not None, "a penalty needs a reference"
         d = bounded(difference(logp, batch.ref_logp, mask))
         penalty = objective.penalty(d, bounded(logp - old_logp), mask)
@@ -237,7 +259,7 @@ def policy_loss(
 
 
 def _kept(objective: Objective, batch: Batch, tokens: Tokens) -> torch.Tensor | None:
-    """Mark what is not both bad and too unlikely by now. DeepSeek-V3.2, equation 9."""
+    """Mark tokens [B, T] with advantage >= 0, or that are still likely. DeepSeek-V3.2, equation 9."""
     if not objective.off_policy_limit:
         return None
     fallen = row_mean(difference(batch.sampler_logp, tokens.logp.detach(), batch.mask), batch.mask)

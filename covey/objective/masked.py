@@ -37,8 +37,8 @@ def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return row_sum(values, mask) / row_tokens(mask)
 
 
-class _AnswerMean(torch.autograd.Function):
-    """The mean of each answer, handed to all of its tokens. See `answer_mean`."""
+class _SequenceMean(torch.autograd.Function):
+    """The mean of each answer, handed to all of its tokens. See `sequence_mean`."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class _AnswerMean(torch.autograd.Function):
         return spread(first + row_mean(grad - first, mask), mask), None
 
 
-def answer_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Give every trained token the mean of its answer: [B, T], 0 elsewhere.
 
     The gradient is the mean too. Where all tokens of an answer receive the same, which is what one
@@ -63,7 +63,7 @@ def answer_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     the answer and ratios of its tokens have the same gradient to the last bit where they have the
     same gradient at all.
     """
-    mean: torch.Tensor = _AnswerMean.apply(values, mask)
+    mean: torch.Tensor = _SequenceMean.apply(values, mask)
     return mean
 
 

@@ -63,14 +63,14 @@ def ratio_k3(d: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> to
     return log_ratio.exp() * k3(d, log_ratio, mask)
 
 
-def adapted_beta(beta: float, kl: float, *, target: float, horizon: float, answers: int) -> float:
+def adapted_beta(beta: float, kl: float, *, target: float, horizon: float, rollouts: int) -> float:
     """Move beta towards the KL that is wanted, arXiv 1909.08593.
 
-    beta (1 + clip(KL / target - 1, -0.2, 0.2) min(answers / horizon, 1)): with more answers a step
-    than the horizon has, beta would swing, or become negative.
+    beta (1 + clip(KL / target - 1, -0.2, 0.2) min(rollouts / horizon, 1)). Without the bound of 1,
+    a step with more rollouts than the horizon would make beta swing, or become negative.
     """
     error = min(max(kl / target - 1.0, -MAX_ADAPTATION), MAX_ADAPTATION)
-    return beta * (1.0 + error * min(answers / horizon, 1.0))
+    return beta * (1.0 + error * min(rollouts / horizon, 1.0))
 
 
 Penalty = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

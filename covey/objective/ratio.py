@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from covey.objective.masked import answer_mean, bounded, row_sum, spread
+from covey.objective.masked import bounded, row_sum, sequence_mean, spread
 
 
 def token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -21,7 +21,7 @@ def token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def sequence(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """log s = 1/T_i sum_t x, the same for every token of an answer. GSPO, arXiv 2507.18071."""
-    return bounded(answer_mean(x, mask))
+    return bounded(sequence_mean(x, mask))
 
 
 def sequence_token(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def product(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def arithmetic(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """log w, w = 1/T_i sum_t exp(x): the mean of ratios. GRPO-S equation 8, arXiv 2508.04349."""
     # Outside the mask there is no mean; any positive number keeps its log finite, and 1 gives 0.
-    return answer_mean(bounded(x).exp(), mask).where(mask, 1.0).log()
+    return sequence_mean(bounded(x).exp(), mask).where(mask, 1.0).log()
 
 
 def one(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -62,5 +62,5 @@ RATIOS: Mapping[str, Ratio] = MappingProxyType(
     }
 )
 
-PER_ANSWER: frozenset[Ratio] = frozenset({sequence, sequence_token, product, arithmetic})
+PER_SEQUENCE: frozenset[Ratio] = frozenset({sequence, sequence_token, product, arithmetic})
 """Ratios that all tokens of an answer share: diagnostics give each answer one vote."""

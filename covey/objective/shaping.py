@@ -10,23 +10,29 @@ that an all-wrong group is pushed about by its entropies alone.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from covey.objective.advantage import (
     all_equal,
-    answer_rewards,
     centered,
     group_sum,
     per_token,
+    rollout_rewards,
     standardized,
     zero_variance,
 )
 from covey.objective.masked import row_mean
 from covey.types import Batch
 
+if TYPE_CHECKING:
+    from covey.objective.loss import Need
+
 Scope = Literal["group", "batch"]
+SHAPED_BY_ENTROPY: frozenset[Need] = frozenset({"groups", "old_entropy", "success"})
+WITHOUT_CONFLICTS: frozenset[Need] = frozenset({"groups", "old_entropy", "tokens"})
+"""What these advantages read."""
 
 
 class Polarity(NamedTuple):
@@ -89,7 +95,7 @@ def _share(values: torch.Tensor, mask: torch.Tensor, group: torch.Tensor) -> tor
     return values / total.where(total > 0, 1.0) * at_position(mask.double())
 
 
-def entropy_shaped_answers(
+def entropy_shaped_sequences(
     batch: Batch,
     *,
     beta1: float = 1.0,
@@ -125,7 +131,7 @@ def without_conflicts(
     multiplied by `bonus` in good answers and by 0 in bad ones, and the answer's advantage is
     divided by its number of conflict tokens.
     """
-    rewards = answer_rewards(batch)
+    rewards = rollout_rewards(batch)
     difference = centered(rewards, batch.group)
     factor, conflicts = _conflicts(batch, difference, bonus)
     entropy = row_mean(_entropy(batch), batch.mask).squeeze(1)

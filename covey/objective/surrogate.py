@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from covey.objective.masked import answer_mean, bounded
+from covey.objective.masked import bounded, sequence_mean
 
 
 class Tokens(NamedTuple):
@@ -46,9 +46,10 @@ def clipped(
 ) -> Gain:
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), the PPO surrogate (arXiv 1707.06347).
 
-    The gradient is r A, except where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low: there it is
-    0. A bad token whose ratio has already risen, or a good one whose ratio has fallen, is not cut;
-    with `dual` (arXiv 1912.09729) a bad one is, above r = dual: the gain is at least dual A.
+    The gradient is r A, except where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low:
+    there it is 0. A token with A < 0 whose ratio has risen, or one with A > 0 whose ratio has
+    fallen, is not clipped. With `dual` (arXiv 1912.09729) one with A < 0 is, above r = dual: the
+    gain is at least dual A.
     """
     ratio, advantage = tokens.log_ratio.exp(), tokens.advantage
     value = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -89,15 +90,15 @@ def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: flo
 
 
 def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Gain:
-    """A exp(mean_t z), z = log r clipped to [-clip_low, clip_high] on the side that A pushes to. GMPO.
+    """A exp(mean_t z), z = log r clipped to [-clip_low, clip_high] where A pushes. GMPO.
 
-    arXiv 2507.20673. The bounds are of the logarithm: 0.4 lets ratios from 0.67 to 1.49 through.
+    arXiv 2507.20673. Only the bound on the side of A's sign acts. The bounds are of the logarithm: 0.4 lets ratios from 0.67 to 1.49 through.
     """
     x, advantage = tokens.log_ratio, tokens.advantage
     held = x.clamp(-clip_low, clip_high)
     z = torch.where(advantage > 0, torch.minimum(x, held), torch.maximum(x, held))
     return Gain(
-        value=advantage * bounded(answer_mean(z, tokens.mask)).exp(),
+        value=advantage * bounded(sequence_mean(z, tokens.mask)).exp(),
         clipped_low=(advantage < 0) & (x < -clip_low),
         clipped_high=(advantage > 0) & (x > clip_high),
     )
@@ -139,7 +140,8 @@ def trust_mask(
 ) -> Gain:
     """sg(min(r, max_weight)) A logp where the probability has not moved too far. DPPO.
 
-    arXiv 2602.04879 with total variation: kept while p - p_old <= clip_high (A > 0), or >= -clip_low (else).
+    arXiv 2602.04879 with total variation: kept while p - p_old <= clip_high where A > 0, and while
+    p - p_old >= -clip_low elsewhere.
     The bounds are of probabilities, not of their ratio: a rare token may double.
     """
     moved = (tokens.logp.exp() - tokens.old_logp.exp()).detach()

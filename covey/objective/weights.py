@@ -5,7 +5,7 @@ optimizer step from its totals; the loss is then a plain sum, which comes out th
 step is split into micro-batches or spread over ranks. Weights are float64, and rounded once to the
 precision of the loss.
 
-N answers, T tokens and P groups in the step; T_i tokens in answer i, T_g in group g.
+N rollouts, T tokens and P groups in the step; T_i tokens in rollout i, T_g in group g.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from types import MappingProxyType
 import torch
 
 from covey.objective.masked import row_tokens
-from covey.types import Totals
+from covey.types import Batch, Totals
 
 
-def sequence_mean_token_mean(
-    mask: torch.Tensor, group: torch.Tensor, totals: Totals
-) -> torch.Tensor:
-    """1 / (N T_i): the mean over answers of the mean over their tokens. GRPO, arXiv 2402.03300.
+def sequence_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
+    """1 / (N T_i): the mean over rollouts of the mean over their tokens. GRPO, arXiv 2402.03300.
 
-    Short answers have heavier tokens; long wrong ones are under-penalised (arXiv 2503.20783). It is
-    also the mean over answers of a gain that all tokens of an answer share.
+    Short completions have heavier tokens; long wrong ones are under-penalised (arXiv 2503.20783).
+    It is also the mean over rollouts of a gain that all tokens of a rollout share.
     """
-    return mask.double() / (row_tokens(mask) * max(1, totals.sequences))
+    tokens = row_tokens(batch.mask)
+    if totals.rollout_tokens is not None and batch.rollout is not None:
+        tokens = _looked_up(totals.rollout_tokens, batch.rollout)
+    return batch.mask.double() / (tokens * max(1, totals.sequences))
 
 
-def sequence_mean_token_sum(
-    mask: torch.Tensor, group: torch.Tensor, totals: Totals
-) -> torch.Tensor:
-    """1 / N: the mean over answers of the sum over their tokens."""
-    return mask.double() / max(1, totals.sequences)
+def sequence_mean_token_sum(batch: Batch, totals: Totals) -> torch.Tensor:
+    """1 / N: the mean over rollouts of the sum over their tokens."""
+    return batch.mask.double() / max(1, totals.sequences)
 
 
-def sequence_mean_token_sum_norm(
-    mask: torch.Tensor, group: torch.Tensor, totals: Totals, *, length: int
-) -> torch.Tensor:
+def sequence_mean_token_sum_norm(batch: Batch, totals: Totals, *, length: int) -> torch.Tensor:
     """1 / (N length), with a constant length: no length bias. Dr.GRPO, arXiv 2503.20783."""
-    return sequence_mean_token_sum(mask, group, totals) / length
+    return sequence_mean_token_sum(batch, totals) / length
 
 
-def token_mean(mask: torch.Tensor, group: torch.Tensor, totals: Totals) -> torch.Tensor:
+def token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """1 / T: the mean over all tokens of the step. DAPO's released code, arXiv 2503.14476."""
-    return mask.double() / max(1, totals.tokens)
+    return batch.mask.double() / max(1, totals.tokens)
 
 
-def group_mean_token_mean(mask: torch.Tensor, group: torch.Tensor, totals: Totals) -> torch.Tensor:
+def group_mean_token_mean(batch: Batch, totals: Totals) -> torch.Tensor:
     """1 / (P T_g): the mean over groups of the mean over their tokens. DAPO's equation 8."""
-    ids, place = group.unique(return_inverse=True)
-    tokens = mask.new_tensor(
-        [max(1, totals.group_tokens[i]) for i in ids.tolist()], dtype=torch.double
-    )
-    return mask.double() / (tokens[place, None] * max(1, totals.groups))
+    tokens = _looked_up(totals.group_tokens, batch.group)
+    return batch.mask.double() / (tokens * max(1, totals.groups))
+
+
+def _looked_up(tokens: Mapping[int, int], ids: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of each row's id as float64 [B, 1]; at least 1, so that it can divide."""
+    values = [max(1, tokens[i]) for i in ids.tolist()]
+    return torch.tensor(values, dtype=torch.double, device=ids.device)[:, None]
 
 
 WEIGHTS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Reference policies: what the penalty keeps the policy near to."""
+"""Reference policies, which the KL penalty compares the policy with."""
 
 from covey.reference.frozen import FrozenReference
 from covey.reference.protocol import Reference

@@ -1,13 +1,12 @@
-"""From the [reference] table to a reference policy."""
+"""From the [reference] section of the config to a reference policy."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
+from covey.config.reference_kinds import check_reference
 from covey.config.schema import Config
-from covey.config.schema import Reference as Section
 from covey.errors import ConfigError
 from covey.models.adapter import adapter_base
 from covey.models.language_model import LanguageModel
@@ -17,36 +16,11 @@ from covey.reference.frozen import AdapterOffReference, FrozenReference, Offload
 from covey.reference.moving import MovingReference
 from covey.reference.protocol import Reference
 
-OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "frozen": (),
-        "offloaded": (),
-        "adapter_off": (),
-        "moving": ("alpha", "every"),
-        "renewed": ("every",),
-        "server": ("url", "token_env", "timeout", "patience", "fingerprint"),
-    }
-)
-"""Every kind of reference, and the settings that it has."""
-
-
-def check_reference(section: Section) -> None:
-    """Refuse a setting that the kind in use would not look at."""
-    for name, value in section.model_dump(exclude={"kind"}).items():
-        if name not in OPTIONS[section.kind] and value != Section.model_fields[name].default:
-            users = " or ".join(repr(kind) for kind, names in OPTIONS.items() if name in names)
-            raise ConfigError(
-                f"config: reference.{name} = {value!r} means nothing to reference.kind = "
-                f"{section.kind!r}; it belongs to {users}"
-            )
-    if section.kind == "server" and not section.url:
-        raise ConfigError("config: reference.url must be given for reference.kind = 'server'")
-
 
 def make_reference(
     config: Config, *, policy: LanguageModel, load: Callable[[], LanguageModel]
 ) -> Reference:
-    """Build the reference; `load` gives a second copy of the starting weights, if it is needed."""
+    """Build the reference. `load` loads a second copy of the starting weights, if needed."""
     section = config.reference
     check_reference(section)
     temperature, megabytes = config.rollout.temperature, config.train.logits_megabytes
@@ -64,7 +38,7 @@ def make_reference(
         )
     if section.kind == "adapter_off":
         _need_adapter(policy)
-    # The weights under a new adapter are those that training starts from; they are there already.
+    # Under a new adapter, the base weights are the starting weights: no second copy is needed.
     under = section.kind == "frozen" and policy.adapter and not adapter_base(config.model.path)
     if section.kind == "adapter_off" or under:
         return AdapterOffReference(
@@ -89,7 +63,7 @@ def _token(variable: str) -> str:
     token = os.environ.get(variable, "")
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"config: reference.token_env = {variable!r}: that environment variable holds no token"
+            f"config: reference.token_env = {variable!r}: the variable holds no valid token"
         )
     return token
 
@@ -105,6 +79,6 @@ def _need_adapter(policy: LanguageModel) -> None:
 def _need_no_adapter(policy: LanguageModel, kind: str) -> None:
     if policy.adapter is not None:
         raise ConfigError(
-            f"config: reference.kind = {kind!r} follows whole weights, not an adapter's; use "
-            "'adapter_off' or 'frozen' with one"
+            f"config: reference.kind = {kind!r} does not work with an adapter; use "
+            "'adapter_off' or 'frozen'"
         )

@@ -1,8 +1,8 @@
-"""A reference policy that a server computes. Needs nothing but the standard library for it.
+"""The client of a reference server: a reference policy over HTTP, with the standard library only.
 
-A server that is away (restarted, overloaded, not up yet) is asked again for as long as `patience`
-says, and then the run goes on as if nothing had been: asking changes nothing on either side. What
-would fail again at once, such as a wrong token, ends the run with the server's own words.
+A server that is unavailable (restarted, overloaded, not yet up) is retried for up to `patience`
+seconds. Retrying is safe, because requests change no state. An error that a retry cannot fix, such
+as a wrong token, ends the run with the server's message.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.errors import ConfigError, ModelError, RunError
-from covey.models.layout import padded_parts
+from covey.escape import printable
 from covey.models.logp import LogProbs
-from covey.reference.protocol import Still
+from covey.models.micro_batches import padded_parts
+from covey.reference.protocol import Reference
 from covey.reference.wire import (
     BYTES_PER_TOKEN,
     HEADER_BYTES,
@@ -32,14 +33,13 @@ from covey.reference.wire import (
     encode_request,
     reply_bytes,
 )
-from covey.shown import printable
 from covey.stopping import may_be_given_up
 from covey.types import Batch
 
-AWAY = frozenset({502, 503, 504})
-"""What a server, or what stands before it, answers when it will be there later."""
+UNAVAILABLE = frozenset({502, 503, 504})
+"""Statuses of a server, or a proxy before it, that will be available later."""
 LARGEST_TEXT = 65_536
-"""Bytes of a reply that holds no numbers: what a server says of itself, or an error."""
+"""The most bytes of a reply without tensors: the health report, or an error."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
 RECORD_FILE = "reference.json"
 
@@ -50,28 +50,28 @@ def _to_stderr(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a server is, and how long to wait for it."""
+    """The URL of a server, its token, and time limits."""
 
     url: str
     token: str = ""
     timeout: float = 120.0
-    """Seconds without a sign from the server, for one try."""
+    """Seconds without data from the server before one attempt fails."""
     patience: float = 300.0
-    """Seconds of trying again, until it is there."""
+    """Seconds to retry while the server is unavailable."""
 
     def __post_init__(self) -> None:
-        where = "config: reference.url"
+        key = "config: reference.url"
         try:
             split = urllib.parse.urlsplit(self.url)
             proper = split.scheme in ("http", "https") and split.hostname and split.port != 0
         except ValueError:
             proper = False
         if not proper or not self.url.isascii() or not self.url.isprintable() or " " in self.url:
-            raise ConfigError(f"{where} = {self.url!r} must be like http://127.0.0.1:8500")
+            raise ConfigError(f"{key} = {self.url!r} must be like http://127.0.0.1:8500")
         if "@" in split.netloc or split.query or split.fragment:
-            # Not shown: it may be a secret that is already in the wrong place.
+            # The URL may hold a secret, so it is not shown.
             raise ConfigError(
-                f"{where} must hold no password and no query; put the token in an environment "
+                f"{key} must hold no password and no query; put the token in an environment "
                 "variable, and that variable's name in reference.token_env"
             )
 
@@ -83,26 +83,26 @@ class _Reply(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class ServerReference(Still):
-    """Asks a server that `covey reference serve` has started."""
+class ServerReference(Reference):
+    """Gets log-probabilities from a server started by `covey reference serve`."""
 
     address: Address
     temperature: float
     tokenizer: str
-    """The policy's tokenizer digest: ids must mean the same on both sides."""
+    """The policy's tokenizer digest: token ids must mean the same on both sides."""
     weights: str = ""
-    """The digest that the server's weights must have; empty: whatever they have at first."""
+    """The required digest of the server's weights; if empty, the one of the first reply."""
     note: Callable[[str], None] = _to_stderr
     budget: int = field(init=False)
-    """Padded tokens that the server takes in one request."""
+    """The most padded tokens that the server accepts in one request."""
 
     def __post_init__(self) -> None:
         health = self._health()
         theirs = health["fingerprint"]
         if theirs["tokenizer"] != self.tokenizer:
             raise ModelError(
-                f"reference: {self.address.url} serves {health['model']}, whose tokenizer is not "
-                "the policy's: its token ids mean something else"
+                f"reference: {self.address.url} serves {health['model']}, whose tokenizer "
+                "differs from the policy's; serve a model with the same tokenizer"
             )
         self._check_weights(theirs["weights"])
         by_bytes = (health["max_bytes"] - HEADER_BYTES) // BYTES_PER_TOKEN
@@ -110,11 +110,11 @@ class ServerReference(Still):
 
     @property
     def identity(self) -> str:
-        """Where it is asked, and the digest of its weights."""
+        """The URL, and the digest of the weights."""
         return f"server {self.address.url} {self.weights}"
 
     def logp(self, batch: Batch) -> LogProbs:
-        """Return log-probability and entropy of every trained token, as the server has them."""
+        """Return log-probability and entropy of every trained token, from the server."""
         device, blank = batch.tokens.device, torch.zeros(batch.tokens.shape)
         whole = LogProbs(logp=blank, entropy=blank.clone())
         for index in padded_parts(batch, self.budget):
@@ -133,16 +133,16 @@ class ServerReference(Still):
         return LogProbs(*(values.to(device) for values in whole))
 
     def save(self, folder: Path) -> None:
-        """Record which weights the penalty was taken against."""
+        """Record the digest of the reference weights."""
         record = {"url": self.address.url, "weights": self.weights}
         (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
     def load(self, folder: Path) -> None:
-        """Refuse to go on against other weights than before."""
+        """Refuse to resume with other reference weights."""
         try:
             before = json.loads((folder / RECORD_FILE).read_text())["weights"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(f"checkpoint {folder} does not say its reference: {error}") from None
+            raise RunError(f"checkpoint {folder} has no record of its reference: {error}") from None
         if before != self.weights:
             raise ModelError(self._other_weights(before, self.weights))
 
@@ -153,8 +153,8 @@ class ServerReference(Still):
 
     def _other_weights(self, wanted: str, found: str) -> str:
         return (
-            f"reference: {self.address.url} has other weights: {wanted[:16]}... were expected, it "
-            f"has {found[:16]}...; serve the model (and --dtype) that the run was started with"
+            f"reference: {self.address.url} has other weights: expected {wanted[:16]}..., "
+            f"found {found[:16]}...; serve the model (and --dtype) that the run started with"
         )
 
     def _health(self) -> Mapping[str, Any]:
@@ -173,39 +173,40 @@ class ServerReference(Still):
     def _ask(
         self, method: str, path: str, body: bytes | None = None, most: int = LARGEST_TEXT
     ) -> bytes:
-        """Return the body of a good reply; wait for a server that is away, and say so once."""
-        deadline, wait, told = time.monotonic() + self.address.patience, FIRST_WAIT, False
+        """Return the body of a successful reply; retry while the server is unavailable."""
+        deadline, wait, noted = time.monotonic() + self.address.patience, FIRST_WAIT, False
         while True:
-            asked = ""
+            retry_after = ""
             try:
                 reply = _send(self.address, method, path, body, most)
             except (OSError, http.client.HTTPException) as error:
                 problem = f"cannot be reached: {error or type(error).__name__}"
             else:
                 if reply.status == 200:
-                    if told:
+                    if noted:
                         self.note(f"reference: {self.address.url} is back")
                     return reply.body
-                problem = f"answered {reply.status}: {_line(reply.body)}"
-                asked = reply.retry_after
-                if reply.status not in AWAY:
+                problem = f"replied {reply.status}: {_line(reply.body)}"
+                retry_after = reply.retry_after
+                if reply.status not in UNAVAILABLE:
                     raise ModelError(f"reference: {self.address.url} {problem}")
             left = deadline - time.monotonic()
             if left <= 0:
                 what = f"reference: {self.address.url} {problem}"
                 raise ModelError(f"{what}; gave up after {self.address.patience:g} s")
-            if not told:
+            if not noted:
                 self.note(f"reference: {self.address.url} {problem}; waiting up to {left:.0f} s")
-                told = True
-            pause = float(asked) if asked.isdecimal() and len(asked) < 6 else wait
+                noted = True
+            given = retry_after.isdecimal() and len(retry_after) < 6
+            pause = float(retry_after) if given else wait
             time.sleep(min(pause, LONGEST_WAIT, left))
             wait *= 2
 
 
 def _send(address: Address, method: str, path: str, body: bytes | None, most: int) -> _Reply:
-    """Ask once. A good reply of more than `most` bytes is not read to its end, but refused.
+    """Send one request. A successful reply of more than `most` bytes is refused unread.
 
-    Redirects are not followed: they would take the token to another host.
+    Redirects are not followed: they would send the token to another host.
     """
     split = urllib.parse.urlsplit(address.url)
     kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection
@@ -229,7 +230,7 @@ def _send(address: Address, method: str, path: str, body: bytes | None, most: in
 
 
 def _line(body: bytes) -> str:
-    """Return what a server says is wrong: the error of its JSON, or its text."""
+    """Return a server's error message: the `error` of its JSON, or its text."""
     text = body[:10_000].decode("utf-8", "replace")
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         text = str(json.loads(text)["error"])

@@ -1,9 +1,9 @@
-"""Connections to a reference server: how many there may be, and how long each may take.
+"""Connection limits of a reference server: how many may be open, and for how long.
 
-A client that opens connections and says nothing, or says it a byte at a time, must cost the others
-nothing. So a request's head has to be there soon, and where connections are at their limit the one
-that has said least, and for longest, makes room. Bodies have a time limit in server.py, which can
-still answer them; here is what ends connections that cannot be answered.
+A client that opens connections and sends nothing, or one byte at a time, must not block others. So
+the head of a request has a short time limit. At the limit of connections, the one that has sent
+least, for longest, is closed. server.py has a time limit for bodies and can reply to those; this
+module closes connections that no reply can reach.
 """
 
 from __future__ import annotations
@@ -19,77 +19,77 @@ from typing import Any, Literal, TextIO
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from covey.shown import printable_line
+from covey.escape import printable_line
 
-Phase = Literal["head", "body", "answer"]
-"""What a connection waits for: a request, the rest of one, or the reply."""
+Phase = Literal["head", "body", "reply"]
+"""What a connection waits for: a request, the rest of its body, or the reply."""
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 CONNECTION = "covey.connection"
-"""Where a request's scope has its connection."""
+"""The key of the connection in a request's scope."""
 LINGER = 30.0
-"""Seconds for a client to take what it was sent, before its connection is cut."""
+"""Seconds for a client to read its reply before the connection is aborted."""
 LOG_SECONDS = 10.0
-"""The same line is written once in so many seconds; how often it came is added."""
+"""The same line is logged at most once in this time; suppressed lines are counted."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Door:
-    """Every open connection, by what it waits for, the longest there first."""
+class ConnectionLimiter:
+    """All open connections by phase, the oldest first, with their time limits."""
 
     most: int
-    """Connections that may be open."""
+    """The most open connections."""
     head_seconds: float
-    """For a request's head, from the opening of a connection or the last reply on."""
-    answer_seconds: float
-    """For a whole request. The application has a limit of its own, which should come first."""
+    """Time limit for a request's head, from the connection's start or the last reply."""
+    request_seconds: float
+    """Time limit for a whole request; longer than the application's own limit."""
     phases: dict[Phase, dict[Connection, None]] = field(
-        default_factory=lambda: {"head": {}, "body": {}, "answer": {}}
+        default_factory=lambda: {"head": {}, "body": {}, "reply": {}}
     )
 
-    def entered(self, connection: Connection) -> None:
-        """Take a connection in; where there are too many, one that has said less makes room."""
+    def opened(self, connection: Connection) -> None:
+        """Add a connection. If there are too many, close one that waits for a request."""
         if sum(map(len, self.phases.values())) >= self.most:
-            # A whole request is never given up; and the newest is most likely in earnest.
-            unheard = next((c for p in ("head", "body") for c in self.phases[p]), connection)
-            unheard.transport.abort()
-            self.left(unheard)
-            if unheard is connection:
+            # A complete request is never dropped, and the newest client is most likely serious.
+            dropped = next((c for p in ("head", "body") for c in self.phases[p]), connection)
+            dropped.transport.abort()
+            self.closed(dropped)
+            if dropped is connection:
                 return
-        self.turned(connection, "head")
+        self.enter_phase(connection, "head")
 
-    def turned(self, connection: Connection, phase: Phase) -> None:
-        """Note what a connection waits for now, and for how long it may."""
+    def enter_phase(self, connection: Connection, phase: Phase) -> None:
+        """Move a connection to a phase, and start the phase's time limit."""
         if connection.transport.is_closing() and phase == "head":
-            return  # the reply was its last
-        self.left(connection)
+            return  # the connection closes after this reply
+        self.closed(connection)
         self.phases[phase][connection] = None
-        seconds = self.head_seconds if phase == "head" else self.answer_seconds
+        seconds = self.head_seconds if phase == "head" else self.request_seconds
         loop = asyncio.get_running_loop()
         connection.timer = loop.call_later(seconds, self._end, connection)
 
-    def left(self, connection: Connection) -> None:
-        """Forget a connection."""
+    def closed(self, connection: Connection) -> None:
+        """Remove a connection."""
         if connection.timer is not None:
             connection.timer.cancel()
         for waiting in self.phases.values():
             waiting.pop(connection, None)
 
     def _end(self, connection: Connection) -> None:
-        """Close a connection whose time is up; what is still to be sent has a little longer."""
+        """Close a connection that timed out; a reply in flight gets LINGER seconds more."""
         transport = connection.transport
         transport.close()
         connection.timer = asyncio.get_running_loop().call_later(LINGER, transport.abort)
 
 
 class Connection(H11Protocol):
-    """A connection that its door knows of, and that the requests on it know of."""
+    """An HTTP connection that reports to its limiter, and is in the scope of its requests."""
 
-    door: Door
-    """Given by `_protocol`."""
+    limiter: ConnectionLimiter
+    """Set by `_protocol`."""
     timer: asyncio.TimerHandle | None = None
 
     def __init__(
@@ -98,80 +98,80 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, {**app_state, CONNECTION: self}, _loop)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Come in."""
+        """Register with the limiter."""
         super().connection_made(transport)
-        self.door.entered(self)
+        self.limiter.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Go."""
-        self.door.left(self)
+        """Unregister."""
+        self.limiter.closed(self)
         super().connection_lost(exc)
 
 
-def _protocol(door: Door) -> type[Connection]:
-    return type("Connection", (Connection,), {"door": door})
+def _protocol(limiter: ConnectionLimiter) -> type[Connection]:
+    return type("Connection", (Connection,), {"limiter": limiter})
 
 
-def _followed(application: Application) -> Application:
-    """Return the application; a connection's door hears of what each request comes to."""
+def _tracked(application: Application) -> Application:
+    """Wrap the application, so that the limiter knows the phase of each request."""
 
-    async def follow(scope: Message, receive: Receive, send: Send) -> None:
+    async def track(scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await application(scope, receive, send)
             return
         connection: Connection = scope["state"][CONNECTION]
-        connection.door.turned(connection, "body")
+        connection.limiter.enter_phase(connection, "body")
 
         async def received() -> Message:
             message = await receive()
             if message["type"] == "http.request" and not message.get("more_body"):
-                connection.door.turned(connection, "answer")
+                connection.limiter.enter_phase(connection, "reply")
             return message
 
         try:
             await application(scope, received, send)
         finally:
-            connection.door.turned(connection, "head")
+            connection.limiter.enter_phase(connection, "head")
 
-    return follow
+    return track
 
 
 class LogLines(logging.Handler):
-    """Writes records as single lines, of bounded length and number, with nothing hidden in them."""
+    """Logs records as single escaped lines of bounded length and number."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(logging.WARNING)
         self.stream = stream
         self.last: dict[str, float] = {}
-        self.held_back = 0
+        self.suppressed = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, unless the same was written just now."""
+        """Write a line, unless the same was written a moment ago."""
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             text += f": {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
         line, now = printable_line(text), time.monotonic()
         self.last = {k: at for k, at in self.last.items() if now - at < LOG_SECONDS}
-        # However many different lines there are, only so many are written.
+        # The number of different lines is limited too.
         if line in self.last or len(self.last) >= 100:
-            self.held_back += 1
+            self.suppressed += 1
             return
         self.last[line] = now
-        more = f" (and {self.held_back} lines like those before)" if self.held_back else ""
-        self.held_back = 0
+        more = f" ({self.suppressed} repeated lines suppressed)" if self.suppressed else ""
+        self.suppressed = 0
         print(f"covey: reference: {line}{more}", file=self.stream, flush=True)
 
 
-def server(application: Any, door: Door) -> uvicorn.Server:
-    """Return a server of an application behind a door."""
+def make_server(application: Any, limiter: ConnectionLimiter) -> uvicorn.Server:
+    """Return a server of the application with connection limits."""
     for name in ("uvicorn", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [], False
     logging.getLogger("uvicorn.error").addHandler(LogLines(sys.stderr))
     config = uvicorn.Config(
-        _followed(application),
-        http=_protocol(door),
-        ws="none",  # an upgraded connection would be out of the door's sight
+        _tracked(application),
+        http=_protocol(limiter),
+        ws="none",  # the limiter could not track an upgraded connection
         log_config=None,
         log_level="warning",
         access_log=False,

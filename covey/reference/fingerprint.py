@@ -1,4 +1,4 @@
-"""Telling models apart: what a client and a server must agree on before numbers are exchanged."""
+"""Digests of a model: a client and a reference server compare them before they exchange data."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from covey.models.language_model import LanguageModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Three digests (sha256, hexadecimal)."""
+    """Three digests (SHA-256, hexadecimal)."""
 
     tokenizer: str
-    """Which text every token id stands for, and the special ids. Must be equal on both sides."""
+    """The text of every token id, and the special ids. Must be equal on both sides."""
     model: str
-    """Architecture, vocabulary size, layers and hidden size. May differ: a larger reference."""
+    """Architecture, vocabulary size, layers and hidden size. The reference may be larger."""
     weights: str
-    """Every weight, in the type that it is computed with."""
+    """Every weight, in the dtype used for computing."""
 
 
 def fingerprint(model: LanguageModel) -> Fingerprint:
-    """Take all digests of a model. Reads every weight: about a second for a gigabyte."""
+    """Compute all digests of a model. Reads every weight: about a second per gigabyte."""
     config = model.model.config
     shape = {
         "architecture": type(model.model).__name__,

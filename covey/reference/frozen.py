@@ -1,23 +1,26 @@
-"""The model that training started from, kept as it was: in one of three places."""
+"""References with the starting weights: a copy, a copy in main memory, or the adapter off."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
 from covey.models.adapter import adapter_off
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp
-from covey.reference.protocol import Still
+from covey.reference.protocol import Reference
 from covey.types import Batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrozenReference(Still):
-    """A second copy of the starting weights, beside the policy's."""
+@dataclass(slots=True, kw_only=True)
+class FrozenReference(Reference):
+    """A second copy of the starting weights on the device."""
+
+    kind: ClassVar[str] = "frozen"
 
     model: LanguageModel
     temperature: float
@@ -29,100 +32,74 @@ class FrozenReference(Still):
     @property
     def identity(self) -> str:
         """The kind."""
-        return "frozen"
+        return self.kind
 
     @torch.no_grad()
     def logp(self, batch: Batch) -> LogProbs:
-        """Return log-probability and entropy of every trained token under the starting weights."""
+        """Return log-probability and entropy of every trained token under the reference."""
+        with self.loaded():
+            return self._logp(self.model, batch)
+
+    def _logp(self, model: LanguageModel, batch: Batch) -> LogProbs:
         return batch_logp(
-            self.model,
-            batch,
-            temperature=self.temperature,
-            logits_megabytes=self.logits_megabytes,
+            model, batch, temperature=self.temperature, logits_megabytes=self.logits_megabytes
         )
 
 
 @dataclass(slots=True, kw_only=True)
-class OffloadedReference(Still):
-    """A second copy of the starting weights, in main memory; it visits the device to compute.
+class OffloadedReference(FrozenReference):
+    """A second copy of the starting weights in main memory, copied to the device for `logp`.
 
-    The weights never change, so nothing is carried back: the parameters point at the copy in main
-    memory again, and the device's memory is free for gradients. Buffers are small and stay.
+    The weights never change, so nothing is copied back: the parameters point to main memory again,
+    and the device memory is free for gradients. Buffers are small and stay on the device.
     """
 
-    model: LanguageModel
-    temperature: float
-    logits_megabytes: float
+    kind: ClassVar[str] = "offloaded"
+
     device: torch.device = field(init=False)
-    home: dict[str, torch.Tensor] = field(init=False)
-    visiting: bool = field(init=False, default=False)
+    host: dict[str, torch.Tensor] = field(init=False)
+    on_device: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self.model.model.requires_grad_(False).eval()
+        FrozenReference.__post_init__(self)
         self.device = self.model.device
-        self.home = {
-            # Pinned memory is read by the device itself, several times as fast.
+        self.host = {
+            # The device reads pinned memory directly, which is several times as fast.
             name: p.data if p.device.type == "cpu" else p.data.cpu().pin_memory()
             for name, p in self.model.model.named_parameters()
         }
-        self._place(self.home)
-
-    @property
-    def identity(self) -> str:
-        """The kind."""
-        return "offloaded"
+        self._point_to(self.host)
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Bring the weights to the device, once for all calls within."""
-        if self.visiting:
+    def loaded(self) -> Iterator[None]:
+        """Copy the weights to the device, once for all calls inside."""
+        if self.on_device:
             yield
             return
-        copies = {n: p.to(self.device, non_blocking=True) for n, p in self.home.items()}
-        self._place(copies)
-        self.visiting = True
+        self._point_to({n: p.to(self.device, non_blocking=True) for n, p in self.host.items()})
+        self.on_device = True
         try:
             yield
         finally:
-            self.visiting = False
-            self._place(self.home)
+            self.on_device = False
+            self._point_to(self.host)
 
-    @torch.no_grad()
-    def logp(self, batch: Batch) -> LogProbs:
-        """Return log-probability and entropy of every trained token under the starting weights."""
-        with self.at_work():
-            return batch_logp(
-                self.model,
-                batch,
-                temperature=self.temperature,
-                logits_megabytes=self.logits_megabytes,
-            )
-
-    def _place(self, weights: dict[str, torch.Tensor]) -> None:
+    def _point_to(self, weights: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.model.model.named_parameters():
             parameter.data = weights[name]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterOffReference(Still):
-    """The policy's own model with its adapter switched off: no second copy at all."""
+@dataclass(slots=True, kw_only=True)
+class AdapterOffReference(FrozenReference):
+    """The policy's own model with its adapter switched off: no second copy."""
 
-    model: LanguageModel
-    temperature: float
-    logits_megabytes: float
+    kind: ClassVar[str] = "adapter_off"
 
-    @property
-    def identity(self) -> str:
-        """The kind."""
-        return "adapter_off"
+    def __post_init__(self) -> None:
+        """Leave the model alone: it is the policy's, and trains."""
 
     @torch.no_grad()
     def logp(self, batch: Batch) -> LogProbs:
         """Return log-probability and entropy of every trained token without the adapter."""
         with adapter_off(self.model) as base:
-            return batch_logp(
-                base,
-                batch,
-                temperature=self.temperature,
-                logits_megabytes=self.logits_megabytes,
-            )
+            return self._logp(base, batch)

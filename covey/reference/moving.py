@@ -1,8 +1,8 @@
-"""A reference that follows the policy: a moving average of its weights, or now and then a copy.
+"""A reference that follows the policy: a moving average of its weights, or a periodic copy.
 
     every n optimizer steps:  reference = alpha * policy + (1 - alpha) * reference
 
-With alpha = 1 it becomes the policy as it is then: the outer iterations of GRPO's first paper.
+With alpha = 1 it becomes a copy of the policy: the outer iterations of the first GRPO paper.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 REFERENCE_FILE = "reference.safetensors"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class MovingReference(FrozenReference):
-    """A second copy of the weights, which takes a step towards the policy every so often."""
+    """A second copy of the weights that moves towards the policy every few optimizer steps."""
 
     alpha: float
     every: int
-    """Optimizer steps from one move to the next, whatever the step of training they are in."""
+    """Optimizer steps between moves, counted across training steps."""
     weights: dict[str, torch.Tensor] = field(init=False)
-    """In float32, as the optimizer has them: small steps would be lost in bfloat16."""
+    """Master weights in float32, as in the optimizer: bfloat16 would lose small moves."""
 
     def __post_init__(self) -> None:
         FrozenReference.__post_init__(self)
-        object.__setattr__(self, "weights", _masters(self.model))
+        self.weights = _masters(self.model)
 
     @property
     def identity(self) -> str:
@@ -46,10 +46,10 @@ class MovingReference(FrozenReference):
 
     @torch.no_grad()
     def after_step(self, policy: Policy) -> None:
-        """Take a step towards the policy, if it is time."""
+        """Move towards the policy, every `every` optimizer steps."""
         if policy.version % self.every:
             return
-        # Weights that are not trained are the same in both, and stay so.
+        # Weights that are not trained are equal in both, and stay equal.
         for name, master in policy.optimizer.masters.items():
             self.weights[name].lerp_(master.to(self.weights[name].dtype), self.alpha)
         self._round_to_parameters()
@@ -59,7 +59,7 @@ class MovingReference(FrozenReference):
         try:
             save_file(self.weights, folder / REFERENCE_FILE)
         except SafetensorError as error:
-            raise OSError(str(error)) from None  # a full disk; callers know it as what it is
+            raise OSError(str(error)) from None  # a full disk: callers handle OSError
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -67,7 +67,9 @@ class MovingReference(FrozenReference):
         try:
             saved = load_file(folder / REFERENCE_FILE)
         except (OSError, ValueError, SafetensorError) as error:
-            raise RunError(f"checkpoint {folder} has no reference to go on with: {error}") from None
+            raise RunError(
+                f"checkpoint {folder} has no usable reference weights: {error}"
+            ) from None
         for name, weight in self.weights.items():
             if name not in saved or saved[name].shape != weight.shape:
                 raise RunError(f"checkpoint {folder}: {REFERENCE_FILE} lacks {name}")

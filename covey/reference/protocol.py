@@ -1,11 +1,11 @@
-"""What a reference policy is."""
+"""The base class of reference policies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from covey.models.logp import LogProbs
 from covey.types import Batch
@@ -14,44 +14,33 @@ if TYPE_CHECKING:
     from covey.training.policy import Policy
 
 
-class Reference(Protocol):
-    """Gives log-probabilities that are never differentiated. No reference at all is `None`."""
+class Reference:
+    """Gives log-probabilities without gradient. A run without a reference has `None`.
 
-    @property
-    def identity(self) -> str:
-        """What it is, in a few words, for the record of a run."""
-
-    def logp(self, batch: Batch) -> LogProbs:
-        """Return log-probability and entropy of every trained token under the reference."""
-
-    def at_work(self) -> AbstractContextManager[None]:
-        """Surround several calls of `logp`: what they need is brought here once."""
-
-    def after_step(self, policy: Policy) -> None:
-        """Follow the policy, which has just taken an optimizer step."""
-
-    def save(self, folder: Path) -> None:
-        """Write into a checkpoint what is needed to go on."""
-
-    def load(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
-
-
-class Still:
-    """A reference that never changes has nothing to follow, and nothing to save."""
+    The defaults are those of a reference that never changes.
+    """
 
     __slots__ = ()
 
+    @property
+    def identity(self) -> str:
+        """A short description for the run's record."""
+        raise NotImplementedError
+
+    def logp(self, batch: Batch) -> LogProbs:
+        """Return log-probability and entropy of every trained token under the reference."""
+        raise NotImplementedError
+
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Nothing needs to be brought."""
+    def loaded(self) -> Iterator[None]:
+        """Keep the weights on the device over several calls of `logp`."""
         yield
 
     def after_step(self, policy: Policy) -> None:
-        """Stay."""
+        """React to an optimizer step of the policy."""
 
     def save(self, folder: Path) -> None:
-        """Write nothing."""
+        """Write the reference's state into a checkpoint."""
 
     def load(self, folder: Path) -> None:
-        """Read nothing."""
+        """Restore the state from a checkpoint."""

@@ -1,8 +1,8 @@
-"""A reference policy that runs elsewhere and is asked over HTTP.
+"""The reference server: serves the log-probabilities of a model over HTTP.
 
     POST /logp      rows of a batch -> log-probabilities and entropies (see wire.py)
-    GET  /health    which model this is, and what it takes
-    GET  /metrics   counters, as Prometheus reads them
+    GET  /health    the model, its digests, and the limits of a request
+    GET  /metrics   counters for Prometheus
 
 Needs fastapi and uvicorn: pip install 'covey[server]'.
 """
@@ -21,38 +21,38 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from covey._version import __version__
+from covey.escape import printable_line
 from covey.models.language_model import LanguageModel
+from covey.reference.batcher import Batcher, QueueFullError
 from covey.reference.fingerprint import Fingerprint, fingerprint
 from covey.reference.wire import Bounds, WireError, check_values, decode_request, encode_reply
-from covey.reference.worker import Busy, Worker
-from covey.shown import printable_line
 
-PATIENCE = 4
-"""A body that is too large is read, and thrown away, up to so many times the limit."""
+DISCARD_FACTOR = 4
+"""A body that is too large is read and discarded up to this many times the limit."""
 BODY_RATE = 2**18
-"""Bytes a second at which a body is never too slow."""
+"""Bytes per second; a client that sends faster is never too slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How a server behaves."""
+    """Settings of a server."""
 
     name: str
-    """The model, as it was given."""
+    """The model's name, as given by the user."""
     token: str = ""
-    """What clients must show; empty: nothing."""
+    """The bearer token of clients; empty: none is required."""
     max_megabytes: float = 64.0
     max_tokens: int = 131_072
     timeout: float = 120.0
-    """Seconds for a request, its arrival and its turn included."""
+    """Seconds for a request, including receiving it and waiting in the queue."""
     waiting: int = 64
-    """Requests that may wait."""
+    """The most requests in the queue."""
     connections: int = 256
-    """Connections that may be open."""
+    """The most open connections."""
     head_seconds: float = 10.0
-    """For the head of a request to arrive."""
+    """Time limit for receiving the head of a request."""
     body_seconds: float = 20.0
-    """For the body of a request to arrive, and a second more for each BODY_RATE bytes of it."""
+    """Time limit for receiving the body, plus a second for each BODY_RATE bytes."""
 
     @property
     def max_bytes(self) -> int:
@@ -60,8 +60,8 @@ class ServerSettings:
         return int(self.max_megabytes * 2**20)
 
 
-class Refused(Exception):
-    """An answer other than the one hoped for."""
+class RefusedError(Exception):
+    """A request is answered with an error status."""
 
     def __init__(self, status: int, line: str) -> None:
         super().__init__(line)
@@ -70,10 +70,10 @@ class Refused(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """What the routes share."""
+    """The state and handlers of all routes."""
 
     settings: ServerSettings
-    worker: Worker
+    batcher: Batcher
     fingerprint: Fingerprint
     bounds: Bounds
     started: float = field(default_factory=time.monotonic)
@@ -87,22 +87,24 @@ class Service:
                 limit = self.settings.max_bytes
                 body = await self._body(request, keep=limit)
                 if body is None:
-                    raise Refused(413, f"the body is larger than {limit} bytes (--max-megabytes)")
-                # Checking reads every token, and must not hold up the others.
-                asked = await asyncio.to_thread(decode_request, body, self.bounds)
-                if asked.tokenizer != self.fingerprint.tokenizer:
-                    raise Refused(422, "the client's tokenizer is not the one of this model")
-                values = await asyncio.wrap_future(self.worker.submit(asked))
+                    raise RefusedError(
+                        413, f"the body is larger than {limit} bytes (--max-megabytes)"
+                    )
+                # Checking reads every token, and must not block the event loop.
+                wanted = await asyncio.to_thread(decode_request, body, self.bounds)
+                if wanted.tokenizer != self.fingerprint.tokenizer:
+                    raise RefusedError(422, "the client's tokenizer differs from this model's")
+                values = await asyncio.wrap_future(self.batcher.submit(wanted))
         except WireError as error:
-            raise Refused(422, str(error)) from None
-        except Busy:
-            raise Refused(503, "too many requests wait") from None
+            raise RefusedError(422, str(error)) from None
+        except QueueFullError:
+            raise RefusedError(503, "the queue is full") from None
         except TimeoutError:
-            raise Refused(503, f"not done within {self.settings.timeout:g} s") from None
+            raise RefusedError(503, f"not done within {self.settings.timeout:g} s") from None
         try:
-            check_values(values, asked.temperature)
+            check_values(values, wanted.temperature)
         except WireError as error:
-            raise Refused(500, f"the model gives no log-probabilities: {error}") from None
+            raise RefusedError(500, f"the model gives invalid log-probabilities: {error}") from None
         reply = encode_reply(values, self.fingerprint.weights)
         return Response(reply, media_type="application/octet-stream")
 
@@ -121,13 +123,13 @@ class Service:
 
     async def metrics(self) -> Response:
         """Answer GET /metrics."""
-        counts = self.worker.counts
+        counts = self.batcher.counts
         values = {
             "requests_total": self.requests,
             "tokens_total": counts.tokens,
             "batches_total": counts.batches,
             "seconds_total": counts.seconds,
-            "queue_length": self.worker.waiting,
+            "queue_length": self.batcher.waiting,
         }
         lines = []
         for name, value in values.items():
@@ -139,11 +141,11 @@ class Service:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def _body(self, request: Request, keep: int) -> bytes | None:
-        """Read a body; None if it is larger than `keep`.
+        """Read a body; return None if it is larger than `keep`.
 
-        What is sent without end is cut off; but a client that is only somewhat above the limit is
-        heard out, for one that is still sending would see a broken connection and not the refusal.
-        One that sends too slowly is not.
+        A body somewhat above the limit is read to its end: a client that is still sending would see
+        a broken connection instead of the error. A body far above the limit is cut off, and so is
+        one that arrives too slowly.
         """
         body, seen = bytearray(), 0
         until = asyncio.get_running_loop().time() + self.settings.body_seconds
@@ -154,36 +156,38 @@ class Service:
                     limit.reschedule(until + seen / BODY_RATE)
                     if seen <= keep:
                         body += piece
-                    elif seen > PATIENCE * self.settings.max_bytes:
+                    elif seen > DISCARD_FACTOR * self.settings.max_bytes:
                         break
         except TimeoutError:
             line = f"{seen} bytes of the body after {self.settings.body_seconds:g} s: too slow"
-            raise Refused(408, line) from None
+            raise RefusedError(408, line) from None
         return bytes(body) if seen <= keep else None
 
-    async def _ask_for_token(self, request: Request) -> None:
-        shown = request.headers.get("authorization", "").encode()
+    async def _check_token(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").encode()
         wanted = f"Bearer {self.settings.token}".encode()
-        if self.settings.token and not hmac.compare_digest(shown, wanted):
+        if self.settings.token and not hmac.compare_digest(given, wanted):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.timeout):
                     await self._body(request, keep=0)
-            raise Refused(401, "the bearer token is missing or wrong")
+            raise RefusedError(401, "the bearer token is missing or wrong")
 
     async def guard(
-        self, request: Request, answer: Callable[[Request], Awaitable[Response]]
+        self, request: Request, handle: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        """Ask for the token before anything is read, and turn refusals into one line of JSON."""
+        """Check the token before reading the body, and turn errors into one line of JSON."""
         self.requests += 1
         try:
-            await self._ask_for_token(request)
-            response = await answer(request)
-        except Refused as refused:
+            await self._check_token(request)
+            response = await handle(request)
+        except RefusedError as refused:
             response = JSONResponse({"error": str(refused)}, status_code=refused.status)
             if refused.status == 503:
                 response.headers["Retry-After"] = "1"
             if refused.status in (401, 408, 413):
-                response.headers["Connection"] = "close"  # or the rest would be read for ever
+                response.headers["Connection"] = (
+                    "close"  # without it, the rest of the body would be read
+                )
         except Exception as error:
             line = printable_line(f"{type(error).__name__}: {error}", 300)
             response = JSONResponse({"error": line}, status_code=500)
@@ -193,10 +197,10 @@ class Service:
 
 
 def make_app(model: LanguageModel, settings: ServerSettings) -> FastAPI:
-    """Put a server together around a loaded model."""
+    """Return the web application that serves a loaded model."""
     service = Service(
         settings=settings,
-        worker=Worker(model, max_tokens=settings.max_tokens, waiting=settings.waiting),
+        batcher=Batcher(model, max_tokens=settings.max_tokens, waiting=settings.waiting),
         fingerprint=fingerprint(model),
         bounds=Bounds(
             vocabulary=model.model.config.vocab_size,

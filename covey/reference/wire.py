@@ -1,8 +1,8 @@
-"""What travels between a run and a reference server: safetensors, never pickle.
+"""The wire format between a run and a reference server: safetensors, never pickle.
 
-A request holds the rows of a batch, with the temperature and the client's tokenizer digest as
-metadata; a reply the log-probabilities and entropies, with the digest of the server's weights.
-Everything that a stranger might send is checked here before a model sees it.
+A request holds rows of a batch, with the temperature and the client's tokenizer digest as metadata.
+A reply holds log-probabilities and entropies, with the digest of the server's weights. Both sides
+check all received data here; a request is checked before the model sees it.
 """
 
 from __future__ import annotations
@@ -27,29 +27,27 @@ TYPES: Mapping[str, tuple[torch.dtype, int]] = {
     "lengths": (torch.int32, 1),
     "mask": (torch.bool, 2),
 }
-"""The tensors of a request: type and number of dimensions."""
+"""The tensors of a request: dtype and number of dimensions."""
 
 BYTES_PER_TOKEN = 17
-"""A request's most, padding and lengths included, for each token that `padded_tokens` counts."""
+"""The largest size of a request per token of `padded_tokens`, with padding and lengths."""
 HEADER_BYTES = 4096
-"""A request's names, shapes and metadata, generously."""
-
-
+"""A generous bound on a request's names, shapes and metadata."""
 SLACK = 1e-4
-"""How far above 0 rounding may lift a log-probability, or push an entropy below, at temperature 1.
+"""Rounding that may lift a log-probability above 0, or an entropy below, at temperature 1.
 
-Both are a difference of logits and their logsumexp, in float32: with logits up to 2^9 either is
-rounded by at most 2^-15 = 3e-5. Below temperature 1 logits are larger, and so is what is allowed.
+Both are differences of logits and their logsumexp in float32. With logits up to 2^9, either is
+rounded by at most 2^-15 = 3e-5. Below temperature 1, logits are larger, and so is the tolerance.
 """
 
 
 class WireError(ValueError):
-    """What was sent is not what was agreed on. The message is one line for the sender."""
+    """Invalid data was received. The message is one line for the sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """Rows to judge, and how."""
+class LogpRequest:
+    """Rows whose log-probabilities are wanted, and the temperature."""
 
     batch: Batch
     temperature: float
@@ -59,22 +57,22 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a server takes."""
+    """The limits of a server."""
 
     vocabulary: int
     context: int
-    """Tokens of one row at most."""
+    """The most tokens in one row."""
     tokens: int
-    """Padded tokens of one request at most."""
+    """The most padded tokens in one request."""
 
 
 def padded_tokens(batch: Batch) -> int:
-    """Return the rows times the longest of them: what a batch costs in memory."""
+    """Return the number of rows times the longest row: the memory cost of a batch."""
     return len(batch) * int((batch.prompt_lengths + batch.lengths).max())
 
 
 def encode_request(batch: Batch, *, temperature: float, tokenizer: str) -> bytes:
-    """Write a request."""
+    """Serialize a request."""
     tensors = {
         name: getattr(batch, name).to("cpu", kind).contiguous() for name, (kind, _) in TYPES.items()
     }
@@ -82,8 +80,8 @@ def encode_request(batch: Batch, *, temperature: float, tokenizer: str) -> bytes
     return body
 
 
-def decode_request(body: bytes, bounds: Bounds) -> Request:
-    """Read a request, and refuse what cannot be computed."""
+def decode_request(body: bytes, bounds: Bounds) -> LogpRequest:
+    """Parse a request, and raise WireError if it cannot be computed."""
     tensors, metadata = _read(body)
     _check_types(tensors)
     _check_shapes(tensors)
@@ -94,7 +92,7 @@ def decode_request(body: bytes, bounds: Bounds) -> Request:
         temperature = math.nan
     if not (0 < temperature < math.inf):
         raise WireError(f"temperature = {metadata['temperature'][:40]!r} must be a number above 0")
-    return Request(
+    return LogpRequest(
         batch=_batch({n: t if n == "mask" else t.long() for n, t in tensors.items()}),
         temperature=temperature,
         tokenizer=metadata.get("tokenizer", ""),
@@ -102,14 +100,14 @@ def decode_request(body: bytes, bounds: Bounds) -> Request:
 
 
 def encode_reply(values: LogProbs, weights: str) -> bytes:
-    """Write a reply."""
+    """Serialize a reply."""
     tensors = {k: v.to("cpu", torch.float32).contiguous() for k, v in values._asdict().items()}
     body: bytes = save(tensors, {"weights": weights})
     return body
 
 
 def decode_reply(body: bytes, shape: torch.Size, temperature: float) -> tuple[LogProbs, str]:
-    """Read a reply and the digest of the weights that gave it; refuse what no model can mean."""
+    """Parse a reply and the digest of the server's weights; refuse impossible values."""
     tensors, metadata = _read(body)
     for name in LogProbs._fields:
         found = tensors.get(name)
@@ -121,19 +119,19 @@ def decode_reply(body: bytes, shape: torch.Size, temperature: float) -> tuple[Lo
 
 
 def reply_bytes(shape: torch.Size) -> int:
-    """Return how large the reply to a request of this shape may be."""
+    """Return the largest size of the reply to a request of this shape."""
     return HEADER_BYTES + len(LogProbs._fields) * shape.numel() * torch.float32.itemsize
 
 
 def check_values(values: LogProbs, temperature: float) -> None:
-    """Refuse log-probabilities above 0, entropies below, and what is not finite.
+    """Refuse log-probabilities above 0, entropies below 0, and values that are not finite.
 
-    A clamped NaN has no gradient: it would take the penalty off its token, and leave no trace.
+    A clamped NaN has no gradient: it would silently remove the penalty of its token.
     """
     slack = SLACK / min(temperature, 1.0)
     for name, sign in (("logp", 1.0), ("entropy", -1.0)):
         found = getattr(values, name).flatten()
-        # NaN is not below anything, so it is wrong as well.
+        # Comparisons with NaN are false, so NaN is wrong too.
         wrong = ~((sign * found <= slack) & found.isfinite())
         if wrong.any():
             most = "at most" if sign > 0 else "at least"
@@ -144,12 +142,12 @@ def check_values(values: LogProbs, temperature: float) -> None:
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Put the rows of several batches below each other."""
+    """Concatenate the rows of several batches."""
     return _batch({name: _stacked([getattr(b, name) for b in batches]) for name in TYPES})
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Bring what a model reads to its device."""
+    """Move the tensors that a model reads to its device."""
     moved: dict[str, Any] = {name: getattr(batch, name).to(device) for name in TYPES}
     host = None if device.type == "cpu" else HostRows.of(batch)
     return replace(batch, **moved, host=host)
@@ -167,7 +165,7 @@ def _read(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         tensors = load(body)
         size = int.from_bytes(body[:8], "little")
         metadata = json.loads(body[8 : 8 + size]).get("__metadata__", {})
-        if metadata is None:  # which safetensors lets pass
+        if metadata is None:  # which safetensors accepts
             raise TypeError("__metadata__ is null")
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise WireError(f"not safetensors: {' '.join(str(error).split())[:200]}") from None
@@ -188,9 +186,9 @@ def _check_types(tensors: Mapping[str, torch.Tensor]) -> None:
 def _check_shapes(tensors: Mapping[str, torch.Tensor]) -> None:
     rows = {name: tensor.shape[0] for name, tensor in tensors.items()}
     if len(set(rows.values())) > 1 or rows["tokens"] == 0:
-        raise WireError(f"every tensor must have as many rows, and one or more, not {rows}")
+        raise WireError(f"all tensors must have the same number of rows, at least one, not {rows}")
     if tensors["mask"].shape != tensors["tokens"].shape or not tensors["tokens"].numel():
-        raise WireError("mask and tokens must have the same shape, and one or more columns")
+        raise WireError("mask and tokens must have the same shape, and at least one column")
     for lengths, tokens, least in (
         ("prompt_lengths", "prompt_tokens", 1),
         ("lengths", "tokens", 0),
@@ -210,7 +208,7 @@ def _check_values(tensors: Mapping[str, torch.Tensor], bounds: Bounds) -> None:
     if mask.view(torch.uint8).max() > 1:
         raise WireError("mask must hold 0 and 1")
     if (mask & (torch.arange(mask.shape[1]) >= lengths[:, None])).any():
-        raise WireError("mask must not mark what is beyond a row's length")
+        raise WireError("mask must be 0 beyond a row's length")
     total = tensors["prompt_lengths"].long() + lengths
     longest = int(total.max())
     if longest > bounds.context:
@@ -221,7 +219,7 @@ def _check_values(tensors: Mapping[str, torch.Tensor], bounds: Bounds) -> None:
 
 
 def _batch(tensors: Mapping[str, torch.Tensor]) -> Batch:
-    """Return a batch of which only what a model reads is filled in."""
+    """Return a batch with only the fields that a model reads."""
     rows = len(tensors["tokens"])
     zeros = torch.zeros(rows, dtype=torch.float64)
     read: dict[str, Any] = dict(tensors)

@@ -1,4 +1,4 @@
-"""From plain data to a reward: the registry, dotted paths, and rewards made of rewards."""
+"""The reward registry, and building a reward from a config section."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from typing import Any
 
 from covey.config.options import resolve_options
 from covey.config.schema import Named
-from covey.dotted import is_dotted, load_dotted
 from covey.errors import ConfigError, nearest
-from covey.rewards import seeds, templates
-from covey.rewards.answer import ExactText, FuzzyText, MathAnswer
+from covey.rewards import published, templates
 from covey.rewards.citations import Citations
 from covey.rewards.code import CodeTests
 from covey.rewards.coherence import Coherence
 from covey.rewards.countdown import Countdown
 from covey.rewards.efficiency import Efficiency
-from covey.rewards.form import AgentExampleForm, ThinkAnswerForm, ThinkToolForm
+from covey.rewards.format import AgentExampleForm, ThinkAnswerForm, ThinkToolForm
 from covey.rewards.judge import Judge
+from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import ByTask, Mix
 from covey.rewards.reasoning_gym import ReasoningGym
 from covey.rewards.safety import Safety
 from covey.rewards.score import Reward
+from covey.rewards.text_match import ExactText, FuzzyText
 from covey.rewards.think_answer import ThinkAnswer
 from covey.rewards.tool_call import ToolCall
 from covey.rewards.user import as_reward
+from covey.trust import import_callable, is_import_path
 
 
 def mix(
@@ -38,10 +39,10 @@ def mix(
     early_until: float = 0.2,
     correct_first: bool = False,
 ) -> Mix:
-    """Any rewards, weighted. Each of `parts` is a table with `name`, `weight` and options.
+    """A weighted mean of rewards. Each of `parts` is a table with `name`, `weight` and options.
 
-    `correct_first`: a correct completion has more than any incorrect one, and silence has the
-    least; without it parts such as `efficiency` and `safety` pay an empty text as well.
+    `correct_first`: a correct completion scores higher than any incorrect one, and an empty one
+    scores lowest. Without it, parts such as `efficiency` and `safety` reward an empty text too.
     """
     rewards, weights = {}, {}
     for key, table in parts.items():
@@ -63,7 +64,7 @@ def mix(
 
 
 def by_task(*, tasks: Mapping[str, Mapping[str, Any]]) -> ByTask:
-    """A reward for each task. Each of `tasks` is a table with `name` and options."""
+    """One reward per task. Each of `tasks` is a table with `name` and options."""
     rewards = {}
     for key, table in tasks.items():
         where = f"reward.tasks.{key}"
@@ -73,7 +74,7 @@ def by_task(*, tasks: Mapping[str, Mapping[str, Any]]) -> ByTask:
 
 REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
     {
-        # whether it is right
+        # correctness
         "think_answer": ThinkAnswer,
         "math_answer": MathAnswer,
         "countdown": Countdown,
@@ -83,7 +84,7 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
         "fuzzy_text": FuzzyText,
         "reasoning_gym": ReasoningGym,
         "judge": Judge,
-        # how it is said
+        # format and style
         "think_answer_form": ThinkAnswerForm,
         "think_tool_form": ThinkToolForm,
         "agent_example_form": AgentExampleForm,
@@ -91,34 +92,34 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
         "safety": Safety,
         "citations": Citations,
         "coherence": Coherence,
-        # made of others
+        # composite
         "mix": mix,
         "by_task": by_task,
         "math": templates.math,
         "code": templates.code,
         "retrieval": templates.retrieval,
         "agent": templates.agent,
-        # as published
-        "lm_book": seeds.LmBook,
-        "nano_aha": seeds.NanoAha,
-        "grpo_zero": seeds.GrpoZero,
-        "simple_grpo": seeds.SimpleGrpo,
-        "open_instruct": seeds.OpenInstruct,
+        # published implementations
+        "lm_book": published.LmBook,
+        "nano_aha": published.NanoAha,
+        "grpo_zero": published.GrpoZero,
+        "simple_grpo": published.SimpleGrpo,
+        "open_instruct": published.OpenInstruct,
     }
 )
 
 
 def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
-    """Return what makes the reward of this name: an entry of the registry, or a dotted path."""
+    """Return the class or function of this name: a registry entry, or a dotted path."""
     if name in REWARDS:
         return REWARDS[name]
-    if is_dotted(name):
-        return load_dotted(name, f"{where}.name")
+    if is_import_path(name):
+        return import_callable(name, f"{where}.name")
     raise ConfigError(f"config: {where}.name = {name!r} is not known{nearest(name, REWARDS)}")
 
 
 def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
-    """Return all options of the reward that a section names, checked."""
+    """Return all options of the reward in a config section, validated."""
     maker = find_reward(section.name, where)
     if section.name in REWARDS or inspect.isclass(maker):
         return resolve_options(maker, section, where)
@@ -126,7 +127,7 @@ def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
 
 
 def _function_options(function: Callable[..., Any], section: Named, where: str) -> dict[str, Any]:
-    """Check the options of a user's function against its keyword-only arguments."""
+    """Validate the options of a user's function against its keyword-only arguments."""
     known = {
         name: p.default
         for name, p in inspect.signature(function).parameters.items()
@@ -145,18 +146,17 @@ def _function_options(function: Callable[..., Any], section: Named, where: str) 
 
 
 def make_reward(name: str, options: Mapping[str, Any], where: str = "reward") -> Reward:
-    """Make a reward from its name and its resolved options."""
+    """Build a reward from its name and its resolved options."""
     maker = find_reward(name, where)
-    reward = maker(**options) if name in REWARDS else as_reward(maker, options)
-    return reward
+    return maker(**options) if name in REWARDS else as_reward(maker, options)
 
 
 def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
-    """Refuse a reward that must not decide alone."""
-    if getattr(reward, "needs_company", False):
+    """Raise ConfigError for a reward that must not be the only one."""
+    if getattr(reward, "needs_rule", False):
         raise ConfigError(
-            f"config: {where}.name = {name!r}: a judge can be talked round and never decides "
-            "alone; use 'mix' with a rule beside it, or the template 'retrieval'"
+            f"config: {where}.name = {name!r}: an LLM judge can be manipulated and never decides "
+            "alone; combine it with a rule in 'mix', or use 'retrieval'"
         )
     return reward
 

@@ -1,4 +1,4 @@
-"""Asking a server that speaks OpenAI's chat protocol, with the standard library alone."""
+"""A client for OpenAI-compatible chat endpoints, with retries, from the standard library."""
 
 from __future__ import annotations
 
@@ -18,102 +18,98 @@ from typing import Any
 from covey.errors import ConfigError, RewardError
 
 LONGEST_WAIT = 60.0
-"""Seconds before a retry at most, whatever the server asks for."""
+"""Upper limit on the seconds before a retry, even if the server requests more."""
 LARGEST_REPLY = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long to wait for a server, and how often to ask again."""
+class RetryPolicy:
+    """Time limits and retries of a request; `Judge` documents the fields."""
 
     timeout: float
-    """Seconds without a sign from the server, and seconds for the reply to be complete."""
     total_seconds: float
-    """For all tries, and for the waits between them."""
     retries: int
     backoff: float
-    """Seconds before the first retry, doubled each time, where the server does not say."""
 
 
 def check_url(url: str, where: str) -> None:
-    """Refuse what is not a plain web address, and one that holds a secret."""
+    """Raise ConfigError for a malformed URL, and for one that contains a secret."""
     try:
         split = urllib.parse.urlsplit(url)
         proper = split.scheme in ("http", "https") and bool(split.hostname) and split.port != 0
     except ValueError:
         raise ConfigError(f"{where} = {url!r} is not a web address") from None
     if "@" in split.netloc or split.query or split.fragment:
-        # Not shown: it may be a secret that is already in the wrong place.
+        # The URL is not shown: it may contain a secret.
         raise ConfigError(
-            f"{where} must hold no password and no query; put the key in an environment variable "
-            "and give that variable's name"
+            f"{where} must not contain a password or a query; put the key in an environment "
+            "variable and give that variable's name"
         )
     if not proper or not re.fullmatch("[!-~]+", url):
         raise ConfigError(f"{where} = {url!r} must be like http://localhost:8000/v1")
 
 
-def retry_delay(asked: str | None, backoff: float, attempt: int) -> float:
-    """Return the seconds to wait: what Retry-After asks for, or backoff · 2^attempt.
+def retry_delay(retry_after: str | None, backoff: float, attempt: int) -> float:
+    """Return the seconds to wait: the value of Retry-After, or backoff · 2^attempt.
 
     >>> retry_delay("7", 0.5, 0), retry_delay(None, 0.5, 2), retry_delay("9999", 0.5, 0)
     (7.0, 2.0, 60.0)
     """
     delay = backoff * 2.0**attempt
-    if asked is not None and re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", asked.strip()):
-        delay = float(asked)
-    elif asked is not None:
+    if retry_after and re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", retry_after.strip()):
+        delay = float(retry_after)
+    elif retry_after:
         try:
-            until = email.utils.parsedate_to_datetime(asked)
+            until = email.utils.parsedate_to_datetime(retry_after)
             delay = (until.replace(tzinfo=until.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
         except (ValueError, OverflowError):
             pass
     return min(max(delay, 0.0), LONGEST_WAIT)
 
 
-def complete_chat(base_url: str, key: str, body: Mapping[str, Any], patience: Patience) -> str:
-    """Return what the model says to `body`. RewardError if it says nothing that can be used.
+def complete_chat(base_url: str, key: str, body: Mapping[str, Any], policy: RetryPolicy) -> str:
+    """Return the model's reply to `body`. Raises RewardError if there is none.
 
-    A server that is busy (429), broken (5xx) or out of reach is asked again while there is time.
-    Every other refusal is final, and so is a reply that cannot be read: asked the same, the server
-    would say the same.
+    A server that is busy (429), failing (5xx) or unreachable is tried again while time is left. Any
+    other error is final, and so is a malformed reply: the same request would get the same reply.
     """
     url = f"{base_url.rstrip('/')}/chat/completions"
     headers = {"Content-Type": "application/json", "User-Agent": "covey"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    ends = time.monotonic() + patience.total_seconds
-    for attempt in range(patience.retries + 1):
-        asked, again = None, True
+    ends = time.monotonic() + policy.total_seconds
+    for attempt in range(policy.retries + 1):
+        retry_after, again = None, True
         try:
-            reply = _post(request, min(patience.timeout, max(ends - time.monotonic(), 0.01)))
+            reply = _post(request, min(policy.timeout, max(ends - time.monotonic(), 0.01)))
         except (OSError, http.client.HTTPException) as error:
             problem = f"cannot be reached: {one_line(str(error)) or type(error).__name__}"
         else:
-            # Servers repeat a wrong key in their refusal, and errors end up in logs.
-            said = reply.body.replace(key.encode(), b"***") if key else reply.body
+            # Servers repeat a wrong key in their error, and errors end up in logs.
+            content = reply.body.replace(key.encode(), b"***") if key else reply.body
             if reply.status == 200:
-                return _content(said)
-            problem = f"answered {reply.status}: {_server_message(said)}"
-            asked, again = reply.retry_after, reply.status == 429 or reply.status >= 500
-        if not again or attempt == patience.retries:
+                return _content(content)
+            problem = f"replied {reply.status}: {_server_message(content)}"
+            retry_after, again = reply.retry_after, reply.status == 429 or reply.status >= 500
+        if not again or attempt == policy.retries:
             break
-        delay = retry_delay(asked, patience.backoff, attempt)
+        delay = retry_delay(retry_after, policy.backoff, attempt)
         if time.monotonic() + delay >= ends:
-            problem += f"; another try is not within total_seconds = {patience.total_seconds:g}"
+            problem += f"; no time for another try in total_seconds = {policy.total_seconds:g}"
             break
         time.sleep(delay)
     raise RewardError(f"{url} {problem} (tries: {attempt + 1})")
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line that is short enough for a message."""
+    """Return a text as one line, short enough for an error message."""
     line = " ".join(text.split())
     return line if len(line) <= 200 else f"{line[:200]}..."
 
 
 class _AnyStatus(urllib.request.HTTPErrorProcessor):
-    """Hands over every reply as it is: a redirect would take the key to another host."""
+    """Returns every reply unchanged: a redirect would send the key to another host."""
 
     def http_response(self, request: Any, response: Any) -> Any:
         return response
@@ -145,11 +141,11 @@ def _post(request: urllib.request.Request, timeout: float) -> _Reply:
 
 
 def _server_message(body: bytes) -> str:
-    """What the server says is wrong: the message of its JSON, or its text."""
+    """Return the server's error message: from its JSON, or its text."""
     text = body.decode("utf-8", "replace")
     try:
-        said = json.loads(text)
-        error = said.get("error", said)
+        reply = json.loads(text)
+        error = reply.get("error", reply)
         text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, RecursionError, LookupError, AttributeError):
         pass
@@ -165,6 +161,6 @@ def _content(body: bytes) -> str:
     if not isinstance(content, str):
         raise RewardError(f"reply is not a chat completion: {_server_message(body)!r}")
     if finish == "length":
-        # What is cut off may end within a number.
-        raise RewardError(f"reply is cut off, raise max_tokens: {one_line(content)!r}")
+        # A truncated reply may end within a number.
+        raise RewardError(f"reply is truncated, raise max_tokens: {one_line(content)!r}")
     return content

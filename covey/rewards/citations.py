@@ -1,14 +1,12 @@
-"""Citations: how many different sources an answer names so that somebody could look them up."""
+"""The citations reward: the number of different sources that a completion cites."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
 
-from covey.errors import ConfigError
-from covey.rewards.score import Score
+from covey.rewards.score import Reward, Score, check_option
 from covey.rewards.text import after_thinking, count_words
 from covey.types import Prompt
 
@@ -19,7 +17,7 @@ _ARXIV = re.compile(
     r"arxiv(?:\.org/(?:abs|pdf|html)/|:\s{0,3}|\s{1,3})(\d{4}\.\d{4,5}|[a-z-]{2,12}/\d{7})",
     re.IGNORECASE,
 )
-# Longest kind first, with what every one of its kind holds.
+# Longest kind first, with a literal that every match contains.
 _ADDRESSES = ((_URL, "://"), (_DOI, "10."), (_ARXIV, "arxiv"))
 _MARK = r"\^?[\w.:-]{1,40}"
 _MARKS = re.compile(rf"\[(?<!\w\[)({_MARK}(?:\s{{0,3}}[,;]\s{{0,3}}{_MARK}){{0,20}})\](?!\()")
@@ -34,7 +32,7 @@ _BRACKETS = {")": "(", "]": "["}
 
 
 def _trim(address: str) -> str:
-    """Cut off what belongs to the sentence: marks, and brackets that were not opened inside."""
+    """Remove punctuation of the sentence: closing marks, and brackets not opened inside."""
     for _ in range(8):
         address = address.rstrip(_CLOSING)
         opening = _BRACKETS.get(address[-1:])
@@ -45,7 +43,7 @@ def _trim(address: str) -> str:
 
 
 def _key(address: str) -> str | None:
-    """One name for all the ways to write a source; None where it is no address."""
+    """Return one name for all spellings of a source; None if it is not an address."""
     arxiv = _ARXIV.search(address)
     if arxiv:
         return f"arxiv:{arxiv[1].lower()}"
@@ -64,13 +62,12 @@ def _key(address: str) -> str | None:
 def addresses(text: str) -> set[str]:
     """Return the URLs, DOIs and arXiv numbers of a text, each under one name.
 
-    Scheme, `www.`, fragments, closing marks and trailing slashes make no difference, nor does the
-    version of a paper.
+    Scheme, `www.`, fragments, closing punctuation, trailing slashes and paper versions are ignored.
 
     >>> sorted(addresses("See https://www.a.org/b/#c, http://a.org/b and arXiv:2402.03300v2."))
     ['a.org/b', 'arxiv:2402.03300']
     """
-    # Cut out once read: the DOI inside of a URL is no second source.
+    # Removed once found, because the DOI inside a URL is not a second source.
     found: set[str | None] = set()
     for pattern, literal in _ADDRESSES:
         if literal in text.lower():
@@ -92,7 +89,7 @@ def without_addresses(text: str) -> str:
 
 
 def _marks(text: str) -> set[str]:
-    """What stands in square brackets as a mark: `[3]`, `[1, 2]`, `[1-3]`, `[doc7]`."""
+    """Return the citation marks in square brackets: `[3]`, `[1, 2]`, `[1-3]`, `[doc7]`."""
     marks: set[str] = set()
     for group in set(_MARKS.findall(text)):
         for mark in re.split(r"\s*[,;]\s*", group):
@@ -105,7 +102,7 @@ def _marks(text: str) -> set[str]:
 
 
 def _split_entries(text: str) -> tuple[str, dict[str, str]]:
-    """The text without its list of sources, and that list by number."""
+    """Return the text without its list of sources, and the list by number."""
     body: list[str] = []
     entries: dict[str, str] = {}
     listed = False
@@ -125,9 +122,9 @@ def _split_entries(text: str) -> tuple[str, dict[str, str]]:
 def sources(text: str) -> set[str]:
     """Return the different sources that a text cites, each under one name.
 
-    An address counts wherever it stands. A mark such as `[1]` counts for its entry in a list of
-    sources, a line `[1] ...` (or `1. ...` under a heading such as References): for the address in
-    it or else for its title of at least three words. A mark without an entry names nothing.
+    An address counts anywhere. A mark such as `[1]` counts as its entry in a list of sources, which
+    is a line `[1] ...`, or `1. ...` under a heading such as References. The entry counts as its
+    address, or else as its title of at least three words. A mark without an entry does not count.
     """
     body, entries = _split_entries(text)
     found = addresses(text)
@@ -143,40 +140,36 @@ def _shape(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Citations:
-    """min(1, different sources / `minimum`): what the answer cites after its thinking.
+class Citations(Reward):
+    """min(1, different sources / `minimum`), for the text after the thinking.
 
-    Sources are web addresses, DOIs, arXiv numbers and entries of a list of sources that a mark such
-    as [1] points to. The same source twice is one.
+    Sources are URLs, DOIs, arXiv numbers and entries of a list of sources that a mark such as [1]
+    refers to. A repeated source counts once.
 
-    Where the prompt's info has `sources`, a list of addresses or of ids such as `doc3`, only those
-    count, an id by its mark `[doc3]`; and each other address, or mark that looks like an id of the
-    list but for its digits, takes off `unknown_penalty`. Success: at least `minimum` sources.
+    If the prompt's info has `sources`, a list of addresses or ids such as `doc3`, only those count;
+    an id is cited by its mark `[doc3]`. Every other address costs `unknown_penalty`, and so does
+    every mark that differs from a listed id only in its digits. Success: at least `minimum`
+    sources.
     """
 
     minimum: int = 2
     unknown_penalty: float = 0.25
 
-    quick: ClassVar[bool] = True
-    version: ClassVar[int] = 1
-    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
-
     def __post_init__(self) -> None:
-        if self.minimum < 1:
-            raise ConfigError(f"reward: minimum must be at least 1 source, not {self.minimum}")
-        if not 0 <= self.unknown_penalty <= 1:
-            raise ConfigError(
-                f"reward: unknown_penalty must lie between 0 and 1, not {self.unknown_penalty}"
-            )
+        check_option(self.minimum >= 1, f"minimum must be at least 1 source, not {self.minimum}")
+        check_option(
+            0 <= self.unknown_penalty <= 1,
+            f"unknown_penalty must be between 0 and 1, not {self.unknown_penalty}",
+        )
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Judge one answer."""
+        """Score one completion."""
         text = after_thinking(text)
         allowed = prompt.info.get("sources")
         if allowed is None:
             known, unknown = len(sources(text)), 0
         else:
-            known, unknown = _sorted_out(text, _allowed(prompt, allowed))
+            known, unknown = _count_cited(text, _allowed(prompt, allowed))
         share = min(1.0, known / self.minimum)
         return Score(
             reward=max(0.0, share - self.unknown_penalty * unknown),
@@ -188,17 +181,17 @@ class Citations:
 def _allowed(prompt: Prompt, listed: object) -> set[str]:
     if isinstance(listed, str) or not isinstance(listed, Iterable) or not list(listed):
         raise ValueError(
-            f"prompt {prompt.id}: info['sources'] must list addresses or ids, not be {listed!r}"
+            f"prompt {prompt.id}: info['sources'] must list addresses or ids, not {listed!r}"
         )
     return {_key(str(source)) or str(source) for source in listed}
 
 
-def _sorted_out(text: str, allowed: set[str]) -> tuple[int, int]:
-    """How many of the allowed sources are cited, and how many others."""
+def _count_cited(text: str, allowed: set[str]) -> tuple[int, int]:
+    """Return the number of allowed sources that are cited, and of others."""
     body, _ = _split_entries(text)
     shapes = {_shape(name) for name in allowed}
     marks = {mark for mark in _marks(body) if _shape(mark) in shapes}
-    # An id may hold blanks, which a mark is not searched for with.
+    # An id may contain spaces, which the pattern of marks does not match.
     marks |= {name for name in allowed if f"[{name}]" in body}
     cited = addresses(text) | marks
     return len(cited & allowed), len(cited - allowed)

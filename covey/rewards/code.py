@@ -1,4 +1,4 @@
-"""The reward of a program: the share of its tests that it passes, run in a sandbox."""
+"""The code reward: the share of tests that the program passes in a sandbox."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from covey.errors import ConfigError
-from covey.rewards.score import Score
-from covey.rewards.text import after_thinking, differ, inside
+from covey.rewards.score import Reward, Score, check_option
+from covey.rewards.text import after_thinking, answers_differ, tag_contents
 from covey.sandbox import (
     Case,
     Limits,
@@ -17,7 +16,7 @@ from covey.sandbox import (
     matches,
     read_expected,
     require_isolation,
-    run,
+    run_program,
     same_output,
 )
 from covey.types import Prompt
@@ -27,9 +26,9 @@ _PYTHON = ("python", "python3", "py")
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """Return the language and the content of every fenced block that is closed.
+    """Return the language and the content of every closed fenced block.
 
-    In a list a fence is indented, and what all lines have of that indent is no part of them.
+    In a Markdown list a fence is indented; the common indent of its lines is removed.
 
     >>> fenced_blocks("So:\\n```python\\nx = 1\\n```\\n```\\nopen")
     [('python', 'x = 1\\n')]
@@ -63,36 +62,36 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip(" \t"))
 
 
-def read_program(text: str) -> str:
-    """Return the program of an answer, looked for in what follows the thinking.
+def extract_program(text: str) -> str:
+    """Return the program of a completion: the last Python block after the thinking.
 
-    That is the last `<answer>`, or all of it. There, the last fenced block of Python; or else the
-    last fenced block; or else everything, and whether it is a program shows when it is run.
+    The search is in the last `<answer>` if there is one. Without a Python block, the last fenced
+    block is the program; without any block, the whole text.
     """
     rest = after_thinking(text)
-    answer = [rest, *inside(rest, "answer")][-1]
+    answer = [rest, *tag_contents(rest, "answer")][-1]
     blocks = fenced_blocks(answer)
     python = [content for language, content in blocks if language in _PYTHON]
     others = [content for _, content in blocks]
     return [answer, *others, *python][-1]
 
 
-def read_tests(info: Mapping[str, Any]) -> list[tuple[Case, object]]:
-    """Return what each test runs, and what it expects.
+def parse_tests(info: Mapping[str, Any]) -> list[tuple[Case, object]]:
+    """Return the case and the expected result of each test.
 
-    Raises ValueError where a prompt's tests are missing or are not what they should be.
+    Raises ValueError if a prompt's tests are missing or malformed.
     """
     tests = info.get("tests")
     if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
         raise ValueError("code_tests needs prompts with a list of tests in info['tests']")
-    return [_read_test(number, test) for number, test in enumerate(tests)]
+    return [_parse_test(number, test) for number, test in enumerate(tests)]
 
 
-def _read_test(number: int, test: Any) -> tuple[Case, object]:
+def _parse_test(number: int, test: Any) -> tuple[Case, object]:
     for given, wanted in (("call", "expected"), ("stdin", "stdout")):
         if isinstance(test, Mapping) and given in test:
             if not isinstance(test[given], str) or not isinstance(test.get(wanted), str):
-                raise ValueError(f"info['tests'][{number}] needs texts {given!r} and {wanted!r}")
+                raise ValueError(f"info['tests'][{number}] needs strings {given!r} and {wanted!r}")
             break
     else:
         raise ValueError(f"info['tests'][{number}] has neither 'call' nor 'stdin'")
@@ -106,53 +105,52 @@ def _read_test(number: int, test: Any) -> tuple[Case, object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeTests:
-    """Passed tests over all tests, or with `partial = false` 1 for all of them and 0 otherwise.
+class CodeTests(Reward):
+    """The share of passed tests; with `partial = false`, 1 for all of them and 0 otherwise.
 
-    A test is `{"call": "add(1, 2)", "expected": "3"}`, the expected value a Python literal, or
-    `{"stdin": "1 2", "stdout": "3"}`. The program never meets what is expected of it: results leave
-    the sandbox and are compared outside.
+    A test is `{"call": "add(1, 2)", "expected": "3"}`, with a Python literal as the expected value,
+    or `{"stdin": "1 2", "stdout": "3"}`. The program never sees the expected values: results are
+    compared outside the sandbox.
     """
 
     partial: bool = True
     seconds: float = 4.0
-    """For each test."""
+    """Time limit of each test."""
     total_seconds: float = 20.0
-    """For all tests of an answer; those that are not reached are not passed."""
+    """Time limit of all tests of a completion; tests that are not reached fail."""
     memory_mb: int = 512
     unsafe: bool = False
     """Whether to run programs without isolation, as an ordinary process of this user."""
 
-    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     quick: ClassVar[bool] = False
     version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if not 0 < self.seconds <= self.total_seconds <= 3600:
-            raise ConfigError(
-                f"reward: seconds = {self.seconds} must be positive and at most total_seconds = "
-                f"{self.total_seconds}, and that at most 3600"
-            )
-        if not 64 <= self.memory_mb <= 1 << 20:
-            raise ConfigError(
-                f"reward: memory_mb = {self.memory_mb} must be at least 64, and at most 1048576"
-            )
+        check_option(
+            0 < self.seconds <= self.total_seconds <= 3600,
+            f"seconds = {self.seconds} must be positive and at most total_seconds = "
+            f"{self.total_seconds}, and that at most 3600",
+        )
+        check_option(
+            64 <= self.memory_mb <= 1 << 20,
+            f"memory_mb = {self.memory_mb} must be at least 64 and at most 1048576",
+        )
         if not self.unsafe:
             require_isolation()
 
     @property
-    def longest(self) -> float:
-        """Seconds: one more than programs have, for the sandbox to start and to end."""
+    def max_seconds(self) -> float:
+        """One more second than programs have, for the sandbox to start and stop."""
         return self.total_seconds + 1.0
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Judge one answer. Raises ValueError where the prompt has no tests."""
-        tests = read_tests(prompt.info)
-        program = read_program(text)
-        if not program.strip() or differ(inside(after_thinking(text), "answer")):
+        """Score one completion. Raises ValueError if the prompt has no tests."""
+        tests = parse_tests(prompt.info)
+        program = extract_program(text)
+        if not program.strip() or answers_differ(tag_contents(after_thinking(text), "answer")):
             parts = {"passed": 0.0, "runs": 0.0}
             return Score(reward=0.0, success=False, parts=parts, attempted=False)
-        outcomes = run(
+        outcomes = run_program(
             program, [case for case, _ in tests], limits=self._limits(), unsafe=self.unsafe
         )
         passed = sum(
@@ -164,10 +162,7 @@ class CodeTests:
         return Score(
             reward=passed / len(tests) if self.partial else float(success),
             success=success,
-            parts={
-                "passed": passed / len(tests),
-                "runs": float(runs),
-            },
+            parts={"passed": passed / len(tests), "runs": float(runs)},
             attempted=runs,
         )
 

@@ -1,9 +1,8 @@
-"""Coherence: whether a text could be language, mathematics or code, and not noise.
+"""The coherence measure: whether a text looks like language, mathematics or code, or is noise.
 
-Nothing is understood here. The measure knows which letters follow each other in words of Latin
-script, which characters are common in other scripts, and which signs stand side by side in formulas
-and programs; noise from a keyboard or from a random number generator has other habits. Sense it
-cannot tell from nonsense in good words.
+It uses statistics only: which letters follow each other in Latin script, which characters are
+common in other scripts, and which signs are neighbours in formulas and programs. Keyboard mashing
+and random characters differ in these. It cannot detect nonsense made of real words.
 """
 
 from __future__ import annotations
@@ -14,23 +13,22 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import ClassVar
 
 from covey.rewards.efficiency import repetition
-from covey.rewards.score import Score
+from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
 RARE, RARE_COSTS = 1, 5.0
-"""Pairs of letters up to this level hardly occur in words; each takes so much off the sum."""
+"""Letter pairs up to level RARE hardly occur in words; each lowers the sum by RARE_COSTS."""
 PRIOR, PRIOR_PAIRS = 4.8, 5.0
-"""The level of so many pairs that a text has to its credit, for a few letters prove nothing."""
+"""Every text starts with PRIOR_PAIRS pairs of level PRIOR: a few letters prove nothing."""
 LOW, HIGH = 3.0, 4.1
-"""Mean levels of letter pairs: noise below the first, language above the second."""
+"""Mean levels of letter pairs: noise below LOW, language above HIGH."""
 WINDOW, WINDOWS = 4096, 5
-"""A longer text than five windows is judged by five that are spread evenly over it."""
+"""A text longer than five windows is sampled by five evenly spaced ones."""
 
-# Row: a letter, or the edge of a word (first); column: what follows it. A digit d stands for a
-# probability of about 2 ** (d - 9), from the common words of ten languages, English most.
+# Row: a letter, or the edge of a word (first); column: the next one. A digit d is a probability of
+# about 2 ** (d - 9), from the common words of ten languages, mostly English.
 _FOLLOWS = (
     "055555444433454451565344022",
     "634541242413646130656332032",
@@ -60,8 +58,8 @@ _FOLLOWS = (
     "842425021312444530354202011",
     "672227011602324510113503054",
 )
-# What characters are common in a script, and the share of them in plain text (about a half to three
-# quarters) below which a text is noise: where the plausibility is 0 and where it is 1.
+# Common characters of a script, and the shares of them at which the plausibility is 0 and 1. In
+# plain text the share is about a half to three quarters.
 _COMMON: dict[str, tuple[str, float, float]] = {
     "han": (
         "的是一在不人有了我国这为中个大会们他来和年上以要到时对么能你就发可地生家出也说于学后成与过"
@@ -97,7 +95,7 @@ _BLOCKS = (
     ("han", 0x3400, 0x9FFF),
     ("hangul", 0xAC00, 0xD7A3),
 )
-# By a sign, the signs that often follow it in formulas, programs and prose.
+# For each sign, the signs that often follow it in formulas, programs and prose.
 _SIGNS_AFTER = {
     "!": '"()=[',
     '"': "$%'()+,-./:;<=>?\\]{}",
@@ -132,7 +130,7 @@ _SIGNS_AFTER = {
 }
 _WORD = re.compile(r"[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u1e00-\u1eff]+")
 _PIECE = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-# What is seldom found goes first, and what stands before it is looked at then.
+# The rare part of each pattern comes first, and lookbehinds check what precedes it.
 _LONE_LETTERS = re.compile(r"[A-Za-z](?= )(?<!\S[A-Za-z])(?: [A-Za-z]){5,}(?!\S)")
 _LONG = re.compile(r"[A-Za-z0-9]{8,}")
 _SIGNS = re.compile(r"[^\w\s]{2,}")
@@ -141,7 +139,7 @@ _RUN = re.compile(r"(\S)\1{3,}|([^\W\d_]{2,4}?)\2{3,}")
 
 
 def _between(value: float, low: float, high: float) -> float:
-    """0 up to low, 1 from high on, a straight line in between."""
+    """Return 0 up to low, 1 from high on, and linear in between."""
     return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
@@ -154,7 +152,7 @@ def _sample(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _kind(character: str) -> str:
-    """`digit`, `sign`, `space`, `noise`, or the script of a letter."""
+    """Return `digit`, `sign`, `space`, `noise`, or the script of a letter."""
     category = unicodedata.category(character)
     if category in ("Cc", "Cn", "Co", "Cs") or character == "\ufffd":
         return "space" if character.isspace() else "noise"
@@ -169,7 +167,7 @@ def _kind(character: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _base(character: str) -> str:
-    """The letter from a to z under an accent; the nearest thing for the few that have none."""
+    """Return the letter from a to z under an accent, or the nearest letter."""
     letter = unicodedata.normalize("NFD", character)[0].lower()
     return (
         letter
@@ -179,14 +177,14 @@ def _base(character: str) -> str:
 
 
 def _pieces(word: str) -> list[str]:
-    """A word, or the words that its capitals set off: `getHttpCode`."""
+    """Split a camel-case word such as `getHttpCode`; other words stay whole."""
     if word.islower() or word.isupper() or not word.isascii():
         return [word]
     return _PIECE.findall(word)
 
 
 def _levels(word: str) -> list[int]:
-    """How usual each pair of letters is, the edges of the word included; 0 for a third in a row."""
+    """Return the level of each letter pair, word edges included; 0 for a third repeat."""
     letters = [ord(c) - 96 if "a" <= c <= "z" else ord(_base(c)) - 96 for c in word.lower()]
     edged = [0, *letters, 0]
     levels = [ord(_FOLLOWS[a][b]) - 48 for a, b in pairwise(edged)]
@@ -197,7 +195,7 @@ def _levels(word: str) -> list[int]:
 
 
 def _sum_of_levels(word: str) -> tuple[float, int]:
-    """Return the sum over the pairs of letters of a word, and how many they are."""
+    """Return the sum of levels over the letter pairs of a word, and their number."""
     total, pairs = 0.0, 0
     for levels in map(_levels, _pieces(word)):
         total += sum(levels) - RARE_COSTS * sum(level <= RARE for level in levels)
@@ -205,32 +203,32 @@ def _sum_of_levels(word: str) -> tuple[float, int]:
     return total, pairs
 
 
-# Most answers say the same words; and those of noise must not fill the memory.
+# Most completions share their words. The cache is bounded, because noise has endless words.
 _known_sum = lru_cache(maxsize=1 << 14)(_sum_of_levels)
 
 
 def _latin(text: str) -> float:
-    """How well the letters of the words follow each other."""
+    """Return the plausibility of the letter pairs in Latin words."""
     total, pairs = PRIOR * PRIOR_PAIRS, PRIOR_PAIRS
     for word in _WORD.findall(text):
-        # A letter alone is a name in a formula, and says nothing.
+        # A single letter is a name in a formula, and proves nothing.
         if (length := len(word)) > 1:
             levels, count = _known_sum(word) if length < 20 else _sum_of_levels(word)
             total += levels
             pairs += count
-    # Many of them in a row are another matter.
+    # Many single letters in a row count as pairs of level 0.
     pairs += sum(len(match[0]) / 2 for match in _LONE_LETTERS.finditer(text))
     return _between(total / pairs, LOW, HIGH)
 
 
 def _jumbled(word: str) -> bool:
-    """Whether case, or letters and digits, change all the time, as in keys and encoded bytes."""
+    """Whether case, or letters and digits, alternate often, as in keys and encoded bytes."""
     pieces = len(_PIECE.findall(word))
     return pieces > 4 and 3 * pieces > len(word)
 
 
 def _signs(text: str) -> float:
-    """The share of neighbouring signs that are neighbours in formulas and programs too."""
+    """Return the plausibility of neighbouring signs, compared with formulas and programs."""
     odd = pairs = len(_ODD_INFIX.findall(text))
     for run in _SIGNS.findall(text):
         pairs += len(run) - 1
@@ -248,10 +246,9 @@ def _common(script: str, counts: Counter[str], total: int) -> float:
 def coherence(text: str) -> float:
     """Return how much a text looks like language, mathematics or code, in [0, 1]; 0 if empty.
 
-    Each kind of character (words of Latin script, another script, digits, signs) is judged on its
-    own, and the judgements are averaged over the characters. The average is then lowered for signs
-    with little between them, for letters of many scripts side by side, for the same character over
-    and over, and for text that repeats itself. Below 0.5 is noise.
+    Each kind of character (Latin words, another script, digits, signs) gets a plausibility, and
+    these are averaged over the characters. The average is lowered for text of mostly signs, a mix
+    of many scripts, runs of the same character, and repetition. Below 0.5 is noise.
 
     >>> coherence("So 47 + 8 = 55, and 55 - 6 = 49.") > 0.9, coherence("zxcv kjhg qwpt bnmd") < 0.3
     (True, True)
@@ -266,29 +263,29 @@ def coherence(text: str) -> float:
     if kinds.total() == kinds["sign"] + kinds["noise"]:
         return 0.0
     jumbled = len(sample) - len(text)
-    judged = _judge(text, counts, kinds)
-    mean = sum(judged[kind] * count for kind, count in kinds.items()) / (kinds.total() + jumbled)
+    plausible = _plausibility(text, counts, kinds)
+    mean = sum(plausible[kind] * count for kind, count in kinds.items()) / (kinds.total() + jumbled)
     return mean * _medley(kinds) * _monotony(text, counts, kinds)
 
 
-def _judge(text: str, counts: Counter[str], kinds: Counter[str]) -> dict[str, float]:
-    """The plausibility of each kind of character."""
-    judged = {kind: 1.0 for kind in kinds} | {"noise": 0.0, "sign": _signs(text)}
+def _plausibility(text: str, counts: Counter[str], kinds: Counter[str]) -> dict[str, float]:
+    """Return the plausibility of each kind of character."""
+    plausible = {kind: 1.0 for kind in kinds} | {"noise": 0.0, "sign": _signs(text)}
     if kinds["latin"]:
-        judged["latin"] = _latin(text)
-        # Programs and formulas shorten their words; their signs speak for them.
-        if judged["sign"] > 0.9 and kinds["sign"] > 0.25 * kinds.total():
-            judged["latin"] = max(0.3, judged["latin"])
+        plausible["latin"] = _latin(text)
+        # Programs and formulas abbreviate words, so plausible signs raise the value.
+        if plausible["sign"] > 0.9 and kinds["sign"] > 0.25 * kinds.total():
+            plausible["latin"] = max(0.3, plausible["latin"])
     for script in kinds.keys() & _COMMON.keys():
-        judged[script] = _common(script, counts, kinds[script])
-    # Japanese writes its Han characters, which are others than the Chinese ones, among kana.
+        plausible[script] = _common(script, counts, kinds[script])
+    # Japanese mixes kana with Han characters, and uses other ones than Chinese.
     if kinds["kana"] > 0.2 * kinds["han"]:
-        judged["han"] = judged["kana"]
-    return judged
+        plausible["han"] = plausible["kana"]
+    return plausible
 
 
 def _medley(kinds: Counter[str]) -> float:
-    """1; less for letters of more than three scripts, little but signs, or noise in between."""
+    """Return a factor below 1 for more than three scripts, mostly signs, or noise characters."""
     letters = {kind: n for kind, n in kinds.items() if kind not in ("sign", "noise", "digit")}
     main = sum(sorted(letters.values())[-3:]) / max(1, sum(letters.values()))
     signs, noise = kinds["sign"] / kinds.total(), kinds["noise"] / kinds.total()
@@ -300,35 +297,31 @@ def _medley(kinds: Counter[str]) -> float:
 
 
 def _runs(text: str, counts: Counter[str]) -> int:
-    """How many characters only go on with what was there."""
-    # Without four of a character in a row, only eight letters can be what _RUN looks for.
+    """Return the number of characters that continue a run."""
+    # Without four of a character in a row, a match of _RUN has at least eight letters.
     four = any(4 * c in text for c, count in counts.items() if count > 3 and not c.isspace())
     words = (word for word in text.split() if len(word) >= (4 if four else 8))
     return sum(len(match[0]) - 3 for word in words for match in _RUN.finditer(word))
 
 
 def _monotony(text: str, counts: Counter[str], kinds: Counter[str]) -> float:
-    """1; less where a character or a phrase comes over and over."""
+    """Return a factor below 1 for repeated characters or phrases."""
     total = kinds.total()
     factor = 1.0 - _between(_runs(text, counts) / total, 0.35, 0.75)
-    # Tables of numbers may say the same thing often.
+    # Tables of numbers may repeat themselves.
     if kinds["digit"] + kinds["sign"] < 0.9 * total:
         factor *= 1.0 - _between(repetition(text, above=0.5), 0.5, 0.9)
     return factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coherence:
-    """`coherence` of the text: near 1 for language, mathematics and code, near 0 for noise.
+class Coherence(Reward):
+    """The `coherence` of the text: near 1 for language, mathematics and code, near 0 for noise.
 
     Success: at least 0.5.
     """
 
-    quick: ClassVar[bool] = True
-    version: ClassVar[int] = 1
-    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
-
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Judge one answer."""
+        """Score one completion."""
         value = coherence(text)
         return Score(reward=value, success=value >= 0.5, parts={"coherence": value})

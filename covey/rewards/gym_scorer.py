@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from covey.rewards.plain_answer import plain_data, plain_formula, plain_sum
+from covey.rewards.plain_answer import NotPlainError, plain_data, plain_formula, plain_sum
 from covey.tasks.reasoning_gym import entry_of
 
 Entry = Mapping[str, Any]
@@ -67,9 +67,17 @@ def score(prepared: tuple[str, Any, Entry], text: str) -> float:
     name, dataset, entry = prepared
     try:
         answer = readable(name, text, entry)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            given = float(dataset.score_answer(answer, entry))
+    except NotPlainError:
+        return 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return scored(dataset, answer, entry)
+
+
+def scored(dataset: Any, answer: str, entry: Entry) -> float:
+    """Return the score of an answer that the data set's scorer may see, from 0 to 1."""
+    try:
+        given = float(dataset.score_answer(answer, entry))
     except Exception:  # scorers take the form of an answer for granted, each in its own way
         return 0.0
     return min(max(given, 0.0), 1.0) if math.isfinite(given) else 0.0

@@ -1,4 +1,4 @@
-"""Punishment of answers that are too long, added to their rewards. It sees a group at a time."""
+"""Length penalties for a group of rollouts, added to their rewards."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from covey.errors import ConfigError
 from covey.types import Rollout
 
 ROUNDING = 1e-9
-"""A share of a group, such as 0.8 * 5 answers, is exact to this."""
+"""A share of a group, such as 0.8 * 5 rollouts, is exact to this."""
 
 LengthPenalty = Callable[[Sequence[Rollout]], list[float]]
-"""From the answers of a group to what is added to each one's reward: 0 or less."""
+"""From the rollouts of a group to the penalties added to their rewards: 0 or less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoPenalty:
-    """Nothing."""
+    """No length penalty."""
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return a 0 for each."""
+        """Return 0 for each rollout."""
         return [0.0] * len(rollouts)
 
 
@@ -29,26 +29,26 @@ class NoPenalty:
 class Soft:
     """Soft overlong punishment, DAPO (arXiv 2503.14476) equation 13.
 
-    0 up to limit - cache tokens, then down in a straight line to -1 at the limit.
+    0 up to limit - cache tokens, then linear to -1 at the limit.
     """
 
     limit: int
-    """The longest answer; in a run, rollout.max_tokens unless given."""
+    """Maximum completion length; rollout.max_tokens unless given."""
     cache: int
-    """Over how many tokens before the limit it grows; in a run, a fifth of it unless given."""
+    """Tokens before the limit over which the penalty grows; a fifth of it unless given."""
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= self.limit:
             raise ConfigError(
-                f"length_penalty: cache = {self.cache} must lie between 1 and limit = {self.limit}"
+                f"length_penalty: cache = {self.cache} must be between 1 and limit = {self.limit}"
             )
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the punishment of each."""
+        """Return the penalty of each rollout."""
         return [self.of(len(rollout.tokens)) for rollout in rollouts]
 
     def of(self, length: int) -> float:
-        """Return the punishment of an answer of so many tokens, its end token included."""
+        """Return the penalty of a completion of this many tokens, its end token included."""
         return -min(max(length - (self.limit - self.cache), 0), self.cache) / self.cache
 
 
@@ -56,12 +56,13 @@ class Soft:
 class GroupRelative:
     """Group-relative overlong punishment, arXiv 2508.04349 appendix C.
 
-    Answers are measured against L, the larger of mean length and mid-range: nothing below L, down
-    in a straight line to -size at 2 L. In an easy group (a share of `easy` or more is right) L is
-    that of the right answers, and they are punished; in a hard one (1 - easy or less) nobody is; in
-    between L is that of all, and the larger side is punished, the wrong one if they are equal.
+    With L the larger of mean length and mid-range, the penalty is 0 up to L and linear from there
+    to -size at 2 L. In an easy group (accuracy of at least `easy`), L is that of the correct
+    rollouts, and they are penalised. In a hard group (accuracy of at most 1 - easy), there is no
+    penalty. In between, L is that of all rollouts, and the majority (correct or incorrect) is
+    penalised; at a tie the incorrect ones are.
 
-    The paper leaves `easy` open.
+    The paper gives no value for `easy`.
     """
 
     easy: float = 0.75
@@ -70,23 +71,23 @@ class GroupRelative:
     def __post_init__(self) -> None:
         if not 0.5 <= self.easy <= 1.0 or self.size < 0:
             raise ConfigError(
-                f"length_penalty: easy = {self.easy} must lie between 0.5 and 1, and size = "
+                f"length_penalty: easy = {self.easy} must be between 0.5 and 1, and size = "
                 f"{self.size} must not be negative"
             )
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the punishment of each; answers that could not be scored count for nothing."""
+        """Return the penalty of each rollout; unscored rollouts do not count."""
         scored = [r for r in rollouts if r.success is not None]
-        right = [r for r in scored if r.success]
-        wrong, bound = len(scored) - len(right), self.easy * len(scored) - ROUNDING
-        if not right or wrong >= bound:
+        correct = [r for r in scored if r.success]
+        incorrect, bound = len(scored) - len(correct), self.easy * len(scored) - ROUNDING
+        if not correct or incorrect >= bound:
             return [0.0] * len(rollouts)
-        easy = len(right) >= bound
-        lengths = [len(r.tokens) for r in (right if easy else scored)]
+        easy = len(correct) >= bound
+        lengths = [len(r.tokens) for r in (correct if easy else scored)]
         measure = max((min(lengths) + max(lengths)) / 2, sum(lengths) / len(lengths))
-        punished = easy or 2 * len(right) > len(scored)
+        penalised = easy or 2 * len(correct) > len(scored)
         return [
-            self._of(len(r.tokens), measure) if r.success is punished else 0.0 for r in rollouts
+            self._of(len(r.tokens), measure) if r.success is penalised else 0.0 for r in rollouts
         ]
 
     def _of(self, length: int, measure: float) -> float:
@@ -95,16 +96,15 @@ class GroupRelative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfinished:
-    """An answer that was cut off is worth `at_most`, whatever its reward: open-instruct's penalty.
+    """A truncated completion gets a reward of `at_most`: open-instruct's non_stop_penalty.
 
-    There it is called non_stop_penalty, and the value replaces the reward; here it never raises
-    one.
+    There the value replaces the reward; here it never raises it.
     """
 
     at_most: float = 0.0
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return what each loses; answers that could not be scored lose nothing."""
+        """Return the penalty of each rollout; 0 for unscored ones."""
         return [
             min(self.at_most - r.reward, 0.0)
             if r.finish == "length" and r.reward is not None

@@ -1,4 +1,4 @@
-"""Several rewards as one: a weighted mean, a gate, a schedule, and factors against gaming."""
+"""Composite rewards: a weighted mean with a format gate and a weight schedule, and `by_task`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from covey.errors import ConfigError
 from covey.rewards.citations import without_addresses
 from covey.rewards.coherence import coherence
 from covey.rewards.robust import robust_factor
-from covey.rewards.score import Reward, Score, longest
+from covey.rewards.score import Reward, Score, check_option, max_seconds
 from covey.rewards.text import after_thinking
 from covey.types import Prompt
 
@@ -19,23 +18,22 @@ ACCURACY, FORMAT = "accuracy", "format"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mix:
+class Mix(Reward):
     """The weighted mean of parts: r = sum_k w_k r_k, with weights that sum to 1.
 
-    One part is called `accuracy`: whether an answer is right is for it to say. `gated`: if there is
-    a part called `format`, then accuracy counts only where the format holds; otherwise it counts
-    for the least that it can give, and that is 0, or what it gave below 0, where it has no
-    bounds. Without the gate both simply add up.
+    The part called `accuracy` decides `success`. `gated`: if there is a part called `format`,
+    accuracy counts only if the format holds. Otherwise accuracy counts as its lower bound; for a
+    part without bounds, as the smaller of 0 and its reward. Without the gate both add up.
 
-    `early` are weights for the beginning of a run; they change in a straight line into `weights`
-    over the first `early_until` of its steps. `robust` multiplies what lies above the least
-    reward by `robust_factor`.
+    `early` are the weights at the start of a run. They change linearly into `weights` over the
+    first `early_until` of its steps. `robust` multiplies the reward above the lower bound by
+    `robust_factor`.
 
-    `correct_first`: a correct completion has more than any incorrect one, whatever the weights. The
-    upper half of the range is for correct ones: half of it plus half of the weighted mean; with a
-    closed gate only the format counts there. The lower half is for incorrect ones: half of the
-    weighted mean of accuracy, of judges and, if `gated`, of the format; all other parts count for
-    nothing. No answer, or text that is no language, has the least reward.
+    `correct_first`: a correct completion scores higher than any incorrect one, for any weights.
+    Correct completions use the upper half of the range: half of it plus half of the weighted mean;
+    if the gate is closed, only the format counts there. Incorrect ones use the lower half: half of
+    the weighted mean of accuracy, judges and, if `gated`, the format. Other parts do not count. A
+    completion without a final answer, or one that is not language, has the lowest reward.
     """
 
     parts: Mapping[str, Reward]
@@ -49,69 +47,69 @@ class Mix:
     version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if ACCURACY not in self.parts:
-            raise ConfigError(
-                f"reward: one part must be called {ACCURACY!r}: it says whether an answer is "
-                f"right; there are {', '.join(self.parts) or 'no parts'}"
-            )
+        check_option(
+            ACCURACY in self.parts,
+            f"one part must be called {ACCURACY!r}: it decides whether a completion is correct; "
+            f"there are {', '.join(self.parts) or 'no parts'}",
+        )
         _check_weights("weights", self.weights, self.parts)
         if self.early:
             _check_weights("early", self.early, self.parts)
-        if not 0 < self.early_until <= 1:
-            raise ConfigError(
-                f"reward: early_until = {self.early_until} must lie above 0 and not above 1"
-            )
-        self._check_company()
-        if self.correct_first and not all(map(math.isfinite, self.bounds)):
-            raise ConfigError(
-                "reward: correct_first needs parts with bounds; a function of your own has none: "
-                "make it a class with bounds, or leave correct_first out"
-            )
+        check_option(
+            0 < self.early_until <= 1,
+            f"early_until = {self.early_until} must be above 0 and at most 1",
+        )
+        self._check_judges()
+        check_option(
+            not self.correct_first or all(map(math.isfinite, self.bounds)),
+            "correct_first needs parts with bounds; a plain function has none: make it a class "
+            "with bounds, or remove correct_first",
+        )
 
     def _judges(self) -> list[str]:
-        return [n for n, p in self.parts.items() if getattr(p, "needs_company", False)]
+        return [n for n, p in self.parts.items() if getattr(p, "needs_rule", False)]
 
-    def _check_company(self) -> None:
-        """A model that judges can be talked round; rules hold at least half of the weight."""
+    def _check_judges(self) -> None:
+        """An LLM judge can be manipulated, so rules hold at least half of the weight."""
         judges = self._judges()
         for weights in filter(None, (self.weights, self.early)):
             total = sum(weights[name] for name in judges)
-            if total > 0.5 or ACCURACY in judges:
-                raise ConfigError(
-                    f"reward: {', '.join(judges)} may hold at most half of the weight, not "
-                    f"{total:g}, and may not be the part {ACCURACY!r}: a judge never decides alone"
-                )
+            check_option(
+                total <= 0.5 and ACCURACY not in judges,
+                f"{', '.join(judges)} may have at most half of the weight, not {total:g}, and may "
+                f"not be the part {ACCURACY!r}: a judge never decides alone",
+            )
 
     @property
     def quick(self) -> bool:
-        """As quick as the slowest part."""
+        """Whether all parts are quick."""
         return all(part.quick for part in self.parts.values())
 
     @property
-    def longest(self) -> float:
-        """Seconds: parts judge one after the other."""
-        return sum(longest(part) for part in self.parts.values())
+    def max_seconds(self) -> float:
+        """The sum over the parts, which run one after the other."""
+        return sum(max_seconds(part) for part in self.parts.values())
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The weighted means of the parts' bounds, at any time of the run."""
+        """The weighted means of the parts' bounds, over the whole run."""
         ends = [self._ends(w) for w in (self.weights, self.early or self.weights)]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def _ends(self, weights: Mapping[str, float]) -> tuple[float, float]:
-        # 0 times infinity is no number: a part without weight has no bounds here.
+        # 0 times infinity is NaN, so parts without weight are left out.
         counted = [(w, self.parts[name].bounds) for name, w in weights.items() if w]
         return sum(w * low for w, (low, _) in counted), sum(w * high for w, (_, high) in counted)
 
     def at(self, share: float) -> Mix:
-        """Return the mix, and mixes within it, with the weights for this share of the run."""
+        """Return this mix, and mixes within it, with the weights at this share of the run."""
         left = max(0.0, 1.0 - share / self.early_until)
         early = self.early or self.weights
         weights = {k: w + (early[k] - w) * left for k, w in self.weights.items()}
         return replace(self, parts=_all_at(self.parts, share), weights=weights, early={})
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Judge one answer by every part."""
+        """Score one completion with every part."""
         scores = {name: part(prompt, text) for name, part in self.parts.items()}
         holds = not (self.gated and FORMAT in scores) or scores[FORMAT].success
         logged = {**{name: score.reward for name, score in scores.items()}, **_inner(scores)}
@@ -121,7 +119,7 @@ class Mix:
         total = self._halves if self.correct_first else self._mean
         low, high = self._ends(self.weights)
         return Score(
-            # sums of products stray by a last digit
+            # Sums of products can leave the bounds by rounding.
             reward=min(max(total(scores, holds, factor, text), low), high),
             success=scores[ACCURACY].success and holds,
             parts=logged,
@@ -138,7 +136,7 @@ class Mix:
         return least + (total - least) * factor
 
     def _halves(self, scores: Mapping[str, Score], holds: bool, factor: float, text: str) -> float:
-        """Return a reward in the upper half of the range if the completion is correct."""
+        """Return a reward in the upper half of the range for a correct completion."""
         low, high = self._ends(self.weights)
         if scores[ACCURACY].success:
             counted = list(scores) if holds else [FORMAT]
@@ -153,7 +151,7 @@ class Mix:
         return low + (high - low) * share
 
     def _share(self, scores: Mapping[str, Score], counted: Iterable[str]) -> float:
-        """Return the weighted mean of these parts, each from 0 for its least to 1 for its most."""
+        """Return the weighted mean of these parts, each scaled to [0, 1]."""
         total = 0.0
         for name in counted:
             low, high = self.parts[name].bounds
@@ -163,9 +161,9 @@ class Mix:
 
 
 def _is_noise(text: str, robust: bool) -> bool:
-    """Whether thinking or answer is no language; links, which anyone can invent, aside.
+    """Whether the thinking or the answer is not language. Links are ignored: they can be made up.
 
-    Where the `robust_factor` is 1 the thinking has been looked at.
+    With a `robust_factor` of 1 the thinking has passed already.
     """
     answer = after_thinking(text)
     if coherence(without_addresses(answer)) < 0.5:
@@ -174,9 +172,9 @@ def _is_noise(text: str, robust: bool) -> bool:
     return bool(thinking.strip()) and coherence(thinking) < 0.5
 
 
-def _least(bound: float, given: float) -> float:
-    """Return the least reward that there is; a user's function does not say, and counts from 0."""
-    return bound if math.isfinite(bound) else min(given, 0.0)
+def _least(bound: float, reward: float) -> float:
+    """Return the lower bound, or the smaller of 0 and the reward if there is none."""
+    return bound if math.isfinite(bound) else min(reward, 0.0)
 
 
 def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
@@ -184,7 +182,7 @@ def _all_at(rewards: Mapping[str, Reward], share: float) -> dict[str, Reward]:
 
 
 def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return the parts of the parts, where there are several."""
+    """Return the parts of each part that has several."""
     return {
         f"{name}/{inner}": value
         for name, score in scores.items()
@@ -194,49 +192,44 @@ def _inner(scores: Mapping[str, Score]) -> dict[str, float]:
 
 
 def _check_weights(what: str, weights: Mapping[str, float], parts: Mapping[str, Reward]) -> None:
-    if set(weights) != set(parts):
-        names = ", ".join(sorted(set(weights) ^ set(parts)))
-        raise ConfigError(
-            f"reward: {what} and parts must have the same names; they differ in {names}"
-        )
+    names = ", ".join(sorted(set(weights) ^ set(parts)))
+    check_option(not names, f"{what} and parts must have the same names; they differ in {names}")
     total = sum(weights.values())
-    if min(weights.values()) < 0 or abs(total - 1) > 1e-6:
-        listed = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
-        raise ConfigError(
-            f"reward: {what} must not be negative and must sum to 1, not {total:g} ({listed})"
-        )
+    listed = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+    check_option(
+        min(weights.values()) >= 0 and abs(total - 1) <= 1e-6,
+        f"{what} must not be negative and must sum to 1, not {total:g} ({listed})",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ByTask:
-    """A reward for each task, for prompts of several tasks."""
+class ByTask(Reward):
+    """One reward per task, for a mixture of tasks."""
 
     tasks: Mapping[str, Reward]
 
-    version: ClassVar[int] = 1
-
     @property
     def quick(self) -> bool:
-        """As quick as the slowest."""
+        """Whether all rewards are quick."""
         return all(reward.quick for reward in self.tasks.values())
 
     @property
-    def longest(self) -> float:
-        """Seconds: those of the slowest."""
-        return max(longest(reward) for reward in self.tasks.values())
+    def max_seconds(self) -> float:
+        """The maximum over the rewards."""
+        return max(max_seconds(reward) for reward in self.tasks.values())
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The widest."""
+        """The lowest and the highest bound."""
         ends = [reward.bounds for reward in self.tasks.values()]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def at(self, share: float) -> ByTask:
-        """Return the rewards with their weights for this share of the run."""
+        """Return the rewards with their weights at this share of the run."""
         return ByTask(tasks=_all_at(self.tasks, share))
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Judge by the reward of the prompt's task."""
+        """Score with the reward of the prompt's task."""
         if prompt.task not in self.tasks:
-            raise ValueError(f"reward.tasks has none for task {prompt.task!r}")
+            raise ValueError(f"reward.tasks has no reward for task {prompt.task!r}")
         return self.tasks[prompt.task](prompt, text)

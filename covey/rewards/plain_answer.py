@@ -1,9 +1,9 @@
-"""Answers read as data or as arithmetic, and written anew: nothing else gets to an evaluator.
+"""Parsing an answer as data or arithmetic and printing it again, before it is evaluated.
 
-Some scorers hand an answer to Python's `eval` or to sympy, which evaluates it too. They never get
-the text that a model wrote. It is parsed; only the nodes named here may stand in its tree; and the
-text that goes on is written from that tree. This runs in the sandbox, where a parser that breaks
-down on odd text, as Python's may, takes nothing with it.
+Some scorers pass an answer to Python's `eval`, or to sympy, which evaluates it too. They never get
+the text that a model wrote. It is parsed, only the node types listed here are allowed, and the
+evaluator gets text printed from the tree. This runs in the sandbox, so that a crash of Python's
+parser on odd text does no harm.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Collection
 
 MAX_DATA = 10_000
 MAX_FORMULA = 1000
-"""Characters of what is read."""
+"""Maximum characters of an answer."""
 MAX_NESTING = 10
 MAX_DEPTH = 300
-"""Of the tree of a formula: a sum of so many terms is that deep."""
+"""Of the tree of a formula; a sum of n terms is n deep."""
 MAX_DIGITS = 30
 MAX_BITS = 4096
-"""Of any number on the way, and of the degree of a power."""
+"""Of any intermediate number, and of the degree of a power."""
 
 FUNCTIONS = frozenset(
     {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh",
@@ -32,11 +32,11 @@ Data = str | int | float | list["Data"]
 
 
 class NotPlainError(ValueError):
-    """The text is not what may be read here."""
+    """The text is not plain data or arithmetic, or exceeds a limit."""
 
 
 def plain_data(text: str) -> str:
-    """Return a list of numbers and texts, or of such lists, written anew.
+    """Parse and print a list of numbers and texts, or of such lists.
 
     >>> plain_data('[[0, 1],\\n [-2, "a"]]')
     "[[0, 1], [-2, 'a']]"
@@ -45,7 +45,7 @@ def plain_data(text: str) -> str:
 
 
 def plain_formula(text: str, names: Collection[str] = ()) -> str:
-    """Return arithmetic with functions and powers, written anew. A name is a letter, or given.
+    """Parse and print arithmetic with functions and powers. Names are letters, or in `names`.
 
     >>> plain_formula("x**3/3+sin( 2*x ) + C")
     'x ** 3 / 3 + sin(2 * x) + C'
@@ -54,7 +54,7 @@ def plain_formula(text: str, names: Collection[str] = ()) -> str:
 
 
 def plain_sum(text: str) -> str:
-    """Return whole numbers with + - * / and parentheses, written anew.
+    """Parse and print whole numbers with + - * / and parentheses.
 
     >>> plain_sum("(3+4)*2")
     '(3 + 4) * 2'
@@ -101,12 +101,12 @@ def _number(node: ast.expr) -> int | float:
 
 
 class _Sum:
-    """What may stand in a tree, and how large a number can come of it."""
+    """The allowed nodes of a tree, and a bound on the size of its value."""
 
     operators: tuple[type[ast.operator], ...] = SUMS
 
     def bits(self, node: ast.expr, depth: int) -> int:
-        """Return a bound on the bits of the value. Raises NotPlainError for what may not stand."""
+        """Return a bound on the bits of the value. Raises NotPlainError for other nodes."""
         if depth < 0:
             raise NotPlainError("nested too deep")
         if isinstance(node, ast.BinOp) and isinstance(node.op, self.operators):

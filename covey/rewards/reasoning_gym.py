@@ -1,13 +1,11 @@
-"""The reward of a Reasoning Gym problem: what its own data set says of the answer.
+"""The Reasoning Gym reward: the score of the dataset's own scorer, with its flaws fixed.
 
-Not quite all that it says. Some scorers evaluate the answer, so they run in a sandbox, and get what
-is data or arithmetic only; one finds every answer right, one finds `nan` right, and one finds `0`
-right wherever `0.375` is. Such answers are wrong here.
+Some scorers evaluate the answer, so they run in a sandbox and get only data or arithmetic. One
+accepts every answer, one accepts `nan`, and one accepts `0` for `0.375`; such answers score 0 here.
 """
 
 from __future__ import annotations
 
-import importlib
 import pickle
 import re
 from collections.abc import Mapping
@@ -15,14 +13,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from covey.rewards.reading import final_text, read_number
+from covey.rewards.extract import extract_text
+from covey.rewards.math.number import parse_number
+from covey.rewards.pure_scorer import MOST_CHARACTERS, is_pure
 from covey.rewards.score import Score
 from covey.sandbox import require_isolation
 from covey.sandbox.scorer import LONGEST, sandboxed
 from covey.types import Prompt
 
 BY_FIRST_DIGITS = frozenset({"coin_flip"})
-"""Data sets of fractions that give full marks for a right beginning: any number that starts so."""
+"""Datasets whose scorer accepts any number that starts like the target."""
 NEAR = 1e-4
 NONSENSE = "?"
 
@@ -30,7 +30,6 @@ _NOT_A_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)j?(?![a-z])", re.IGNO
 _SCORER = (
     "covey.errors",
     "covey.types",
-    "covey.tasks.optional",
     "covey.tasks.task",
     "covey.tasks.reasoning_gym",
     "covey.rewards.plain_answer",
@@ -40,12 +39,12 @@ _SCORER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGym:
-    """The score of the data set, from 0 to 1; right is full marks.
+    """The score of the dataset, from 0 to 1; success is a score of 1.
 
-    Some data sets give part marks, such as 0.01 for any answer at all. The answer is the last
-    `<answer>` after the thinking, or all that follows it where there is none. Where the data set
-    evaluates the answer, one that is no plain data or arithmetic scores 0. So does one on which its
-    scorer takes too long or breaks down.
+    Some datasets give partial scores, such as 0.01 for any answer. The final answer is the last
+    `<answer>` after the thinking; without the tag, all text after the thinking. If the dataset
+    evaluates the answer, one that is not plain data or arithmetic scores 0. So does one on which
+    the scorer times out or crashes.
     """
 
     unsafe: bool = False
@@ -60,18 +59,21 @@ class ReasoningGym:
             require_isolation()
 
     @property
-    def longest(self) -> float:
-        """Seconds: an answer that is found right is followed by one that cannot be."""
+    def max_seconds(self) -> float:
+        """Two runs of the scorer: a correct answer is followed by one that cannot be correct."""
         return 2 * LONGEST
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score one completion."""
-        # Here, because it is rarely used and brings much with it.
+        # Imported here, because it is slow to import and rarely used.
         from covey.tasks.reasoning_gym import entry_of
 
         dataset, entry = entry_of(prompt.info)
-        answer, expected = final_text(text), str(entry.get("answer"))
+        answer, expected = extract_text(text), str(entry.get("answer"))
         name = prompt.info["reasoning_gym"]["dataset"]
+        if name == "composite":  # it hands the answer on to the data set that the entry is of
+            name = entry["metadata"]["source_dataset"]
+            dataset = dataset.datasets[name]
         reward = 0.0
         if answer == expected or _may_be_scored(answer, expected, name):
             reward = self._score(prompt.info, dataset, entry, answer)
@@ -83,26 +85,24 @@ class ReasoningGym:
     def _score(
         self, info: Mapping[str, Any], dataset: Any, entry: Mapping[str, Any], answer: str
     ) -> float:
-        if _only_compares(dataset):
-            return float(dataset.score_answer(answer, entry))
+        from covey.rewards.gym_scorer import scored
+
+        # An entry that does not travel with the prompt is not plain data.
+        if len(answer) <= MOST_CHARACTERS and "entry" in info["reasoning_gym"] and is_pure(dataset):
+            # A copy, because some scorers write to the entry.
+            return scored(dataset, answer, pickle.loads(pickle.dumps(entry)))
         trusted = {"reasoning_gym": {**info["reasoning_gym"], "entry": entry}}
         return _sandboxed_score(pickle.dumps(trusted), answer, self.unsafe)
 
 
 @lru_cache(maxsize=4096)
 def _sandboxed_score(trusted: bytes, answer: str, unsafe: bool) -> float:
-    """Return the score, remembered: many completions of a group give the same answer."""
+    """Return the score, cached: many completions of a group give the same answer."""
     return sandboxed(*_SCORER, unsafe=unsafe).score(pickle.loads(trusted), answer) or 0.0
 
 
-def _only_compares(dataset: Any) -> bool:
-    """Whether the data set has no scorer of its own: the common one looks for a text in a text."""
-    common = importlib.import_module("reasoning_gym.dataset").ProceduralDataset
-    return bool(type(dataset).score_answer is common.score_answer)
-
-
 def _is_near(answer: str, expected: str) -> bool:
-    given, target = read_number(answer), read_number(expected)
+    given, target = parse_number(answer), parse_number(expected)
     return given is not None and target is not None and abs(given - target) <= NEAR
 
 

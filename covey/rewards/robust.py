@@ -1,24 +1,24 @@
-"""What makes gaming a reward not worth it, whatever the reward."""
+"""The factor that lowers the reward of padded, repetitive or incoherent completions."""
 
 from __future__ import annotations
 
 from covey.rewards.coherence import coherence
 from covey.rewards.efficiency import repetition
-from covey.rewards.text import count_words, inside
+from covey.rewards.text import count_words, tag_contents
 
-LONG, MANY_CALLS = 1000, 8
-"""Words and tool calls that no honest answer needs."""
+MANY_WORDS, MANY_CALLS = 1000, 8
+"""More words and tool calls than a plain solution needs."""
 
 
 def _thinking(text: str, tag: str) -> list[str]:
-    """Return all thinking; the prompt may have ended with the tag that begins it."""
+    """Return all thinking; the opening tag may be part of the prompt."""
     before, closing, _ = text.partition(f"</{tag}>")
     begun = [before] if closing and f"<{tag}>" not in before else []
-    return [*begun, *inside(text, tag)]
+    return [*begun, *tag_contents(text, tag)]
 
 
 def robust_factor(text: str) -> float:
-    """Return what an answer's reward is multiplied by: 1 for an honest one.
+    """Return the factor on the reward of a completion, 1 if nothing suggests gaming.
 
     0.5 for thinking that is not language, 0.5 for text that mostly repeats itself, 0.7 for more
     than 1,000 words, and 1 - 0.05 for each tool call above 8, down to 0.5.
@@ -29,7 +29,7 @@ def robust_factor(text: str) -> float:
         factor *= 0.5
     if repetition(text, above=0.5) > 0.5:
         factor *= 0.5
-    if len(text) > LONG and count_words(text) > LONG:
+    if len(text) > MANY_WORDS and count_words(text) > MANY_WORDS:
         factor *= 0.7
     calls = text.count("<tool_call>")
     if calls > MANY_CALLS:

@@ -1,4 +1,4 @@
-"""What a reward is: it judges one answer to one prompt, and says why in named parts."""
+"""The reward protocol: a reward function scores one completion and reports named parts."""
 
 from __future__ import annotations
 
@@ -6,44 +6,55 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from covey.errors import ConfigError
 from covey.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The judgement of one answer."""
+    """The score of one completion."""
 
     reward: float
     success: bool
-    """Whether the answer is right, whatever else the reward counts; of a form: whether it holds."""
+    """Whether the final answer is correct; for a format reward, whether the format holds."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Unweighted, so that a change of weights does not change what is logged."""
     attempted: bool = True
-    """Whether the completion gives an answer at all, right or wrong, that can be compared."""
+    """Whether the completion has a final answer, correct or not, that can be compared."""
 
 
 class Reward(Protocol):
-    """A judge. A frozen dataclass whose fields are its options, so it can go to other processes.
+    """A reward function: a frozen dataclass whose fields are its options.
 
-    It may raise: then the answer has no reward, which is not the same as a reward of 0.
+    It must pickle, because scoring processes receive a copy. It may raise: the completion then has
+    no reward, which differs from a reward of 0. Subclasses inherit the defaults below.
     """
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and the most that it gives."""
+        """The lowest and the highest reward it returns."""
+        return 0.0, 1.0
 
     @property
     def quick(self) -> bool:
-        """Whether it takes at most milliseconds, whatever the text: it needs no time limit."""
+        """Whether it takes milliseconds at most for any text, and so needs no time limit."""
+        return True
 
     @property
     def version(self) -> int:
-        """Goes up when the meaning of its numbers changes."""
+        """Increases when the meaning of its numbers changes."""
+        return 1
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Judge one answer."""
+        """Score one completion."""
 
 
-def longest(reward: Reward) -> float:
-    """Return the seconds that a reward may take by limits of its own; 0 where it has none."""
-    return float(getattr(reward, "longest", 0.0))
+def max_seconds(reward: Reward) -> float:
+    """Return the seconds that a reward's own limits allow per completion; 0 if it has none."""
+    return float(getattr(reward, "max_seconds", 0.0))
+
+
+def check_option(holds: bool, message: str) -> None:
+    """Raise ConfigError with this message unless a condition on a reward's options holds."""
+    if not holds:
+        raise ConfigError(f"reward: {message}")

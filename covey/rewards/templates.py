@@ -1,29 +1,31 @@
-"""Mixes that serve a kind of task, with the weights of the chapter on reward design.
+"""Ready-made reward mixes for math, code, tool use and retrieval.
 
-A correct completion has more than any incorrect one: see `correct_first` in `Mix`.
+A correct completion scores higher than any incorrect one: see `correct_first` in `Mix`.
 
-`early_format`, if above 0, is the weight of `format` at the beginning of a run; it is taken from
-`accuracy` and given back over the first fifth of the steps.
+`early_format`, if above 0, is the weight of `format` at the start of a run. It is taken from
+`accuracy` and returned over the first fifth of the steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from covey.config.options import resolve_options
 from covey.config.schema import Named
-from covey.rewards.answer import FuzzyText, MathAnswer
 from covey.rewards.citations import Citations
 from covey.rewards.code import CodeTests
 from covey.rewards.efficiency import Efficiency
-from covey.rewards.form import ThinkToolForm
+from covey.rewards.format import ThinkToolForm
 from covey.rewards.judge import Judge
+from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import Mix
 from covey.rewards.safety import Safety
 from covey.rewards.score import Reward
+from covey.rewards.text_match import FuzzyText
 from covey.rewards.tool_call import ToolCall
+
+WEIGHTED = ("accuracy", "format", "efficiency", "safety")
 
 
 def math(
@@ -38,12 +40,12 @@ def math(
     tolerance: float = 0.01,
     symbolic: bool = True,
 ) -> Mix:
-    """Sums and formulas: correctness first. At most 3 steps and 400 words are expected.
+    """Numbers and formulas, with at most 3 tool calls and 400 words expected.
 
-    A number that is not whole may be off by `tolerance` of its size; a whole one may not.
+    `tolerance` is relative, and applies only to targets that are not whole numbers.
     """
-    right = MathAnswer(tolerance=tolerance, symbolic=symbolic)
-    parts = _parts(right, ThinkToolForm(), max_words=400)
+    answer = MathAnswer(tolerance=tolerance, symbolic=symbolic)
+    parts = _parts(answer, ThinkToolForm(), max_words=400)
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
 
@@ -58,7 +60,7 @@ def code(
     early_format: float = 0.0,
     unsafe: bool = False,
 ) -> Mix:
-    """Programs: the share of tests passed, in a sandbox; short, and safe. `unsafe`: no sandbox."""
+    """Programs: the share of tests passed in a sandbox. `unsafe`: run without the sandbox."""
     parts = _parts(CodeTests(unsafe=unsafe), ThinkToolForm())
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
@@ -73,7 +75,7 @@ def agent(
     robust: bool = True,
     early_format: float = 0.0,
 ) -> Mix:
-    """Tool calls: the right tool and the right arguments."""
+    """Tool calls: the correct tool and arguments."""
     parts = _parts(ToolCall(), ThinkToolForm())
     return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
@@ -90,18 +92,17 @@ def retrieval(
     sources: int = 2,
     judge: Mapping[str, Any] | None = None,
 ) -> Mix:
-    """Questions answered from sources: `format` is the citations, at least `sources` of them.
+    """Answers from sources: `format` is the citations, at least `sources` of them.
 
-    Accuracy is the likeness to the expected text. `judge`, a table with `base_url` and `model`,
-    hands half of its weight to a language model. Additive: a right answer with one source is
-    worth something.
+    Accuracy is the similarity to the target. `judge`, a table with `base_url` and `model`, gives
+    half of the weight of accuracy to an LLM judge. Not gated by default: a correct answer with too
+    few sources still earns a reward.
     """
     parts = _parts(FuzzyText(), Citations(minimum=sources))
-    mixed = _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
-    if judge is None:
-        return mixed
-    section = Named.model_validate({"name": "judge", **judge})
-    return _with_judge(mixed, Judge(**resolve_options(Judge, section, "reward.judge")))
+    if judge is not None:
+        section = Named.model_validate({"name": "judge", **judge})
+        parts["judge"] = Judge(**resolve_options(Judge, section, "reward.judge"))
+    return _mix(parts, (accuracy, format, efficiency, safety), gated, robust, early_format)
 
 
 def _parts(accuracy: Reward, form: Reward, max_words: int = 512) -> dict[str, Reward]:
@@ -116,31 +117,14 @@ def _mix(
     robust: bool,
     early_format: float,
 ) -> Mix:
-    weights = dict(zip(parts, given, strict=True))
+    weights = dict(zip(WEIGHTED, given, strict=True))
     early: dict[str, float] = {}
     if early_format > 0:
         moved = early_format - weights["format"]
         early = {**weights, "format": early_format, "accuracy": weights["accuracy"] - moved}
+    if "judge" in parts:  # it gets half of the weight of accuracy
+        for each in filter(None, (weights, early)):
+            each["accuracy"] = each["judge"] = each["accuracy"] / 2
     return Mix(
-        parts=parts,
-        weights=weights,
-        gated=gated,
-        robust=robust,
-        early=early,
-        correct_first=True,
-    )
-
-
-def _with_judge(mix: Mix, judge: Judge) -> Mix:
-    """Give the judge half of the weight of accuracy, at any time."""
-
-    def shared(weights: Mapping[str, float]) -> dict[str, float]:
-        half = weights["accuracy"] / 2
-        return {**weights, "accuracy": half, "judge": half}
-
-    return replace(
-        mix,
-        parts={**mix.parts, "judge": judge},
-        weights=shared(mix.weights),
-        early=shared(mix.early) if mix.early else {},
+        parts=parts, weights=weights, gated=gated, robust=robust, early=early, correct_first=True
     )

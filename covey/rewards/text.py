@@ -1,11 +1,11 @@
-"""Reading answers. Every function takes time linear in the text, however hostile it is."""
+"""Tags, thinking and words in a completion. Every function is linear in the length of the text."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-# Neither do underscores make one word of many, nor is a wall of digits one.
+# Underscores do not join words, and a long run of digits is several words.
 _LETTERS = r"[^\W\d_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 _WORD = re.compile(
     r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
@@ -13,10 +13,10 @@ _WORD = re.compile(
 )
 
 
-def inside(text: str, tag: str) -> list[str]:
-    """Return what stands between each `<tag>` and the `</tag>` that follows it.
+def tag_contents(text: str, tag: str) -> list[str]:
+    """Return the text between each `<tag>` and the next `</tag>`.
 
-    >>> inside("<a>1</a> <a>2</a> <a>3", "a")
+    >>> tag_contents("<a>1</a> <a>2</a> <a>3", "a")
     ['1', '2']
     """
     opening, closing = f"<{tag}>", f"</{tag}>"
@@ -32,17 +32,17 @@ def inside(text: str, tag: str) -> list[str]:
     return found
 
 
-def differ(answers: Iterable[str]) -> bool:
-    """Tell whether there are different ones among several answers: then none has been given.
+def answers_differ(answers: Iterable[str]) -> bool:
+    """Whether a completion gives different final answers, which counts as no answer.
 
-    >>> differ(["7", " 7 "]), differ(["7", "8"])
+    >>> answers_differ(["7", " 7 "]), answers_differ(["7", "8"])
     (False, True)
     """
     return len({answer.strip() for answer in answers}) > 1
 
 
 def after_thinking(text: str) -> str:
-    """Return what follows the thinking. Where thinking was begun and not ended, that is nothing.
+    """Return the text after the thinking; nothing if the thinking is not closed.
 
     >>> after_thinking("<think>3 or 4?</think> 4"), after_thinking("<think>4")
     (' 4', '')
@@ -57,7 +57,7 @@ def after_thinking(text: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """Count words; scripts without spaces count a word a character.
+    """Count words; in scripts without spaces each character is a word.
 
     >>> count_words("five small words, don't: 我们"), count_words("x = 3.5")
     (7, 3)
@@ -65,16 +65,16 @@ def count_words(text: str) -> int:
     return sum(1 for _ in _WORD.finditer(text))
 
 
-def parted(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] | None:
-    """Split at tags that each open and close once, in this order: (around them, inside them).
+def split_tags(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] | None:
+    """Split at tags that each open and close once, in this order: (outside, contents).
 
-    None where a tag is missing, repeated, nested or out of order.
+    None if a tag is missing, repeated, nested or out of order.
 
-    >>> parted("<a>1</a> <b>2</b>.", ("a", "b"))
+    >>> split_tags("<a>1</a> <b>2</b>.", ("a", "b"))
     (['', ' ', '.'], ['1', '2'])
     """
-    around: list[str] = []
-    within: list[str] = []
+    outside: list[str] = []
+    contents: list[str] = []
     at = 0
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"
@@ -83,7 +83,19 @@ def parted(text: str, tags: tuple[str, ...]) -> tuple[list[str], list[str]] | No
         start, end = text.find(opening, at), text.find(closing, at)
         if not 0 <= start < end:
             return None
-        around.append(text[at:start])
-        within.append(text[start + len(opening) : end])
+        outside.append(text[at:start])
+        contents.append(text[start + len(opening) : end])
         at = end + len(closing)
-    return [*around, text[at:]], within
+    return [*outside, text[at:]], contents
+
+
+def only_tags(text: str, tags: tuple[str, ...]) -> list[str] | None:
+    """Return the contents of the tags if the text is these tags in order and nothing else.
+
+    >>> only_tags("<a>1</a> <b>2</b>", ("a", "b")), only_tags("<a>1</a>.", ("a",))
+    (['1', '2'], None)
+    """
+    found = split_tags(text, tags)
+    if found is None or "".join(found[0]).strip() or not all(map(str.strip, found[1])):
+        return None
+    return found[1]

@@ -1,4 +1,4 @@
-"""The reward of a tool call: the right tool, then the right arguments."""
+"""The tool-call reward: the correct tool with the correct arguments."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from covey.errors import ConfigError
-from covey.rewards.score import Score
-from covey.rewards.text import after_thinking, inside
+from covey.rewards.score import Reward, Score, check_option
+from covey.rewards.text import after_thinking, tag_contents
 from covey.types import Prompt
 
 MAX_CHARACTERS = 10_000
@@ -23,7 +22,7 @@ _ARGUMENTS = ("arguments", "args", "parameters")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A tool and what it is called with."""
+    """A tool call: name and arguments."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -32,10 +31,10 @@ class Call:
 
 
 def parse_call(text: str) -> Call | None:
-    """Return the one call that the whole text is, with or without its tags, or None.
+    """Parse a text that is one tool call, with or without its tags; None for any other text.
 
-    A call is `{"name": ..., "arguments": {...}}` (`args` and `parameters` do as well, and the
-    object may come as a JSON string) or `name(key=value, ...)` with literal values.
+    A call is `{"name": ..., "arguments": {...}}` or `name(key=value, ...)` with literal values.
+    `args` and `parameters` also work as keys, and the arguments may be a JSON string.
 
     >>> parse_call('<tool_call>get_weather(city="Paris", days=3)</tool_call>').arguments
     {'city': 'Paris', 'days': 3}
@@ -50,24 +49,12 @@ def parse_call(text: str) -> Call | None:
     return _from_json(text) if text.startswith("{") else _from_syntax(text)
 
 
-def read_calls(text: str) -> list[Call]:
-    """Return the calls that follow the thinking, in order, without those that are malformed.
-
-    Without any `<tool_call>` tags, the whole of what follows the thinking may be one call.
-    """
-    return [call for call in map(parse_call, _pieces(text)) if call is not None]
-
-
-def _pieces(text: str) -> list[str]:
+def only_call(text: str) -> Call | None:
+    """Return the only call after the thinking, with or without tags; None if there are more."""
     rest = after_thinking(text)
-    return inside(rest, "tool_call") if "<tool_call>" in rest else [rest]
-
-
-def _only_call(text: str) -> Call | None:
-    if after_thinking(text).count("<tool_call>") > 1:
-        return None
-    pieces = _pieces(text)
-    return parse_call(pieces[0]) if pieces else None
+    tags = rest.count("<tool_call>")
+    calls = tag_contents(rest, "tool_call") if tags else [rest]
+    return parse_call(calls[0]) if calls and tags <= 1 else None
 
 
 def _too_deep(text: str) -> bool:
@@ -80,9 +67,9 @@ def _too_deep(text: str) -> bool:
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse an argument that is given twice: which one is meant depends on who reads it."""
+    """Reject a repeated argument: parsers disagree on which one counts."""
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a repeated key")
     return dict(pairs)
 
 
@@ -109,7 +96,7 @@ def _from_object(value: Mapping[str, Any]) -> Call | None:
 
 
 def _as_written(text: str, call: ast.Call) -> bool:
-    """Whether names stand in the text as they are: to Python full-width letters are plain ones."""
+    """Whether names occur literally in the text: Python reads full-width letters as plain ones."""
     names = [(call.func, ast.unparse(call.func)), *((k, str(k.arg)) for k in call.keywords)]
     return all((ast.get_source_segment(text, n) or "").startswith(name) for n, name in names)
 
@@ -119,7 +106,7 @@ def _from_syntax(text: str) -> Call | None:
         return None
     try:
         with warnings.catch_warnings():
-            # The parser complains of escapes such as \\d in the strings of others.
+            # The parser warns about escapes such as \\d in strings.
             warnings.simplefilter("ignore")
             call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call):
@@ -139,7 +126,7 @@ def _from_syntax(text: str) -> Call | None:
 
 
 def same_value(given: Any, expected: Any) -> bool:
-    """Compare by value, as JSON has it: 3 is 3.0 but not "3", true is not 1, strings are stripped.
+    """Compare as JSON values: 3 equals 3.0 but not "3", true is not 1, strings are stripped.
 
     >>> same_value({"a": [3.0, " x"]}, {"a": [3, "x"]}), same_value("3", 3), same_value(True, 1)
     (True, False, False)
@@ -158,80 +145,74 @@ def same_value(given: Any, expected: Any) -> bool:
 
 
 def _named(call: Call, order: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return all arguments by name, or None where the order of parameters does not give them."""
+    """Return all arguments by name, or None if the order of parameters does not name them."""
     names = order[: len(call.positional)]
     if len(names) < len(call.positional) or set(names) & set(call.arguments):
         return None
     return {**dict(zip(names, call.positional, strict=True)), **call.arguments}
 
 
-def wanted_call(prompt: Prompt) -> Call | None:
-    """Return the call that a prompt asks for: `info["call"]`, an object or text, else `answer`."""
+def target_call(prompt: Prompt) -> Call | None:
+    """Return the expected call: `info["call"]`, an object or text, else the target."""
     given = prompt.info.get("call", prompt.target)
     return _from_object(given) if isinstance(given, Mapping) else parse_call(str(given))
 
 
 def _expected(prompt: Prompt) -> Call:
-    call = wanted_call(prompt)
+    call = target_call(prompt)
     if call is None:
         raise ValueError(
-            f"prompt {prompt.id!r} has no call to compare with: give one in info['call'] or answer"
+            f"prompt {prompt.id!r} has no expected call: give one in info['call'] or as target"
         )
     return call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """`tool` for the right tool, plus the rest of 1 for the right arguments as well.
+class ToolCall(Reward):
+    """`tool` for the correct tool, plus 1 - `tool` if the arguments are correct too.
 
-    Arguments count only with the right tool, or `{}` would be half right for any tool that takes
-    none. One call is expected: more than one, or one that cannot be parsed, is worth nothing, so
-    that calling everything at once gains nothing. With `partial` the share of right arguments among
-    all that are given or expected counts; otherwise it is all of them or nothing.
+    Arguments count only with the correct tool; otherwise `{}` would earn half for any tool without
+    arguments. Exactly one call is expected: several calls, or one that cannot be parsed, score 0,
+    so that calling everything at once earns nothing. With `partial`, the share of correct arguments
+    among all given or expected ones counts; otherwise all must be correct.
 
-    The call is `prompt.info["call"]` (an object or text), else `prompt.target`. Arguments without
-    names take those of `prompt.info["parameters"]`, in order; without it they are wrong.
+    The expected call is `prompt.info["call"]` (an object or text), else `prompt.target`. Positional
+    arguments get the names in `prompt.info["parameters"]`, in order; without it they are wrong.
     """
 
     tool: float = 0.5
     partial: bool = False
 
-    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
-    quick: ClassVar[bool] = True
     version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tool <= 1:
-            raise ConfigError(f"reward: tool = {self.tool} must lie between 0 and 1")
+        check_option(0 <= self.tool <= 1, f"tool = {self.tool} must be between 0 and 1")
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Judge one answer."""
+        """Score one completion."""
         expected = _expected(prompt)
-        call = _only_call(text)
-        right_tool = call is not None and call.name == expected.name
+        call = only_call(text)
+        named = call is not None and call.name == expected.name
         share = 0.0
-        if call is not None and right_tool:
+        if call is not None and named:
             share = self._share(call, expected, tuple(prompt.info.get("parameters", ())))
         return Score(
-            reward=self.tool * right_tool + (1 - self.tool) * share,
+            reward=self.tool * named + (1 - self.tool) * share,
             success=share == 1.0,
-            parts={"name": float(right_tool), "arguments": share},
+            parts={"name": float(named), "arguments": share},
             attempted=call is not None,
         )
 
     def _share(self, call: Call, expected: Call, order: Sequence[str]) -> float:
         given, wanted = _named(call, order), _named(expected, order)
         if wanted is None:
-            ours, theirs = (
-                (call.positional, call.arguments),
-                (expected.positional, expected.arguments),
-            )
-            return float(same_value(ours, theirs))
+            both = [(c.positional, c.arguments) for c in (call, expected)]
+            return float(same_value(*both))
         if given is None:
             return 0.0
         keys = given.keys() | wanted.keys()
-        right = sum(
+        correct = sum(
             key in given and key in wanted and same_value(given[key], wanted[key]) for key in keys
         )
-        share = right / len(keys) if keys else 1.0
+        share = correct / len(keys) if keys else 1.0
         return share if self.partial or share == 1.0 else 0.0

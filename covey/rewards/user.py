@@ -1,4 +1,4 @@
-"""Rewards of the user's own: any plain, async or TRL-style function."""
+"""Reward functions of the user: plain, async or TRL-style."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserFunction:
-    """A function in the dress of a reward.
+    """A user's function as a reward.
 
-    plain   `f(prompt, text)` or `async f(prompt, text)`: a number, a `Score`, or a mapping of parts
-            whose sum is the reward
-    TRL     `f(completions, **columns)`, async or not: a list of numbers. It is called once for a
-            group, with `prompts`, `answer` and everything in the prompt's `info` as lists beside.
+    plain   `f(prompt, text)` or `async f(prompt, text)` returns a number, a `Score`, or a mapping
+            of parts whose sum is the reward.
+    TRL     `f(completions, **columns)`, async or not, returns a list of numbers. It is called once
+            per group. Columns are lists: `prompts`, `target`, and every entry of the prompt's
+            `info` by its name. `answer` is the target too, for functions written for TRL's usual
+            columns, unless `info` has an `answer` of its own.
 
-    `None` in place of a number means that the answer cannot be judged. A number alone does not say
-    whether the answer is right: it counts as right from `success_at` on.
+    `None` instead of a number means that the completion cannot be scored. A number does not say
+    whether the completion is correct: from `success_at` on it is a success.
     """
 
     function: Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     success_at: float = 1.0
     conversational: bool = False
-    """Give a TRL function its completions as lists of messages rather than as text."""
+    """Whether a TRL function gets completions as lists of messages instead of text."""
 
     bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
 
@@ -47,28 +49,28 @@ class UserFunction:
 
     @property
     def whole_groups(self) -> bool:
-        """Whether the function judges several answers in one call, as TRL's do."""
+        """Whether the function scores a whole group in one call, as TRL's do."""
         return "completions" in inspect.signature(self.function).parameters
 
     @property
     def is_async(self) -> bool:
-        """Whether calls can wait for each other's answers side by side."""
+        """Whether several calls can wait at the same time."""
         call = getattr(self.function, "__call__", None)  # noqa: B004 - an object may be async too
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Judge one answer."""
-        (score,) = self.judge(prompt, [text])
+        """Score one completion."""
+        (score,) = self.score_group(prompt, [text])
         if score is None:
-            raise ValueError("the function gave None")
+            raise ValueError("the function returned None")
         return score
 
-    def judge(self, prompt: Prompt, texts: Sequence[str]) -> list[Score | None]:
-        """Judge answers to one prompt; None for one that cannot be judged."""
-        return asyncio.run(self.judge_async(prompt, texts))
+    def score_group(self, prompt: Prompt, texts: Sequence[str]) -> list[Score | None]:
+        """Score the completions of one prompt; None for one that cannot be scored."""
+        return asyncio.run(self.score_group_async(prompt, texts))
 
-    async def judge_async(self, prompt: Prompt, texts: Sequence[str]) -> list[Score | None]:
-        """Judge answers to one prompt; an async function is awaited."""
+    async def score_group_async(self, prompt: Prompt, texts: Sequence[str]) -> list[Score | None]:
+        """Score the completions of one prompt; an async function is awaited."""
         if not self.whole_groups:
             given = [self.function(prompt, text, **self.options) for text in texts]
             results = [await r if inspect.isawaitable(r) else r for r in given]
@@ -76,17 +78,20 @@ class UserFunction:
             results = self.function(**self._columns(prompt, texts), **self.options)
             results = list(await results if inspect.isawaitable(results) else results)
         if len(results) != len(texts):
-            raise ValueError(f"the function gave {len(results)} rewards for {len(texts)} answers")
+            raise ValueError(
+                f"the function returned {len(results)} rewards for {len(texts)} completions"
+            )
         return [self._score(result) for result in results]
 
     def _columns(self, prompt: Prompt, texts: Sequence[str]) -> dict[str, list[Any]]:
-        """Return what TRL would call the function with: one list an argument."""
+        """Return the keyword arguments of TRL's call: one list per column."""
         completions: list[Any] = list(texts)
-        asked: Any = prompt.text
+        messages: Any = prompt.text
         if self.conversational:
             completions = [[{"role": "assistant", "content": text}] for text in texts]
-            asked = [dict(message) for message in prompt.messages]
-        row = {"answer": prompt.target, **prompt.info, "prompts": asked}
+            messages = [dict(message) for message in prompt.messages]
+        columns = {"target": prompt.target, "answer": prompt.target, **prompt.info}
+        row = {**columns, "prompts": messages}
         return {**{name: [value] * len(texts) for name, value in row.items()},
                 "completions": completions}  # fmt: skip
 
@@ -102,22 +107,22 @@ class UserFunction:
 
 
 def as_reward(function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> Reward:
-    """Dress any function, or make an object of any class, as a reward; rewards stay themselves."""
+    """Return a reward for any function or class; a reward is returned unchanged."""
     given = dict(options or {})
-    judge: Any = function
+    reward: Any = function
     if inspect.isclass(function):
-        judge, given = function(**given), {}
-    if all(hasattr(judge, name) for name in ("bounds", "quick", "version")):
-        return judge  # type: ignore[no-any-return]
-    if not callable(judge):
-        raise ConfigError(f"reward: {judge!r} cannot be called with a prompt and a text")
-    _check_signature(judge)
+        reward, given = function(**given), {}
+    if all(hasattr(reward, name) for name in ("bounds", "quick", "version")):
+        return reward  # type: ignore[no-any-return]
+    if not callable(reward):
+        raise ConfigError(f"reward: {reward!r} cannot be called with a prompt and a text")
+    _check_signature(reward)
     own = {k: given.pop(k) for k in ("success_at", "conversational") if k in given}
-    return UserFunction(function=judge, options=given, **own)
+    return UserFunction(function=reward, options=given, **own)
 
 
 def _check_signature(function: Callable[..., Any]) -> None:
-    """Refuse what was not written as a reward before it is called with anything."""
+    """Raise ConfigError for a function that cannot be called as a reward."""
     try:
         signature = inspect.signature(function)
         if "completions" not in signature.parameters:
@@ -125,5 +130,5 @@ def _check_signature(function: Callable[..., Any]) -> None:
     except (TypeError, ValueError):
         name = getattr(function, "__name__", type(function).__name__)
         raise ConfigError(
-            f"reward: {name} takes neither a prompt and a text nor completions, so it is no reward"
+            f"reward: {name} is not a reward function; it must take (prompt, text) or completions"
         ) from None

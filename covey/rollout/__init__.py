@@ -1,1 +1,1 @@
-"""Rollouts: sampling and scoring groups, filters, and the source the loop takes them from."""
+"""Rollouts: episodes, collecting and scoring groups, filters, and the source of the loop."""

@@ -1,4 +1,4 @@
-"""Which groups an update learns from. Filters are not losses: they combine with any objective."""
+"""Filters: which groups and tokens a step trains on. They combine with any objective."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from covey.types import Batch, Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """The groups to learn from, and how many were left out, by reason."""
+    """The groups to train on, and how many were dropped, by reason."""
 
     groups: tuple[Group, ...]
     unscored: int = 0
-    """Fewer than two of their answers were scored: there is nothing to compare."""
+    """Fewer than two of their rollouts have a reward: there is nothing to compare."""
     stale: int = 0
-    """Some answer was sampled too many optimizer steps ago."""
+    """Some rollout was sampled too many optimizer steps ago."""
     uniform: int = 0
-    """All right or all wrong."""
+    """All correct or all wrong."""
     surplus: int = 0
-    """More than a step asks for."""
+    """More than the step takes."""
 
 
 def select(
@@ -31,12 +31,13 @@ def select(
     max_age: int = 0,
     most: int | None = None,
 ) -> Selected:
-    """Leave out whole groups, never single answers: statistics are of groups.
+    """Drop whole groups, never single rollouts: statistics are over groups.
 
     `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some but not all of its
-    answers are right. It is about being right and not about reward, which a length penalty, say,
-    makes vary in a group that is all right. With `max_age` a group is dropped if an answer is older
-    than that many optimizer steps at `version`; 0 keeps all. `most` groups are kept, in order.
+    rollouts are correct. It looks at success and not at reward, because a length penalty, say,
+    gives different rewards to a group that is all correct. With `max_age` a group is dropped if a
+    rollout is older than this many optimizer steps at `version`; 0 keeps all. The first `most`
+    groups are kept.
     """
     scored = [g for g in groups if sum(r.reward is not None for r in g.rollouts) >= 2]
     fresh = [g for g in scored if not max_age or _age(g, version) <= max_age]
@@ -52,9 +53,9 @@ def select(
 
 
 def is_mixed(group: Group) -> bool:
-    """Whether some but not all scored answers of a group are right."""
-    right = [r.success for r in group.rollouts if r.reward is not None]
-    return any(right) and not all(right)
+    """Return whether some but not all scored rollouts of a group are correct."""
+    correct = [r.success for r in group.rollouts if r.reward is not None]
+    return any(correct) and not all(correct)
 
 
 def _age(group: Group, version: int) -> int:
@@ -62,10 +63,10 @@ def _age(group: Group, version: int) -> int:
 
 
 def without_truncated(batch: Batch) -> Batch:
-    """Train no token of answers that were cut off: overlong filtering, DAPO section 3.4.
+    """Train no token of truncated rollouts: overlong filtering, DAPO section 3.4.
 
-    To be called after advantages are filled in: the answers stay in their group's statistics, and
-    in the number of sequences, so that masking shrinks a mean over answers rather than weighs up
-    the rest. A mean over tokens, of the step or of a group, is over those that are left.
+    Call it after advantages are filled in: the rollouts stay in the statistics of their group and
+    in the number of sequences, so that masking shrinks a mean over rollouts and gives the others no
+    more weight. A mean over tokens, of the step or of a group, is over the tokens that are left.
     """
     return replace(batch, mask=batch.mask & ~batch.truncated[:, None])

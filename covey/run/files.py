@@ -1,4 +1,4 @@
-"""Writing files so that they are either whole or not there."""
+"""Atomic writes: a file or a folder is either complete or not there."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ from typing import Any
 from covey.errors import DiskError, RunError
 
 
-def _failed(path: Path, error: OSError) -> DiskError:
-    return DiskError(f"cannot write {path}: {error.strerror or error}")
-
-
 def check_free(path: Path, instead: str = "choose another folder") -> None:
-    """Refuse a folder to be made that holds something; it may be there and empty."""
+    """Refuse an output folder that already holds files. An empty one is fine."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RunError(f"{path} already holds files; {instead}")
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append one JSON line; if that fails, take back what was written of it."""
+    """Append one JSON line. If that fails, cut the file back to what it was."""
     data = (json.dumps(row) + "\n").encode()
     try:
         with path.open("ab", buffering=0) as file:
@@ -40,33 +36,22 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it into place."""
+    """Write a UTF-8 file atomically."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file under another name, then rename it into place."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+    """Write a file atomically: under another name, then renamed into place."""
+    with _partial(path) as partial:
+        partial.write_bytes(data)
+        sync(partial)
         partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise _failed(path, error) from None
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Give a folder to fill; it gets its name only when all its files are safely on disk."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
+    """Yield a folder to fill. It gets its name once all its files are on disk."""
+    with _partial(path) as partial:
         partial.mkdir(parents=True)
         yield partial
         for file in [*partial.rglob("*"), partial]:
@@ -75,12 +60,31 @@ def whole_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(path)
         partial.rename(path)
         sync(path.parent)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise _failed(path, error) from None
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`. Nothing is left under it if anything fails."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        _remove(partial)
+        yield partial
+    except BaseException as error:
+        _remove(partial)
+        if isinstance(error, OSError):
+            raise _failed(path, error) from None
         raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _failed(path: Path, error: OSError) -> DiskError:
+    return DiskError(f"cannot write {path}: {error.strerror or error}")
 
 
 def sync(path: Path) -> None:

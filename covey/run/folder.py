@@ -1,17 +1,17 @@
-"""The run folder: everything that is known of a run, in files that any program can read.
+"""The run folder: all files of a run, in formats that any program can read.
 
     config.toml             the resolved configuration
     environment.json        versions, machine, git commit, command, seed, config.toml at the start
-    steps.jsonl             one line of metrics a step; docs/metrics.md says what each means
-    eval.jsonl              one line an evaluation
-    evaluations/000050.jsonl   what became of every held-out prompt at the evaluation of step 50
-    rollouts/000012.jsonl   every answer of step 12, its text and reward first
-    review/000100.md        the highest and lowest answers of step 100, for a person to read
-    checkpoints/000050/     a Hugging Face folder with optimizer state; written whole or not at all
-    checkpoints.jsonl       one line a checkpoint that was saved, whether or not it is still there
-    superseded/1/           records that a resume did again or left behind: resume.py
+    steps.jsonl             one line of metrics per step; docs/metrics.md defines them
+    eval.jsonl              one line per evaluation
+    evaluations/000050.jsonl   one line per held-out prompt of the evaluation after step 50
+    rollouts/000012.jsonl   every completion of step 12, its text and reward first
+    samples/000100.md       the completions of step 100 with the highest and lowest rewards
+    checkpoints/000050/     a Hugging Face folder with optimizer state, written atomically
+    checkpoints.jsonl       one line per checkpoint saved, whether or not it still exists
+    superseded/1/           records that a resume replaced or left behind: resume.py
 
-No torch here: the dashboard reads runs on machines that have none.
+No torch here: the web page reads runs on machines without it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,25 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from covey.errors import DiskError, RunError
+from covey.run import records
 from covey.run.digests import write_digests
 from covey.run.files import append_line, check_free, whole_folder, write_text
 from covey.run.metrics import current_name
-from covey.run.read_files import Note, by_step, read_lines, read_object, to_stderr, usable_lines
-from covey.run.record_shapes import ENVIRONMENT, EVALUATION, ITEM, ROLLOUT, SAVED, STEP
+from covey.run.records import Note, read_lines, renamed, to_stderr, usable_lines
 from covey.types import Group
+
+SFT_KINDS = ("sft", "warmup")
+"""`kind` in the environment.json of SFT runs; version 0.1 wrote "warmup"."""
+MOST_NAMED = 8
+"""Edited settings that a note names; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class RunFolder:
 
     @staticmethod
     def create(path: Path, config_toml: str, environment: dict[str, Any]) -> RunFolder:
-        """Start a new run. The folder must not exist yet, or be empty."""
+        """Create a run in a folder that does not exist or is empty."""
         check_new_run(path)
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -66,7 +72,7 @@ class RunFolder:
             files = ("config.toml", "environment.json")
             whole = [p for p in path.parents if all((p / name).is_file() for name in files)]
             if whole and path.exists():
-                raise RunError(f"{path} is a part of a run; give the run itself: {whole[0]}")
+                raise RunError(f"{path} is part of a run; give the run itself: {whole[0]}")
             raise RunError(f"{path} is not a run: it has no config.toml")
         return RunFolder(path)
 
@@ -76,15 +82,15 @@ class RunFolder:
         return self.path / "config.toml"
 
     def environment(self, note: Note = to_stderr) -> dict[str, Any]:
-        """Return where and how the run was started; nothing, and a note, if that is damaged."""
+        """Return environment.json; empty, with a note, if it is damaged."""
         try:
-            return read_object(self.path / "environment.json", ENVIRONMENT)
+            return records.read_object(self.path / "environment.json", records.ENVIRONMENT)
         except RunError as error:
             note(str(error))
             return {}
 
     def log_step(self, metrics: dict[str, Any]) -> None:
-        """Append the metrics of a step. JSON has no NaN: what is not finite is null."""
+        """Append the metrics of a step. JSON has no NaN: values that are not finite are null."""
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in metrics.items()
@@ -95,127 +101,146 @@ class RunFolder:
         """Append an evaluation."""
         append_line(self.path / "eval.jsonl", result)
 
-    def write_items(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Write what became of every held-out prompt at an evaluation."""
-        (self.path / "evaluations").mkdir(exist_ok=True)
+    def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows of a step to name/000012.jsonl; what JSON does not know becomes text."""
+        (self.path / name).mkdir(exist_ok=True)
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
-        write_text(self.path / "evaluations" / f"{step:06d}.jsonl", text)
+        write_text(self.path / name / f"{step:06d}.jsonl", text)
 
     def items(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return what became of every held-out prompt at the evaluation after a step."""
-        return usable_lines(self.path / "evaluations" / f"{step:06d}.jsonl", ITEM, note)
+        """Return the readable rows of the evaluation after a step, one per held-out prompt."""
+        rows = usable_lines(self.path / "evaluations" / f"{step:06d}.jsonl", records.ITEM, note)
+        return renamed(rows, records.OLD_ITEM)
 
     def steps(self, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return the metrics of every step that can be read, under their names of today."""
+        """Return the metrics of every readable step, under today's names."""
         path = self.path / "steps.jsonl"
-        rows = by_step(path, usable_lines(path, STEP, note), note)
+        rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
         return [{current_name(name): value for name, value in row.items()} for row in rows]
 
     def evaluations(self, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return every evaluation that can be read."""
+        """Return every readable evaluation."""
         path = self.path / "eval.jsonl"
-        return by_step(path, usable_lines(path, EVALUATION, note), note)
+        return records.by_step(path, usable_lines(path, records.EVALUATION, note), note)
 
     def write_rollouts(
         self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
     ) -> None:
-        """Write the answers of a step, what a person reads first."""
-        lines = []
+        """Write the rollouts of a step."""
+        self.write_table("rollouts", step, self.rollout_rows(groups, advantages))
+
+    @staticmethod
+    def rollout_rows(
+        groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
+    ) -> list[dict[str, Any]]:
+        """Return the rollouts of a step as rows, with what a person reads first."""
+        rows = []
         for group, values in zip(groups, advantages, strict=True):
             for rollout, advantage in zip(group.rollouts, values, strict=True):
-                row = {name: getattr(rollout, name) for name in rollout.__slots__}
-                lead = {
+                row = {
                     "prompt": group.prompt.text,
                     "target": group.prompt.target,
-                    "text": row.pop("text"),
-                    "reward": row.pop("reward"),
-                    "success": row.pop("success"),
-                    "parts": dict(row.pop("parts")),
+                    "text": rollout.text,
+                    "reward": rollout.reward,
+                    "success": rollout.success,
+                    "parts": dict(rollout.parts),
                     "advantage": advantage,
-                    "finish": row.pop("finish"),
+                    "finish": rollout.finish,
+                    "prompt_id": rollout.prompt_id,
+                    "sample": rollout.sample,
+                    "prompt_tokens": rollout.prompt_tokens,
+                    "tokens": rollout.tokens,
+                    "trained": all(rollout.trained) or rollout.trained,
+                    "sampler_logp": rollout.sampler_logp,
+                    "policy_version": rollout.policy_version,
+                    "reward_id": rollout.reward_id,
+                    # With these a file can be scored again; what JSON does not know becomes text.
+                    "task": group.prompt.task,
+                    "info": dict(group.prompt.info),
                 }
-                if all(row["trained"]):
-                    row["trained"] = True
-                # With this a file can be judged again; what JSON does not know becomes text.
-                row |= {"task": group.prompt.task, "info": dict(group.prompt.info)}
-                lines.append(json.dumps({**lead, **row}, default=str) + "\n")
-        write_text(self.path / "rollouts" / f"{step:06d}.jsonl", "".join(lines))
+                rows.append(row)
+        return rows
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of a step; none: they were not kept. RunError if one is damaged."""
-        rows = read_lines(self.path / "rollouts" / f"{step:06d}.jsonl", ROLLOUT)
-        return [_current(row) for row in rows]
+        """Return the rollouts of a step; [] if none were kept. RunError if one is damaged."""
+        return renamed(read_lines(self._rollouts_file(step), records.ROLLOUT), records.OLD_ROLLOUT)
 
     def usable_rollouts(self, step: int, note: Note = to_stderr) -> list[dict[str, Any]]:
-        """Return the rollouts of a step that can be read, or say why there are none."""
-        rows = usable_lines(self.path / "rollouts" / f"{step:06d}.jsonl", ROLLOUT, note)
-        return [_current(row) for row in rows] or self.answers(step)
+        """Return the readable rollouts of a step. RunError if there are none."""
+        rows = usable_lines(self._rollouts_file(step), records.ROLLOUT, note)
+        return renamed(rows, records.OLD_ROLLOUT) or self.require_rollouts(step)
 
-    def answers(self, step: int) -> list[dict[str, Any]]:
-        """Return the answers of a step, or say why there are none and of which steps there are."""
+    def require_rollouts(self, step: int) -> list[dict[str, Any]]:
+        """Return the rollouts of a step. RunError if one is damaged or there are none."""
         rows = self.rollouts(step)
         if rows:
             return rows
-        if self.environment().get("kind") in ("sft", "warmup"):
-            raise RunError(
-                f"{self.path} is a warm-up: it learns from solutions, samples no answers"
-            )
-        steps = sorted(number for number, _ in self.numbered("rollouts", ".jsonl"))
+        if self.is_sft:
+            raise RunError(f"{self.path} is an SFT run, which samples no completions")
+        steps = [number for number, _ in self.numbered("rollouts", ".jsonl")]
         kept = (
             f"it has steps {steps[0]} to {steps[-1]}"
             if steps
             else "it has none (save.rollouts = false keeps none)"
         )
-        raise RunError(f"{self.path} has no answers of step {step}; {kept}")
+        raise RunError(f"{self.path} has no completions of step {step}; {kept}")
+
+    @property
+    def is_sft(self) -> bool:
+        """Whether `covey sft` made the run."""
+        return self.environment(lambda text: None).get("kind") in SFT_KINDS
+
+    def _rollouts_file(self, step: int) -> Path:
+        return self.path / "rollouts" / f"{step:06d}.jsonl"
 
     def numbered(self, folder: str, suffix: str) -> list[tuple[int, Path]]:
-        """Return what a folder holds of each step, oldest first; files of others are let be."""
+        """Return the files or folders named after a step, in order; other names are ignored."""
         try:
             found = list((self.path / folder).iterdir())
-        except OSError:  # none, or something else of that name
+        except OSError:  # no folder, or a file of that name
             return []
         ours = re.compile(rf"([0-9]{{6,}}){re.escape(suffix)}")
         matches = ((ours.fullmatch(path.name), path) for path in found)
         return sorted((int(match[1]), path) for match, path in matches if match)
 
-    def write_review(self, step: int, page: str) -> None:
-        """Write the page of a step's best and worst answers."""
-        (self.path / "review").mkdir(exist_ok=True)
-        write_text(self.path / "review" / f"{step:06d}.md", page)
+    def write_samples(self, step: int, page: str) -> None:
+        """Write the page of the completions with the highest and lowest rewards."""
+        (self.path / "samples").mkdir(exist_ok=True)
+        write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
-        """Give a folder to fill, which becomes the checkpoint of `step` once it is complete."""
+        """Yield a folder to fill. It becomes the checkpoint of `step` once it is complete."""
         with whole_folder(self.path / "checkpoints" / f"{step:06d}") as folder:
             yield folder
             write_digests(folder)
-        # Last: what is written down as saved has been there, and if it is not, it was taken away.
+        # Last: a checkpoint listed here was complete once, so if it is missing, it was removed.
         append_line(self.path / "checkpoints.jsonl", {"step": step})
 
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """Return the complete checkpoints, oldest first; whether they are well is not looked at."""
+        """Return the complete checkpoints, oldest first, without a check for damage."""
         return self.numbered("checkpoints", "")
 
     def saved_steps(self, note: Note = to_stderr) -> list[int] | None:
-        """Return of which steps checkpoints were saved; None: the run does not say.
+        """Return the steps whose checkpoints were saved.
 
-        That is so of a run of an older version, and of one whose list is damaged.
+        None if the list is damaged, or missing as in runs of older versions.
         """
-        told: list[str] = []
+        problems: list[str] = []
         path = self.path / "checkpoints.jsonl"
-        rows = usable_lines(path, SAVED, told.append)
-        for text in told:
-            note(text)
-        return None if told or not path.exists() else [row["step"] for row in rows]
+        rows = usable_lines(path, records.SAVED, problems.append)
+        for problem in problems:
+            note(problem)
+        return None if problems or not path.exists() else [row["step"] for row in rows]
 
     def prune_checkpoints(self, keep: int) -> None:
-        """Remove all but the newest `keep`."""
+        """Remove all checkpoints but the newest `keep`."""
         for _, folder in self.checkpoints()[:-keep]:
             shutil.rmtree(folder)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run for this process alone. The lock goes with the process, however it ends."""
+        """Lock the run for this process. The lock ends with the process, however that ends."""
         path = self.path / ".lock"
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -230,13 +255,8 @@ class RunFolder:
             yield
 
 
-def _current(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded rollout under its names of today: 0.1 called the target "answer"."""
-    return {"target" if name == "answer" else name: value for name, value in row.items()}
-
-
 def check_new_run(path: Path) -> None:
-    """Refuse a folder that a run cannot be made in; commands ask before they load anything."""
+    """Refuse a folder that already holds files. Commands check it before they load anything."""
     check_free(path, f"choose another --run, or --resume {path}")
 
 
@@ -249,3 +269,36 @@ def next_run_path(parent: Path, label: str) -> Path:
 def list_runs(parent: Path) -> list[RunFolder]:
     """Return the runs in a folder, by name."""
     return [RunFolder(p.parent) for p in sorted(parent.glob("*/config.toml"))]
+
+
+def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:
+    """Return a note on the settings edited since the run was started; None if there are none.
+
+    Runs of older versions do not record the settings they were started with.
+    """
+    if environment.get("config") is None:
+        return None
+    try:
+        then = dict(_flat(tomllib.loads(environment["config"])))
+        now = dict(_flat(tomllib.loads(run.config_file.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, RecursionError):
+        return None  # whatever loads the configuration reports what is wrong with it
+    changed = [
+        f"{key} was {then.get(key, 'not set')} and is {now.get(key, 'not set')}"
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key)
+    ]
+    if not changed:
+        return None
+    more = f", and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
+    named = ", ".join(changed[:MOST_NAMED])
+    return f"{run.config_file} was edited since the run was started: {named}{more}"
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every setting under its dotted name, with its value as text."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", repr(value)

@@ -1,8 +1,8 @@
-"""Every metric that a step logs, and what it means: the one table.
+"""Registry of metrics: the name and definition of everything that a step logs.
 
-Names follow open-instruct's where there is one; definitions are token-exact, over trained tokens
-only, pooled as (sum, count) over all micro-batches and optimizer steps of a step, never as a mean
-of means. A name with `*` stands for several.
+Names follow open-instruct's where it has one. Means over tokens are over trained tokens only. They
+are pooled as (sum, count) over all micro-batches and optimizer steps of a step, never a mean of
+means. A name with `*` stands for several metrics.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from types import MappingProxyType
 METRICS: Mapping[str, str] = MappingProxyType(
     {
         "step": "Number of the step, from 1.",
-        "episode": "Answers sampled so far in the run.",
-        "tokens": "Tokens of these answers.",
+        "episode": "Completions sampled so far in the run.",
+        "tokens": "Tokens of these completions.",
         "updates": "Optimizer steps taken so far in the run.",
         "reward_id": "Name, version and source hash of the reward.",
         "lr": "Learning rate of the last optimizer step.",
-        "objective/scores": "Mean reward of the answers that were scored.",
-        "objective/reward_std": "Standard deviation (ddof 0) of those rewards over the step.",
-        "objective/success": "Share of answers that are right.",
-        "objective/parts/*": "Mean of one unweighted part of the reward, over the answers that "
-        "have it.",
-        "objective/unscored": "Answers whose scoring failed. They belong to no statistic.",
+        "objective/scores": "Mean reward of the scored completions.",
+        "objective/reward_std": "Standard deviation (ddof 0) of these rewards.",
+        "objective/success": "Share of scored completions that are correct.",
+        "objective/parts/*": "Mean of one unweighted part of the reward, over the completions "
+        "that have it.",
+        "objective/unscored": "Completions whose scoring failed. No other statistic includes them.",
         "objective/kl_avg": "Mean over tokens of the KL estimate in use, against the reference. "
         "Only with a reference.",
         "objective/beta": "Weight of the KL in this step. Only with a reference.",
@@ -34,58 +34,56 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "policy/approxkl_avg": "Mean of r - 1 - log r: the k3 estimate of KL(old, now).",
         "policy/approxkl_k1": "Mean of old_logp - logp; may be negative.",
         "policy/approxkl_k2": "Half the mean of (logp - old_logp)^2.",
-        "policy/clipfrac_avg": "Share of tokens whose gradient the clip removed (of weights that "
-        "were cut down, where weights are truncated). Where all tokens of an answer share one "
-        "ratio: of answers.",
-        "policy/clipfrac_low": "Of these, at the lower bound.",
-        "policy/clipfrac_high": "Of these, at the upper bound.",
+        "policy/clipfrac_avg": "Share of tokens whose gradient the clip removed, or whose weight "
+        "was truncated. With one ratio per completion: share of completions.",
+        "policy/clipfrac_low": "The same, at the lower bound only.",
+        "policy/clipfrac_high": "The same, at the upper bound only.",
         "policy/clipfrac_dual": "Share with A < 0 and a ratio above the dual clip. Only with one.",
         "policy/ratio_overflow": "Share of tokens with |logp - old_logp| above 20, where ratios "
-        "are cut off. Anything but 0 means that something is wrong.",
-        "loss/policy_avg": "Mean over optimizer steps of the loss. Its size is not progress.",
-        "loss/cross_entropy": "Warm-up: mean cross-entropy in nats over the tokens of the step's "
+        "are cut off. Anything but 0 points to an error.",
+        "loss/policy_avg": "Mean loss over optimizer steps. It does not measure progress.",
+        "loss/cross_entropy": "SFT: mean cross-entropy in nats over the tokens of the step's "
         "solutions, before its optimizer step.",
         "sft/epoch": "Passes over all solutions so far.",
-        "sft/examples": "Solutions learned from in the step.",
-        "sft/left_out": "Solutions left out of the step: longer than sft.max_tokens.",
+        "sft/examples": "Solutions trained on in the step.",
+        "sft/left_out": "Solutions of the step longer than sft.max_tokens, which are left out.",
         "sft/tokens": "Tokens of the step's solutions, their end tokens included.",
-        "optim/grad_norm": "Mean over optimizer steps, but those skipped, of the gradient "
-        "norm before clipping.",
-        "optim/skipped": "Optimizer steps left out because their gradient was not finite.",
-        "policy/ratio": "Mean of the ratio that the objective uses, over tokens; over answers where "
-        "all tokens of an answer share it.",
-        "policy/ratio_var": "Variance of r, likewise.",
+        "optim/grad_norm": "Mean gradient norm before clipping, over optimizer steps not skipped.",
+        "optim/skipped": "Optimizer steps skipped because their gradient was not finite.",
+        "policy/ratio": "Mean ratio r of the objective over tokens. With one ratio per completion: "
+        "over completions.",
+        "policy/ratio_var": "Variance of r, over the same.",
         "policy/ratio_max": "Largest r.",
         "policy/ratio_min": "Smallest r.",
         "reward/advantages_mean": "Mean advantage over tokens.",
         "reward/advantages_min": "Smallest advantage.",
         "reward/advantages_max": "Largest advantage.",
         "rollout/zero_variance_groups": "Share of groups whose rewards are all equal.",
-        "rollout/trained_groups": "Groups that the update learned from.",
-        "rollout/rounds": "How often answers were sampled; more than once only to fill a step.",
-        "rollout/dropped_unscored": "Groups left out: fewer than two of their answers were scored.",
-        "rollout/dropped_stale": "Groups left out: sampled too many optimizer steps ago.",
-        "rollout/dropped_uniform": "Groups left out by dynamic sampling: all right or all wrong.",
-        "rollout/dropped_surplus": "Groups left out because the step was full.",
-        "policy/off_policy_dropped": "Share of tokens dropped as bad and too unlikely by now. Only "
-        "with off_policy_limit.",
-        "policy/correction_mean": "Mean correction for the sampler. Only with one.",
-        "policy/correction_dropped": "Share of tokens whose correction is 0.",
+        "rollout/trained_groups": "Groups trained on.",
+        "rollout/rounds": "Sampling rounds. Only dynamic sampling needs more than one.",
+        "rollout/dropped_unscored": "Groups dropped with fewer than two scored completions.",
+        "rollout/dropped_stale": "Groups dropped as too old, by overlap.max_staleness.",
+        "rollout/dropped_uniform": "Groups dropped by dynamic sampling: all correct or all wrong.",
+        "rollout/dropped_surplus": "Groups dropped because the step was full.",
+        "policy/off_policy_dropped": "Share of tokens dropped: negative advantage, and by now too "
+        "unlikely. Only with off_policy_limit.",
+        "policy/correction_mean": "Mean importance weight of the correction. Only with one.",
+        "policy/correction_dropped": "Share of tokens whose importance weight is 0.",
         "policy/correction_ess": "Effective sample size, (mean w)^2 / mean w^2, as a share.",
-        "rollout/lengths": "Mean number of tokens of an answer, its end token included.",
-        "rollout/lengths_min": "Shortest answer.",
-        "rollout/lengths_max": "Longest answer.",
-        "rollout/lengths_solved": "Mean length of the right answers. Only if there are any.",
-        "rollout/lengths_unsolved": "Mean length of the wrong answers. Only if there are any.",
-        "rollout/stop_rate": "Share of answers that ended by themselves rather than at the limit.",
+        "rollout/lengths": "Mean tokens per completion, its end token included.",
+        "rollout/lengths_min": "Tokens of the shortest completion.",
+        "rollout/lengths_max": "Tokens of the longest completion.",
+        "rollout/lengths_solved": "Mean tokens of the correct completions. Only if there are any.",
+        "rollout/lengths_unsolved": "Mean tokens of the wrong completions. Only if there are any.",
+        "rollout/stop_rate": "Share of completions that ended before the token limit.",
         "debug/sampler_logp_diff_mean": "Mean absolute difference of sampler_logp and logp "
         "before the first update.",
         "debug/sampler_logp_diff_max": "Largest absolute difference of sampler_logp and logp "
         "before the first update.",
         "debug/sampler_kl": "Mean of sampler_logp - logp, before the first update.",
-        "debug/sampler_k3": "Mean of rho - 1 - log rho, rho = exp(logp - sampler_logp), likewise.",
-        "debug/sampler_chi2": "Mean of rho^2, less 1, likewise.",
-        "debug/sampler_ppl_ratio": "Mean over answers of exp(mean_t (sampler_logp - logp)).",
+        "debug/sampler_k3": "Mean of rho - 1 - log rho, with rho = exp(logp - sampler_logp).",
+        "debug/sampler_chi2": "Mean of rho^2, minus 1.",
+        "debug/sampler_ppl_ratio": "Mean over completions of exp(mean_t (sampler_logp - logp)).",
         "debug/rho_mean": "Mean of rho, before the first update.",
         "debug/rho_min": "Smallest rho.",
         "debug/rho_max": "Largest rho.",
@@ -93,8 +91,8 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "time/score": "Seconds spent scoring.",
         "time/update": "Seconds spent on log-probabilities, gradients and optimizer steps.",
         "time/total": "Seconds of the whole step, without evaluation and saving.",
-        "time/tokens_per_second": "Sampled tokens of the step over its seconds; in a warm-up, "
-        "those of its solutions.",
+        "time/tokens_per_second": "Sampled tokens of the step per second; in SFT, tokens of its "
+        "solutions.",
     }
 )
 
@@ -115,11 +113,11 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "warmup/": "sft/",
     }
 )
-"""What names of version 0.1 began with -> what they begin with now."""
+"""Prefix of a metric name in version 0.1 -> prefix now."""
 
 
 def current_name(name: str) -> str:
-    """Return what a metric of a step is called now.
+    """Return the name that a metric of version 0.1 has now.
 
     >>> current_name("val/ratio_max"), current_name("loss/policy_avg")
     ('policy/ratio_max', 'loss/policy_avg')
@@ -131,7 +129,7 @@ def current_name(name: str) -> str:
 
 
 def meaning(name: str) -> str | None:
-    """Return what a metric means, or None if there is no such metric."""
+    """Return the definition of a metric, or None if there is no such metric."""
     if name in METRICS:
         return METRICS[name]
     return next((text for pattern, text in METRICS.items() if fnmatchcase(name, pattern)), None)

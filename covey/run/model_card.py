@@ -1,7 +1,4 @@
-"""The model card: what an exported model is, how it came about and what it can do.
-
-No torch here: all that a card says is in the run folder.
-"""
+"""The model card: README.md of an exported model, written from its run folder. No torch here."""
 
 from __future__ import annotations
 
@@ -13,19 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from covey.escape import printable
 from covey.run.folder import RunFolder
-from covey.shown import printable
 
 HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""What the hub calls models that have a short name here."""
-
+"""Hub names of models that have a short name here."""
 UNKNOWN = "unknown"
-"""What a configuration that was edited no longer says."""
+"""Stands for a setting that was removed from an edited configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What is exported."""
+    """An exported model."""
 
     name: str
     source: str
@@ -35,91 +31,76 @@ class Exported:
     dtype: str
     stop_ids: Sequence[int]
     merged: bool = False
-    """Whether an adapter was added into the weights."""
+    """Whether an adapter was merged into the weights."""
 
 
 def model_card(exported: Exported, run: RunFolder | None) -> str:
-    """Return README.md for a model, with all that its run knows, if it has one."""
-    config = {} if run is None else tomllib.loads(run.config_file.read_text(encoding="utf-8"))
-    environment = {} if run is None else run.environment()
+    """Return README.md for a model, with what its run has recorded, if it has one."""
+    merged = " Its adapter is merged into the weights." if exported.merged else ""
+    if run is None:
+        origin = f"Exported by Covey from `{exported.source}`, in {exported.dtype}.{merged}"
+        parts = [_front_matter(exported.source), f"# {exported.name}", origin, _use(exported, {})]
+        return printable("\n\n".join(parts)) + "\n"
+    settings = run.config_file.read_text(encoding="utf-8").strip()
+    config, environment = tomllib.loads(settings), run.environment()
     base = config.get("model", {}).get("path", exported.source)
-    training = None if run is None else _training(config, environment.get("kind"))
-    parts = [_front_matter(base, training), f"# {exported.name}"]
-    parts.append(_origin(exported, base, training))
-    parts.append(_use(exported, config.get("model", {})))
-    if run is not None:
-        parts.append(_results(run.evaluations(), exported.step))
-        parts.append(_data(config))
-        parts.append(_made_with(environment))
-        settings = run.config_file.read_text(encoding="utf-8").strip()
-        parts.append(f"## Configuration\n\n```toml\n{settings}\n```")
+    training, tags = _training(config, sft=run.is_sft)
+    parts = [
+        _front_matter(base, tags),
+        f"# {exported.name}",
+        f"`{base}` after {exported.step} {training}. The weights are {exported.dtype}.{merged}",
+        _use(exported, config.get("model", {})),
+        _results(run.evaluations(), exported.step),
+        _data(config.get("task", {})),
+        _made_with(environment),
+        f"## Configuration\n\n```toml\n{settings}\n```",
+    ]
     return printable("\n\n".join(parts)) + "\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Training:
-    """What a run did to a model, in words."""
-
-    steps: str
-    """What its steps were, after their number."""
-    tags: Sequence[str]
-
-
-def _training(config: Mapping[str, Any], kind: str | None) -> _Training:
+def _training(config: Mapping[str, Any], *, sft: bool) -> tuple[str, list[str]]:
+    """Return what the steps of a run were, and the tags of such a model."""
     named = (config.get(part, {}) for part in ("objective", "task", "reward"))
     algorithm, task, reward = (str(section.get("name", UNKNOWN)) for section in named)
-    if kind in ("sft", "warmup"):
-        file = config.get(kind, {}).get("file")
-        solutions = f"the answers in `{file}`" if file else f"worked solutions of task `{task}`"
-        return _Training(
-            steps=f"steps of supervised learning with Covey, from {solutions}", tags=["sft"]
-        )
+    if sft:
+        file = config.get("sft", config.get("warmup", {})).get("file")
+        solutions = f"the completions in `{file}`" if file else f"worked solutions of task `{task}`"
+        return f"steps of supervised fine-tuning with Covey, on {solutions}", ["sft"]
     steps = config.get("train", {}).get("steps", UNKNOWN)
-    return _Training(
-        steps=f"of {steps} steps of reinforcement learning with Covey: "
+    return (
+        f"of {steps} steps of reinforcement learning with Covey: "
         f"algorithm `{algorithm}`, task `{task}`, reward `{reward}`",
-        tags=["reinforcement-learning", *([algorithm] if re.fullmatch(r"\w+", algorithm) else [])],
+        ["reinforcement-learning", *([algorithm] if re.fullmatch(r"\w+", algorithm) else [])],
     )
 
 
-def _front_matter(base: str, training: _Training | None) -> str:
+def _front_matter(base: str, tags: Sequence[str] = ()) -> str:
     lines = ["library_name: transformers", "pipeline_tag: text-generation"]
     hub = HUB_NAMES.get(base, base)
-    # One slash: a hub's name, if it is not a folder's.
+    # A name with one slash is on the hub, unless it is a folder here.
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", hub) and not Path(base).exists():
         lines.append(f"base_model: {hub}")
-    tags = ["covey", *(training.tags if training is not None else [])]
-    return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
-
-
-def _origin(exported: Exported, base: str, training: _Training | None) -> str:
-    merged = " Its adapter is part of the weights." if exported.merged else ""
-    if training is None:
-        return f"Exported by Covey from `{base}`, in {exported.dtype}.{merged}"
-    return (
-        f"`{base}` after {exported.step} {training.steps}. "
-        f"The weights are {exported.dtype}.{merged}"
-    )
+    return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in ("covey", *tags)), "---"])
 
 
 def _use(exported: Exported, model: Mapping[str, Any]) -> str:
     form, prefill = model.get("template", "auto"), model.get("prefill", "")
-    put = {
-        "auto": "by the tokenizer's chat template, or joined by line ends if it has none",
-        "chat": "by the tokenizer's chat template",
-        "plain": "as they are, several messages joined by line ends, without the chat template",
+    rendered = {
+        "auto": "with the tokenizer's chat template, or joined by line ends if it has none",
+        "chat": "with the tokenizer's chat template",
+        "plain": "as plain text, with messages joined by line ends and no chat template",
     }.get(form, f"as the text {form!r}, without the chat template")
     stops = ", ".join(str(stop) for stop in exported.stop_ids)
     lines = [
-        f"Questions were put {put}.",
-        *([f"Every answer began with {prefill!r}; ask in the same way."] if prefill else []),
-        f"Tokens that end an answer: {stops}.",
+        f"Prompts were rendered {rendered}.",
+        *([f"Every completion began with {prefill!r}; prompt in the same way."] if prefill else []),
+        f"Tokens that end a completion: {stops}.",
     ]
     return "## Use\n\n" + " ".join(lines)
 
 
 def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> str:
-    """Show the first, the best and the last evaluation, and that of the exported step."""
+    """Return a table of the first, best and last evaluation, and of the exported step's."""
     if not evaluations:
         return "## Results\n\nThe run was not evaluated."
     best = max(evaluations, key=lambda row: row["greedy"]["value"])
@@ -132,7 +113,8 @@ def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> str:
         table.append(f"| {label} | {row['step']} | " + " | ".join(cells) + " |")
     return (
         f"## Results\n\nOn {evaluations[-1]['prompts']} held-out prompts, with 95 % intervals. The "
-        "best was picked on these same prompts, which flatters it.\n\n" + "\n".join(table)
+        "best was chosen on these same prompts, so its value is biased upwards.\n\n"
+        + "\n".join(table)
     )
 
 
@@ -142,11 +124,9 @@ def _estimate(estimate: Mapping[str, float] | None) -> str:
     return f"{estimate['value']:.1%} [{estimate['low']:.1%}, {estimate['high']:.1%}]"
 
 
-def _data(config: Mapping[str, Any]) -> str:
-    task = config.get("task", {})
+def _data(task: Mapping[str, Any]) -> str:
+    lines = [f"- {option}: `{value}`" for option, value in task.items() if option != "name"]
     name = task.get("name", UNKNOWN)
-    options = {k: v for k, v in task.items() if k != "name"}
-    lines = [f"- {option}: `{value}`" for option, value in options.items()]
     return f"## Data\n\nTask `{name}`\n\n" + "\n".join(lines or ["- no options"])
 
 

@@ -1,4 +1,4 @@
-"""What a run was made with: enough to make it again."""
+"""Provenance of a run: versions, machine, git state and command, enough to repeat it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Ask git about the working folder; None where there is no git or no repository."""
+    """Return what git says about the working folder; None without git or a repository."""
     try:
         done = subprocess.run(
             ["git", *arguments], capture_output=True, text=True, timeout=10, check=False

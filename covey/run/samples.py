@@ -1,6 +1,7 @@
-"""A page for a person to read now and then: the best and the worst answers of a step.
+"""A Markdown page with the completions of a step that have the highest and lowest rewards.
 
-A reward that is being gamed looks fine in every curve. It shows in the answers that it likes most.
+A policy that games its reward looks fine in every curve. The completions with the highest rewards
+show it.
 """
 
 from __future__ import annotations
@@ -9,30 +10,27 @@ import hashlib
 import re
 from collections.abc import Sequence
 
-from covey.shown import printable
+from covey.escape import printable
 from covey.types import Group, Prompt, Rollout
 
-Judged = tuple[Prompt, Rollout]
 
+def samples_page(step: int, groups: Sequence[Group], count: int) -> str:
+    """Return Markdown with the `count` highest and the `count` lowest scored completions.
 
-def review(step: int, groups: Sequence[Group], count: int) -> str:
-    """Return Markdown with the `count` highest and the `count` lowest scored answers.
-
-    Among answers of the same reward the choice is by hash: any of them, but the same each time.
+    Completions with the same reward are ordered by a hash: an arbitrary but fixed choice.
     """
-    judged = [(g.prompt, r) for g in groups for r in g.rollouts if r.reward is not None]
-    judged.sort(key=lambda pair: (pair[1].reward, _hash(pair[1])))
-    unscored = sum(len(g.rollouts) for g in groups) - len(judged)
-    lowest = judged[: min(count, len(judged) // 2)]
-    highest = judged[len(judged) - min(count, len(judged) - len(lowest)) :][::-1]
+    scored = [(g.prompt, r) for g in groups for r in g.rollouts if r.reward is not None]
+    scored.sort(key=lambda pair: (pair[1].reward, _hash(pair[1])))
+    unscored = sum(len(g.rollouts) for g in groups) - len(scored)
+    lowest = scored[: min(count, len(scored) // 2)]
+    highest = scored[len(scored) - min(count, len(scored) - len(lowest)) :][::-1]
     lines = [
-        f"# Answers of step {step}",
+        f"# Completions of step {step}",
         "",
-        "Does the reward like what you like? Look for answers that score high and should not, and "
-        "for good ones that score low.",
+        "Look for completions that score high and should not, and for good ones that score low.",
         "",
-        f"{len(judged)} answers, {unscored} not scored. "
-        f"Reward: {_code(judged[0][1].reward_id if judged else '')}",
+        f"{len(scored)} completions, {unscored} not scored. "
+        f"Reward: {_code(scored[0][1].reward_id if scored else '')}",
     ]
     for title, some in (("Highest", highest), ("Lowest", lowest)):
         lines += ["", f"## {title}"]
@@ -43,30 +41,30 @@ def review(step: int, groups: Sequence[Group], count: int) -> str:
 
 def _entry(number: int, prompt: Prompt, rollout: Rollout) -> list[str]:
     parts = ", ".join(f"{name} {value:.3g}" for name, value in rollout.parts.items())
-    right = "right" if rollout.success else "wrong"
+    correct = "correct" if rollout.success else "incorrect"
     return [
         "",
-        f"### {number}. {rollout.reward:.3g}, {right}, {len(rollout.tokens)} tokens, "
+        f"### {number}. {rollout.reward:.3g}, {correct}, {len(rollout.tokens)} tokens, "
         f"{rollout.finish}",
         "",
-        f"{_code(prompt.id)} sample {rollout.sample}; parts: {_code(parts)}; expected: "
+        f"{_code(prompt.id)} sample {rollout.sample}; parts: {_code(parts)}; target: "
         f"{_code(prompt.target)}",
         "",
         *_quoted(prompt.text),
         "",
-        "Answer:",
+        "Completion:",
         "",
         *_quoted(rollout.text),
     ]
 
 
 def _quoted(text: str) -> list[str]:
-    """Indent text as Markdown's verbatim blocks, which no text can close."""
+    """Return text as an indented block of Markdown, which no text can close."""
     return [f"    {printable(line)}" for line in text.splitlines()] or ["    (nothing)"]
 
 
 def _code(text: str) -> str:
-    """Put text on one line, between more backticks than it has in a row."""
+    """Return text on one line, between more backticks than it has in a row."""
     line = printable(" ".join(text.split())) or "none"
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
     return f"{fence} {line} {fence}" if "`" in line else f"`{line}`"

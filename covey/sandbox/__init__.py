@@ -1,7 +1,7 @@
-"""Running programs that nobody trusts. No torch here."""
+"""Isolation for untrusted programs and for text that models wrote. No torch here."""
 
 from covey.sandbox.limits import Case, Limits, Outcome
-from covey.sandbox.run import require_isolation, run
+from covey.sandbox.program import require_isolation, run_program
 from covey.sandbox.values import matches, read_expected, same_output
 
 __all__ = [
@@ -11,6 +11,6 @@ __all__ = [
     "matches",
     "read_expected",
     "require_isolation",
-    "run",
+    "run_program",
     "same_output",
 ]

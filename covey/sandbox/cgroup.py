@@ -1,11 +1,10 @@
-"""A control group (cgroup, version 2) for each sandbox, where groups can be had.
+"""A control group (cgroup v2) for each sandbox, where the machine allows it.
 
-The kernel then counts all memory of a sandbox, its own for pipes, sockets and files included, at
-every moment. Without one the harness looks at what it can see, now and then.
+The kernel then counts all memory of a sandbox at all times, including kernel memory for pipes,
+sockets and files. Without a cgroup, the harness polls the memory that it can see.
 
-Groups can be had where a folder of the hierarchy may be written and hands down the controllers of
-memory and processes: by root, or in a part that was delegated
-(`systemd-run --user --scope -p Delegate=yes covey ...`).
+A group needs a writable directory of the hierarchy that delegates the memory and pids controllers:
+root has one, and so has a delegated scope (`systemd-run --user --scope -p Delegate=yes covey ...`).
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ _WANTED = {*_NEEDED, "cpu"}
 _PREFIX = "covey-run-"
 _MAIN = "covey-main"
 _OVERHEAD = 64 << 20
-"""Bytes for the harness, the interpreter's files and the kernel's own bookkeeping."""
+"""Bytes for the harness, the interpreter's files and the kernel's bookkeeping."""
 _HELPERS = 4
-"""Processes beside the program's: bubblewrap, the harness, and one that either may be starting."""
+"""Processes beside the program's: bubblewrap, the harness, and one that each may fork."""
 _REMOVE_SECONDS = 1.0
 _numbers = itertools.count()
 
 
 @contextlib.contextmanager
 def group(limits: Limits, parent: Path | None) -> Iterator[Path | None]:
-    """Make a group for one sandbox and remove it afterwards, with all that is in it.
+    """Make a group for one sandbox, and remove it afterwards with all its processes.
 
-    Raises RewardError where that fails in a folder that was found fit for it.
+    Raises RewardError if that fails although the directory was usable before.
     """
     if parent is None:
         yield None
@@ -46,7 +45,7 @@ def group(limits: Limits, parent: Path | None) -> Iterator[Path | None]:
     try:
         folder, lock = _make(parent)
     except OSError as error:
-        raise RewardError(f"sandbox: no cgroup could be made: {error}") from None
+        raise RewardError(f"sandbox: cannot make a cgroup: {error}") from None
     try:
         _limit(folder, limits)
         yield folder
@@ -60,29 +59,29 @@ def _limit(folder: Path, limits: Limits) -> None:
         for name, text in settings(limits).items():
             _set(folder / name, text)
     except OSError as error:
-        raise RewardError(f"sandbox: a cgroup could not be limited: {error}") from None
+        raise RewardError(f"sandbox: cannot set the limits of a cgroup: {error}") from None
 
 
 def settings(limits: Limits) -> dict[str, str]:
-    """What is written into which file of a group."""
+    """Return the contents of each control file of a group."""
     return {
         "memory.max": str(limits.memory_bytes + limits.file_bytes + _OVERHEAD),
         "memory.swap.max": "0",
         "pids.max": str(limits.processes + _HELPERS),
-        "cpu.max": "100000 100000",  # one core's worth: microseconds in each period of so many
+        "cpu.max": "100000 100000",  # one core: microseconds of CPU time per period in microseconds
     }
 
 
 @cache
 def parent_here() -> Path | None:
-    """Return the folder for this machine's groups; None where there is none."""
+    """Return the directory for groups on this machine, or None if there is none."""
     try:
         found = find_parent(
             Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
         )
         if found is not None:
             sweep(found)
-            with group(Limits(), found):  # a trial
+            with group(Limits(), found):  # a test
                 pass
     except (OSError, RewardError):
         return None
@@ -90,16 +89,16 @@ def parent_here() -> Path | None:
 
 
 def find_parent(mountinfo: str, membership: str) -> Path | None:
-    """Find a folder in which groups can be made that are limited, from our own group upwards.
+    """Find a directory where groups with limits can be made, from our own group upwards.
 
-    A group above is used only where none on the way has a limit: leaving it would undo that.
+    A group above is used only if no group below it has a limit: leaving that group would lift it.
     """
     own = own_folder(mountinfo, membership)
     if own is None:
         return None
     mount, folder = own
     while True:
-        if _hands_down(folder) or (folder == own[1] and _open_up(folder)):
+        if _delegates(folder) or (folder == own[1] and _enable_controllers(folder)):
             return folder if os.access(folder, os.W_OK) else None
         if folder == mount or _is_limited(folder):
             return None
@@ -107,7 +106,7 @@ def find_parent(mountinfo: str, membership: str) -> Path | None:
 
 
 def own_folder(mountinfo: str, membership: str) -> tuple[Path, Path] | None:
-    """Return where the hierarchy is mounted, and the folder of our own group in it."""
+    """Return the mount point of the hierarchy and the directory of our own group."""
     paths = [line[3:] for line in membership.splitlines() if line.startswith("0::")]
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
@@ -117,7 +116,7 @@ def own_folder(mountinfo: str, membership: str) -> tuple[Path, Path] | None:
     return None
 
 
-def _hands_down(folder: Path) -> bool:
+def _delegates(folder: Path) -> bool:
     return set((folder / "cgroup.subtree_control").read_text().split()) >= _NEEDED
 
 
@@ -126,10 +125,10 @@ def _is_limited(folder: Path) -> bool:
     return any(file.exists() and file.read_text().split()[0] != "max" for file in files)
 
 
-def _open_up(folder: Path) -> bool:
-    """Have a group hand down controllers. It may hold no processes then, unless it is the root.
+def _enable_controllers(folder: Path) -> bool:
+    """Delegate controllers to groups below. Only the root group may then hold processes.
 
-    So those that it holds go into a group below, if all of them are of our own session.
+    So the processes of the group move to a group below, if all belong to our session.
     """
     offered = set((folder / "cgroup.controllers").read_text().split())
     if not offered >= _NEEDED or not os.access(folder / "cgroup.subtree_control", os.W_OK):
@@ -146,7 +145,7 @@ def _open_up(folder: Path) -> bool:
 
 def _move_down(folder: Path) -> bool:
     below = folder / _MAIN
-    for _ in range(10):  # a process that is being moved may have started another
+    for _ in range(10):  # a process may fork while it is moved
         members = (folder / "cgroup.procs").read_text().split()
         if not members:
             return True
@@ -160,7 +159,7 @@ def _move_down(folder: Path) -> bool:
 
 
 def _is_of_our_session(pid: str) -> bool:
-    """Whether a process is of our session, or gone. It is 0 if it is not in our namespace."""
+    """Return whether a process is in our session, or gone. Pid 0 is outside our namespace."""
     try:
         return pid != "0" and os.getsid(int(pid)) == os.getsid(0)
     except ProcessLookupError:
@@ -168,14 +167,14 @@ def _is_of_our_session(pid: str) -> bool:
 
 
 def _make(parent: Path) -> tuple[Path, int]:
-    """Make a group; the lock on its folder tells others that its owner is alive."""
+    """Make a group. The lock on its directory shows that its owner is alive."""
     while True:
         folder = parent / f"{_PREFIX}{os.getpid()}-{next(_numbers)}-{time.monotonic_ns()}"
         folder.mkdir()
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # swept before it could be locked
+            continue  # another process swept it before we locked it
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():
             return folder, lock
@@ -183,26 +182,26 @@ def _make(parent: Path) -> tuple[Path, int]:
 
 
 def sweep(parent: Path) -> list[str]:
-    """Remove the groups of owners that are gone; return their names."""
+    """Remove the groups of dead owners, and return their names."""
     swept = []
     for folder in sorted(parent.glob(f"{_PREFIX}*")):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
-            continue  # gone meanwhile, or of another user
+            continue  # gone, or owned by another user
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(folder)
             swept.append(folder.name)
         except BlockingIOError:
-            pass  # its owner lives
+            pass  # its owner is alive
         finally:
             os.close(lock)
     return swept
 
 
 def remove(folder: Path) -> None:
-    """Kill what is left in a group and remove it. One that resists is left to a later sweep."""
+    """Kill all processes of a group and remove it. If that fails, a later sweep does it."""
     deadline = time.monotonic() + _REMOVE_SECONDS
     with contextlib.suppress(OSError):
         _set(folder / "cgroup.kill", "1")
@@ -220,7 +219,7 @@ def remove(folder: Path) -> None:
 
 
 def _set(file: Path, text: str) -> None:
-    """Write into a file of the kernel's, which an optional controller may not have made."""
+    """Write to a control file. Files of optional controllers may be missing."""
     optional = ("cpu.max", "memory.swap.max", "cgroup.kill")
     if file.name in optional and not file.exists():
         return

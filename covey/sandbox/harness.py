@@ -1,15 +1,15 @@
-"""What runs in the sandbox, as its first process: it runs the program once a case, in children.
+"""The harness: the first process in the sandbox, which runs the program in a child per case.
 
-It is compiled outside and sent in with the job, so it cannot import the package; and it imports
-nothing that is slow to import (hence `_json` and `_signal`), because every program gets a sandbox
-of its own. It never runs the program itself. It knows no expected results, so there is nothing in
-it to be stolen or forged.
+It is compiled outside and sent in with the job, so it cannot import the package. It imports only
+fast modules (hence `_json` and `_signal`), because every program gets its own sandbox. It never
+runs the program itself. It does not know the expected results, so a program cannot steal them here.
 
-As process 1 of its namespace it cannot be signalled from inside, and everything dies with it.
+As process 1 of its namespace, it receives no signals from inside, and all processes die with it.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import atexit
 import builtins
 import gc
@@ -19,14 +19,6 @@ import select
 import sys
 import time
 from _json import encode_basestring_ascii as quote
-from _signal import (  # type: ignore[import-not-found]
-    SIG_IGN,
-    SIGINT,
-    SIGKILL,
-    SIGXCPU,
-    default_int_handler,
-    signal,
-)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,17 +27,17 @@ if TYPE_CHECKING:
 ENDED = ("exited", "timed out", "output limit", "killed")
 READY = b"ready\n"
 TICK = 20
-"""Milliseconds between looks at what all processes use together."""
+"""Milliseconds between checks of the total memory."""
 FILES = 10_000
-"""Files that may exist at a time: an empty one takes memory that no size limit counts."""
+"""The most files: even an empty file takes memory that no size limit counts."""
 Pipe = tuple[int, int]
 
 
 def main(job: dict[str, Any]) -> None:
-    """Run every case and report each as a line of numbers, then its outputs."""
-    compile("0", "<warm>", "eval")  # the first time is slow, and should not be every child's
-    gc.freeze()  # what is never looked at again is never copied to a child
-    signal(SIGINT, SIG_IGN)  # the one signal that Python answers, and so the one that would get in
+    """Run every case, and report each as a line of numbers followed by its outputs."""
+    compile("0", "<warm>", "eval")  # the first call is slow: make it before forking
+    gc.freeze()  # untouched objects are not copied into children
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # Python handles it, so it reaches process 1
     report = os.dup(1)
     if job["uid"] is not None:
         become(job["uid"])
@@ -62,31 +54,31 @@ def main(job: dict[str, Any]) -> None:
         child = os.fork()
         if child == 0:
             as_child(job, number, pipes)
-        ended, code, outputs = supervise(job, case, pipes, child, report, deadline)
+        ended, code, outputs = supervise(job, case["stdin"], pipes, child, report, deadline)
         sizes = " ".join(str(len(output)) for output in outputs)
         line = f"{ended} {code} {time.monotonic() - began:.6f} {sizes}\n"
         write_all(report, line.encode() + b"".join(outputs))
         if job["isolated"]:
             empty(job["place"])
-    os._exit(0)  # tidying up would take longer than it is worth
+    os._exit(0)  # a normal exit would only cost time
 
 
 def become(uid: int) -> None:
-    """Give up root for a user id of the sandbox's own: limits on processes do not bind root."""
+    """Change from root to the sandbox's user id: process limits do not apply to root."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Write, however often it takes."""
+    """Write all data, in several calls if needed."""
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
 
 
 class Watch:
-    """A child's pipes: `given` goes in, what comes out is kept up to the limit."""
+    """The pipes of a child: feeds its input, and keeps its outputs up to the limit."""
 
     def __init__(self, given: bytes, pipes: list[Pipe], limit: int, report: int) -> None:
         (reads, self.stdin), *outputs = pipes
@@ -99,17 +91,17 @@ class Watch:
         self.poll.register(report, 0)
         for output, writes in outputs:
             os.close(writes)
-            os.set_blocking(output, False)  # a child can read its own output before we do
+            os.set_blocking(output, False)  # a child may read its own output before us
             self.poll.register(output, select.POLLIN)
         os.set_blocking(self.stdin, False)
         self.poll.register(self.stdin, select.POLLOUT)
 
     def step(self, milliseconds: float) -> bool:
-        """Move what can be moved, waiting so long for the first; tell whether any was moved."""
+        """Move available data, after waiting for it; return whether there was any."""
         events = self.poll.poll(milliseconds)
         for file, _ in events:
             if file == self.report:
-                os._exit(1)  # nobody listens any more, so nobody would end this either
+                os._exit(1)  # the parent is gone and cannot end us
             elif file == self.stdin:
                 self._feed()
             else:
@@ -138,26 +130,21 @@ class Watch:
             self.stdin = -1
 
     def too_much(self) -> bool:
-        """Whether an output went over the limit."""
+        """Return whether an output exceeds the limit."""
         return any(len(data) > self.limit for data in self.kept.values())
 
     def close(self) -> list[bytes]:
-        """Close the pipes and return what was kept of each output."""
+        """Close the pipes and return the outputs."""
         for file in (*self.kept, *([self.stdin] if self.stdin >= 0 else [])):
             os.close(file)
         return [bytes(data[: self.limit]) for data in self.kept.values()]
 
 
 def supervise(
-    job: dict[str, Any],
-    case: dict[str, Any],
-    pipes: list[Pipe],
-    child: int,
-    report: int,
-    deadline: float,
+    job: dict[str, Any], given: bytes, pipes: list[Pipe], child: int, report: int, deadline: float
 ) -> tuple[int, int, list[bytes]]:
-    """Wait for a child to end, or end it; leave no process of the case behind."""
-    watch = Watch(case["stdin"], pipes, job["output_bytes"], report)
+    """Wait for a child, or kill it at a limit. All processes of the case are dead afterwards."""
+    watch = Watch(given, pipes, job["output_bytes"], report)
     why, status, pause = "", None, 1.0
     looked = time.monotonic()
     while status is None and not why:
@@ -177,16 +164,16 @@ def supervise(
         pass
     code = os.waitstatus_to_exitcode(status)
     if not why:
-        why = "exited" if code >= 0 else "timed out" if code == -SIGXCPU else "killed"
+        why = "exited" if code >= 0 else "timed out" if code == -_signal.SIGXCPU else "killed"
     if watch.too_much():
         why = "output limit"
     return ENDED.index(why), code, watch.close()
 
 
 def reap(child: int) -> int | None:
-    """Bury the dead, orphans included; return the child's status if it is one of them."""
+    """Reap dead processes, including orphans; return the child's status if it is among them."""
     found = None
-    for _ in range(64):  # a storm of dying orphans must not keep us here
+    for _ in range(64):  # many dying orphans must not block us
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
@@ -199,16 +186,16 @@ def reap(child: int) -> int | None:
 
 
 def end_all(child: int, isolated: bool) -> int:
-    """Kill everything that the case started; return the child's status, 0 if it was known."""
+    """Kill all processes of the case; return the child's status, or 0 if it was reaped before."""
     found = 0
-    # Out of isolation -1 would be every process of the user.
+    # Without isolation, -1 would mean every process of the user.
     targets = (-1,) if isolated and os.getpid() == 1 else (-child, child)
     while True:
         for target in targets:
             try:
-                os.kill(target, SIGKILL)
+                os.kill(target, _signal.SIGKILL)
             except OSError:
-                continue  # there is none
+                continue  # no such process
         try:
             pid, status = os.waitpid(-1, 0)
         except ChildProcessError:
@@ -218,7 +205,7 @@ def end_all(child: int, isolated: bool) -> int:
 
 
 def uses_too_much(job: dict[str, Any]) -> bool:
-    """Whether all processes together hold too much memory: rlimits count each by itself."""
+    """Return whether all processes together use too much memory: rlimits are per process."""
     disk = os.statvfs(job["place"])
     if disk.f_files - disk.f_ffree > FILES:
         return True
@@ -231,9 +218,9 @@ def uses_too_much(job: dict[str, Any]) -> bool:
 
 
 def held_by(process: str) -> tuple[int, int]:
-    """Bytes that a process has written to, and the sockets that it sees: those of all; or (0, 0).
+    """Return a process's memory in bytes and the number of all sockets; (0, 0) if it is gone.
 
-    Every thread shows the same, except for one that has ended: that can be the main one.
+    All threads report the same, except one that has ended, which may be the main thread.
     """
     _, threads, _ = next(os.walk(f"{process}/task"), ("", [], []))  # none if it is gone
     for thread in threads:
@@ -245,7 +232,7 @@ def held_by(process: str) -> tuple[int, int]:
 
 
 def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:
-    """The numbers in a column of those lines of a file that start so; none if it is gone."""
+    """Return a column of the lines with these starts; nothing if the file is gone."""
     try:
         with open(path, "rb") as file:
             return [int(line.split()[column]) for line in file if line.startswith(starts)]
@@ -254,9 +241,9 @@ def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> lis
 
 
 def empty(place: str) -> None:
-    """Remove what a case left, so that it is not in the way of the next.
+    """Remove the files of a case before the next one.
 
-    Folders within folders are first moved up: paths to the bottom can be too long to be used.
+    Nested directories are moved up first: paths to deep ones can be too long to use.
     """
     moved = 0
     try:
@@ -267,11 +254,11 @@ def empty(place: str) -> None:
                     os.rename(inner, f"{place}/moved-{moved}")
                 os.rmdir(folder)
     except OSError:
-        return  # whoever makes that happen has only made it harder for itself
+        return  # a program that causes this only harms its own next case
 
 
 def remove_files(folder: str) -> list[str]:
-    """Remove the files of a folder and return the folders in it, now open to their owner."""
+    """Remove the files of a directory; return its subdirectories, made accessible."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -284,9 +271,9 @@ def remove_files(folder: str) -> list[str]:
 
 
 def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
-    """Run a case in this process and leave, as the interpreter would: it takes much longer to."""
+    """Run a case in this process and exit like the interpreter, but without its slow cleanup."""
     code = 0
-    signal(SIGINT, default_int_handler)
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     try:
         os.setsid()
         for standard, end in ((0, pipes[0][0]), (1, pipes[1][1]), (2, pipes[2][1])):
@@ -295,8 +282,8 @@ def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
         os.closerange(3, value)
         os.closerange(value + 1, 1 << 12)
         run_case(job, number, value)
-    except SystemExit as wanted:
-        code = exit_code(wanted.code)
+    except SystemExit as error:
+        code = exit_code(error.code)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
@@ -311,13 +298,13 @@ def as_child(job: dict[str, Any], number: int, pipes: list[Pipe]) -> None:
 
 
 def run_case(job: dict[str, Any], number: int, value: int) -> None:
-    """Run the program, then evaluate the call if there is one and send what it gives."""
-    if not job["isolated"]:  # where what a case leaves is not removed
+    """Run the program, then evaluate the call, if any, and send its value."""
+    if not job["isolated"]:  # nothing removes the files of a case there
         os.mkdir(str(number))
         os.chdir(str(number))
     sys.path += job["paths"]
     sys.argv = ["answer.py"]
-    for name in ("exit", "quit"):  # which `site` would give it, but that is slow to import
+    for name in ("exit", "quit"):  # normally from `site`, which is slow to import
         setattr(builtins, name, sys.exit)
     call = job["cases"][number]["call"]
     name = "__main__" if call is None else "answer"
@@ -331,24 +318,24 @@ def run_case(job: dict[str, Any], number: int, value: int) -> None:
         write_all(value, encode(result).encode())
 
 
-def exit_code(wanted: object) -> int:
-    """What the interpreter makes of the argument of `sys.exit`."""
-    if wanted is None or isinstance(wanted, int):
-        return wanted or 0
-    print(wanted, file=sys.stderr)
+def exit_code(argument: object) -> int:
+    """Return the exit code that the interpreter derives from the argument of `sys.exit`."""
+    if argument is None or isinstance(argument, int):
+        return argument or 0
+    print(argument, file=sys.stderr)
     return 1
 
 
 def set_limits(job: dict[str, Any]) -> None:
-    """Bind the harness, and with it every process to come, for good."""
+    """Limit the harness, and so all processes that it starts."""
     limits = {
         "AS": job["memory_bytes"],
         "FSIZE": job["file_bytes"],
         "NOFILE": 256,
-        "CORE": 1,  # 0 would not keep the kernel from starting a crash reporter; 1 does
+        "CORE": 1,  # with 0 the kernel would still start a crash reporter
     }
     if job["isolated"]:
-        # One more than allowed, because the harness is one too.
+        # One more, for the harness itself.
         limits |= {"NPROC": job["processes"] + 1, "MSGQUEUE": 0, "MEMLOCK": 0, "SIGPENDING": 1000}
     for name, limit in limits.items():
         try:
@@ -359,7 +346,7 @@ def set_limits(job: dict[str, Any]) -> None:
 
 
 def lower(kind: int, soft: int, hard: int) -> None:
-    """Set a limit, or leave one that is lower already."""
+    """Lower a limit, unless it is already lower."""
     most = resource.getrlimit(kind)[1]
     if most != resource.RLIM_INFINITY:
         soft, hard = min(soft, most), min(hard, most)
@@ -367,7 +354,7 @@ def lower(kind: int, soft: int, hard: int) -> None:
 
 
 def encode(value: object) -> str:
-    """Write plain data as JSON: numbers, text, True, False, None; all else is `[kind, ...]`."""
+    """Encode plain data as JSON; types that JSON lacks become `[kind, ...]`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
@@ -388,7 +375,7 @@ def encode(value: object) -> str:
 
 
 def foreign(value: Any) -> str:
-    """Write what is no plain data but says what it is: numbers and arrays of numpy, fractions."""
+    """Encode numpy numbers and arrays, fractions and decimals by their conversion methods."""
     if hasattr(value, "__index__") and not hasattr(value, "tolist"):
         number = value.__index__()
         return int.__repr__(number) if -(2**63) < number < 2**63 else f'["int", "{number:#x}"]'
@@ -404,5 +391,5 @@ def foreign(value: Any) -> str:
 
 
 def sequence(kind: str, items: list[object]) -> str:
-    """Write several values under the name of what holds them."""
+    """Encode a container as `[kind, item, ...]`."""
     return f'["{kind}", {", ".join(map(encode, items))}]' if items else f'["{kind}"]'

@@ -1,11 +1,10 @@
-"""The command that starts a process in isolation: bubblewrap, with all that it can take away.
+"""The bubblewrap command line that isolates a process.
 
-Not root: bubblewrap makes a user namespace, in which the limit on processes counts on its own.
-Root: such limits do not bind root, not even under another name in a user namespace. So there is no
-user namespace, bubblewrap leaves just the right to change users, and the harness uses it up: it
-becomes a user that nobody else is, because outside of user namespaces the limit counts all
-processes of a user wherever they run. Where root has no other user to become, as in some
-containers, it is not root to the machine, and is treated as if it were not.
+For an ordinary user, bubblewrap makes a user namespace with its own count of processes. For root,
+the process limit does not apply, even in a user namespace. So root gets no user namespace:
+bubblewrap keeps only the right to change users, and the harness uses it to become a user id of its
+own. The id must be unique, because the limit counts all processes of a user on the machine. Where
+root has no other id to become, as in some containers, it is treated as an ordinary user.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",
-    # Pools of threads, and memory kept for each thread, run into the limits for nothing.
+    # Thread pools and per-thread memory arenas would reach the limits for no benefit.
     "MALLOC_ARENA_MAX": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -35,9 +34,9 @@ ENVIRONMENT = {
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("null", "full", "random", "urandom")
-"""Not zero: mapped as shared it gives memory that belongs to no process, and nothing counts it."""
+"""Not /dev/zero: its shared mappings are memory of no process, which no limit counts."""
 _LAST_PIECE = 64 << 10
-"""A socket takes one more piece as long as it is not full."""
+"""A socket accepts one more piece while it is not full."""
 _ENTER = """
 { echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null
 [ -z "$1" ] || echo $$ >"$1/cgroup.procs" || exit 1
@@ -47,49 +46,49 @@ exec "$@"
 
 
 def interpreter() -> str:
-    """The running Python itself, not the environment that it may run in."""
+    """Return the real path of this Python, outside any virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def package_folders() -> list[str]:
-    """Where installed packages lie: programs may import them."""
+    """Return the directories of installed packages, which programs may import."""
     paths = sysconfig.get_paths()
     return sorted({os.path.realpath(paths[name]) for name in ("purelib", "platlib")})
 
 
 def package_places() -> list[str]:
-    """Where they lie inside, in the same order."""
+    """Return the paths of these directories inside the sandbox, in the same order."""
     return [f"/packages/{number}" for number in range(len(package_folders()))]
 
 
 def command(file_bytes: int) -> list[str]:
-    """Return the start of a command line; what to isolate follows it.
+    """Return the start of the command line; the command to isolate follows.
 
-    The filter of system calls is not part of it: it has to be handed over in an open file.
+    The seccomp filter is not included: bubblewrap reads it from an open file descriptor.
     """
     program = shutil.which("bwrap") or "bwrap"
     return [program, *_namespaces(), *_file_system(), *_own_files(file_bytes)]
 
 
 def entering(group: Path | None) -> list[str]:
-    """Return what goes before the command, to be in a control group from its first moment.
+    """Return a command prefix that enters a control group before the command starts.
 
-    Where the machine runs out of memory, a sandbox is also the first to go. Inside, nobody can
-    change that: the files of processes are read only.
+    It also makes the sandbox the OOM killer's first choice. Programs cannot undo this: /proc is
+    read-only in the sandbox.
     """
     return ["/bin/sh", "-c", _ENTER, "sh", str(group or "")]
 
 
 @cache
 def socket_bytes() -> int:
-    """The most memory that the kernel holds for what was written into a socket and not read."""
+    """Return the most kernel memory for unread data of one socket."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path("/proc/sys/net/core/wmem_default").read_text()) + _LAST_PIECE
     return 212_992 + _LAST_PIECE
 
 
 def own_uid() -> int | None:
-    """A user id that no other sandbox has while this process lives; None where we are not root.
+    """Return a user id that no other sandbox has while this process lives; None if not root.
 
     `uids.leased` is for a sandbox that ends sooner.
     """
@@ -113,7 +112,7 @@ def _namespaces() -> list[str]:
 
 @cache
 def _file_system() -> tuple[str, ...]:
-    """What is needed to run Python, and nothing else, to be read only."""
+    """Mount the files that Python needs, read-only, and no others."""
     arguments = ["--ro-bind", "/usr", "/usr"]
     for name in _SYSTEM_LINKS:
         path = Path("/", name)
@@ -132,13 +131,13 @@ def _file_system() -> tuple[str, ...]:
 
 
 def _packages(seen: list[str]) -> list[str]:
-    """Installed packages under names of our own: where they lie is nobody's business."""
+    """Mount installed packages under neutral names, which hide their location."""
     arguments = _parents(package_places()[0])
     hidden = []
     for folder, place in zip(package_folders(), package_places(), strict=True):
         arguments += ["--ro-bind", folder, place]
         also = [folder] if any(Path(folder).is_relative_to(s) for s in seen) else []
-        # Beside the packages lies Covey's own, with the answers to the problems that it ships.
+        # Hide Covey itself: it ships the solutions of its tasks.
         hidden += [f"{f}/covey" for f in (place, *also) if os.path.isdir(f"{folder}/covey")]
     for folder in hidden:
         arguments += ["--size", "4096", "--tmpfs", folder, "--remount-ro", folder]
@@ -146,21 +145,21 @@ def _packages(seen: list[str]) -> list[str]:
 
 
 def _parents(path: str) -> list[str]:
-    """Folders that lead to a path: those that bubblewrap makes by itself nobody else may enter."""
+    """Make the parent directories of a path: bubblewrap's own would be closed to other users."""
     folders = [str(folder) for folder in reversed(Path(path).parents)][1:]
     return [part for folder in folders for part in ("--perms", "0755", "--dir", folder)]
 
 
 def _own_files(file_bytes: int) -> list[str]:
-    """Processes, devices and temporary files of its own."""
+    """Mount private processes, devices and temporary files."""
     arguments = ["--proc", "/proc", *_parents("/dev/null")]
-    # The harness is process 1; through its folder its memory could be read and written.
+    # The harness is process 1. Its directory gives access to its memory.
     arguments += ["--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
     arguments += ["--remount-ro", "/proc"]
     for name in _DEVICES:
         arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     arguments += ["--symlink", "/proc/self/fd", "/dev/fd"]
     arguments += ["--perms", "1777", "--size", str(file_bytes), "--tmpfs", PLACE]
-    # Shared memory counts against the same limit. All else, the root folder too, is read only.
+    # Shared memory counts against the same limit. Everything else is read-only.
     arguments += ["--symlink", PLACE, "/dev/shm", "--remount-ro", "/", "--chdir", PLACE]
     return arguments

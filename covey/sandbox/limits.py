@@ -1,4 +1,4 @@
-"""What a program in the sandbox may use, and how one run of it ended."""
+"""Resource limits of a sandboxed program, its cases, and how they ended."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Ended = Literal["exited", "timed out", "output limit", "killed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a program may use. Times and outputs are for each case, the rest at any moment."""
+    """Resource limits. Times and outputs count per case, the rest at any moment."""
 
     cpu_seconds: int = 4
-    """Of each process."""
+    """CPU time of each process."""
     wall_seconds: float = 4.0
     total_seconds: float = 30.0
-    """For all cases together; those that are not reached count as timed out."""
+    """For all cases together; cases that do not start count as timed out."""
     memory_bytes: int = 512 << 20
-    """Of each process, and in isolation of all together, what is in their sockets included."""
+    """Of each process; in isolation, also of all together, including data in sockets."""
     processes: int = 32
-    """Threads count too. Holds in isolation only."""
+    """Includes threads. Enforced in isolation only."""
     file_bytes: int = 16 << 20
-    """Of each file, and in isolation of all together."""
+    """Of each file; in isolation, also of all together."""
     output_bytes: int = 1 << 20
-    """Of each output: standard output, standard error, and the value of a call."""
+    """Of each output: standard output, standard error and the value of a call."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -37,9 +37,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run of a program: what it reads, and the expression to evaluate after it, if any.
+    """One run of a program: its standard input, and an expression to evaluate afterwards.
 
-    Without a call the program is the main module; with one it is imported, as it were.
+    Without `call`, the program runs as `__main__`; with it, as an imported module.
     """
 
     stdin: str = ""
@@ -52,14 +52,14 @@ class Outcome:
 
     ended: Ended
     exit_code: int = 0
-    """Minus the number of the signal, if one ended it."""
+    """Minus the signal number, if a signal ended the process."""
     stdout: bytes = b""
     stderr: bytes = b""
     value: bytes = b""
-    """The value of the call as its process wrote it, to be read by `covey.sandbox.values`."""
+    """The value of the call as untrusted JSON, for `covey.sandbox.values`."""
     seconds: float = 0.0
 
     @property
     def ran(self) -> bool:
-        """Whether it came to its own end, and nothing went wrong."""
+        """Whether the program exited by itself without an error."""
         return self.ended == "exited" and self.exit_code == 0

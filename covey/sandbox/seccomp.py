@@ -1,9 +1,8 @@
-"""Which system calls a program may make, as a filter for the kernel (classic BPF).
+"""The seccomp filter (classic BPF): which system calls a sandboxed program may make.
 
-Namespaces and limits keep a program in; this closes what they leave open. It is a list of what is
-allowed: a call that is not on it fails, whatever it does. So memory cannot be had where no limit
-counts it (nameless files, System V objects, message queues, shared memory without a file), nor
-sockets that reach out, nor the many parts of the kernel that no ordinary program needs.
+The filter closes gaps that namespaces and limits leave open. It is an allow-list: every other call
+fails. This blocks memory that no limit counts (memfd, System V objects, message queues, anonymous
+shared memory), sockets that reach out, and the parts of the kernel that programs do not need.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import struct
 from collections.abc import Iterable
 from functools import cache
 
-from covey.sandbox.calls import ALLOWED, CHECKED, MISSING, NEWER, numbers
+from covey.sandbox.syscalls import ALLOWED, CHECKED, MISSING, NEWER, numbers
 
 Step = tuple[int, int, int, int]
 
@@ -28,14 +27,14 @@ _TERMINAL_AND_FILE = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x
 """TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2."""
 _OWN_NAME_AND_STATE = (1, 2, 3, 15, 16, 21, 23, 38, 39, 0x53564D41)
 """PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), GET_SECCOMP, CAPBSET_READ, NO_NEW_PRIVS
-(set, get), SET_VMA. Not SET_DUMPABLE, which hides a process from whoever looks after it."""
+(set, get), SET_VMA. Not SET_DUMPABLE, which hides a process from the harness."""
 _AF_UNIX, _PRIO_PROCESS, _HARNESS = 1, 0, 1
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1), "riscv64": (0xC00000F3, 1)}
 
 
 @cache
 def filter_program(machine: str = "") -> bytes | None:
-    """Return the filter for a machine, this one unless named; None for one that is not known."""
+    """Return the filter for an architecture (default: this machine's), or None if unknown."""
     known = _MACHINES.get(machine or platform.machine())
     if known is None:
         return None
@@ -53,19 +52,19 @@ def filter_program(machine: str = "") -> bytes | None:
         steps += [(_AT_LEAST, 0, 2, first), (_ABOVE, 1, 0, last), (_RETURN, 0, 0, _ALLOW)]
     for number in numbers(MISSING, column).values():
         steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ENOSYS)]
-    # The calls of x32, the same ones under other numbers, are among those that are too high.
+    # The x32 ABI has the same calls under higher numbers, which this also refuses.
     steps += [(_AT_LEAST, 0, 1, NEWER), (_RETURN, 0, 0, _ENOSYS), (_RETURN, 0, 0, _EPERM)]
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
 
 def _checks() -> dict[str, list[Step]]:
-    """What is looked at in the arguments of a call. Every way through ends with an answer."""
+    """Return the argument checks of each call. Every branch ends with a return."""
     for_others = [_argument(0), *_unless(_HARNESS)]
     return {
-        # No namespaces of its own: in them it would have rights, and so all of the kernel.
+        # No new namespaces: in them a program has capabilities, and so more kernel to attack.
         "clone": [_argument(0), (_AND, 0, 0, _NEW_NAMESPACES), *_only(0)],
-        # Memory that is shared and in no file belongs to no process: it stays where it is when
-        # each of them has let go of its own view, and then nothing counts it. Huge pages neither.
+        # Anonymous shared memory belongs to no process: it can outlive every mapping, and then
+        # no limit counts it. Huge pages are not counted either.
         "mmap": [
             _argument(3),
             (_AND, 0, 0, _ANONYMOUS),
@@ -75,11 +74,11 @@ def _checks() -> dict[str, list[Step]]:
             (_AND, 0, 0, _KIND_AND_HUGE),
             *_only(_PRIVATE),
         ],
-        # Not what types into a terminal, nor what any driver may offer.
+        # No terminal input (TIOCSTI), and no driver-specific requests.
         "ioctl": [_argument(1), *_only(*_TERMINAL_AND_FILE)],
         "prctl": [_argument(0), *_only(*_OWN_NAME_AND_STATE)],
         "socketpair": [_argument(0), *_only(_AF_UNIX)],
-        # The harness is of the same user, and could be starved by whoever may set its share.
+        # The harness has the same user id, so a program could lower its priority and starve it.
         "setpriority": [
             _argument(0),
             (_EQUAL, 1, 0, _PRIO_PROCESS),
@@ -96,7 +95,7 @@ def _checks() -> dict[str, list[Step]]:
 
 
 def _argument(number: int) -> Step:
-    """Load the low half of an argument; the calls that are checked use no more of it."""
+    """Load the low 32 bits of an argument, which is all that the checked calls use."""
     return (_LOAD, 0, 0, 16 + 8 * number)
 
 
@@ -112,7 +111,7 @@ def _unless(value: int) -> list[Step]:
 
 
 def _runs(values: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the first and last of each run of numbers without a gap."""
+    """Return the first and last number of each consecutive run."""
     runs: list[tuple[int, int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][1] + 1:

@@ -1,11 +1,11 @@
-"""What runs in a scoring sandbox, as its first process: one function, one child for each text.
+"""The scoring server: the first process in a scoring sandbox, with one child per text.
 
-A `Sandboxed` (see `scorer.py`) sends it in with the modules that it needs. It imports what is slow
-to import once. Then, for each request, it forks: the child scores one text and ends, so that every
-text meets the same fresh state, and whatever a text does to its process dies with it.
+`Sandboxed` (see `scorer.py`) sends it in with the modules that it needs. It imports slow packages
+once. For each request it forks: the child scores one text and ends. So every text meets the same
+fresh state, and changes that a text makes to its process die with it.
 
-The server itself never looks at a text. A child cannot reach it: it is process 1 of its namespace,
-its folder in /proc is hidden, and the child holds nothing but the pipe for its own score.
+The server itself never reads a text. A child cannot reach it: the server is process 1 of its
+namespace, its directory in /proc is hidden, and the child holds only the pipe for its own score.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ READY = b"ready\n"
 NO_SCORE = b"none\n"
 FAILED = b"failed "
 MOST_REPLY = 64
-"""Bytes of a score: more than any number between 0 and 1 takes."""
+"""The most bytes of a score: more than any float between 0 and 1 needs."""
 
 
 def main(job: dict[str, Any]) -> None:
-    """Score texts until the other side goes away."""
+    """Score texts until the client closes the connection."""
     signal(SIGINT, SIG_IGN)
     replies = os.dup(1)
-    os.dup2(2, 1)  # what modules print must not end up in the conversation
+    os.dup2(2, 1)  # keep output of modules off the reply channel
     if job["uid"] is not None:
         become(job["uid"])
     set_limits(job)
@@ -43,7 +43,7 @@ def main(job: dict[str, Any]) -> None:
     module = importlib.import_module(job["module"])
     module.load()
     gc.collect()
-    gc.freeze()  # what is never looked at again is never copied to a child
+    gc.freeze()  # untouched objects are not copied into children
     write_all(replies, READY)
     while request := read_frame(0):
         trusted, text = pickle.loads(request)
@@ -52,7 +52,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def read_frame(file: int) -> bytes:
-    """Read four bytes that say how many follow, and those; nothing once the other side is gone."""
+    """Read a frame: a length in four bytes, then the data. Return nothing at end of file."""
     size = int.from_bytes(_read(file, 4), "big")
     return _read(file, size)
 
@@ -68,10 +68,10 @@ def _read(file: int, size: int) -> bytes:
 
 
 def serve(job: dict[str, Any], module: Any, trusted: Any, text: str, replies: int) -> bytes:
-    """Return the line that answers a request."""
+    """Return the reply line to a request."""
     try:
         prepared = module.prepare(trusted)
-    except Exception as error:  # it is ours or the user's: the text has no part in it
+    except Exception as error:  # a bug of ours or the user's: the text is not involved
         line = f"{type(error).__name__}: {error}".encode(errors="replace")
         return FAILED + b" ".join(line[:2000].split()) + b"\n"
     deadline = time.monotonic() + job["wall_seconds"]
@@ -89,7 +89,7 @@ def serve(job: dict[str, Any], module: Any, trusted: Any, text: str, replies: in
 
 
 def listen(file: int, deadline: float, replies: int) -> bytes:
-    """Return what a child says; nothing if that is too much, or takes too long."""
+    """Return a child's output; nothing if it is too long or too late."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     poll.register(replies, 0)
@@ -100,7 +100,7 @@ def listen(file: int, deadline: float, replies: int) -> bytes:
         if not events:
             return b""
         if events[0][0] == replies:
-            os._exit(1)  # no one listens any more
+            os._exit(1)  # the client is gone
         data = os.read(file, MOST_REPLY)
         if not data:
             return said
@@ -109,7 +109,7 @@ def listen(file: int, deadline: float, replies: int) -> bytes:
 
 
 def line_of(said: bytes) -> bytes:
-    """Return the score that a child gave, written anew, or that it gave none."""
+    """Return the reply line for a child's output: a valid score, or no score."""
     try:
         score = float(said)
     except ValueError:
@@ -118,7 +118,7 @@ def line_of(said: bytes) -> bytes:
 
 
 def as_child(job: dict[str, Any], module: Any, prepared: Any, text: str, writes: int) -> None:
-    """Score the text in this process, and leave."""
+    """Score the text in this process, and exit."""
     code = 1
     try:
         os.setsid()
@@ -132,6 +132,6 @@ def as_child(job: dict[str, Any], module: Any, prepared: Any, text: str, writes:
         write_all(writes, repr(float(module.score(prepared, text))).encode())
         code = 0
     except BaseException:
-        code = 1  # no score: whoever breaks the scorer has none
+        code = 1  # a text that breaks the scorer gets no score
     finally:
         os._exit(code)

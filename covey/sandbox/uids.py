@@ -1,8 +1,8 @@
-"""A user id for each sandbox that root starts: limits on processes count all that a user has.
+"""A unique user id for each sandbox that root starts, because process limits count per user.
 
-Workers do not know of each other, so an id is taken by locking its byte in one file. The kernel
-gives the lock back when its holder ends, however that happens. Containers that share user ids but
-no files cannot see each other's locks; there the ids are many, and one is taken at random.
+Workers do not know each other, so a worker takes an id by locking its byte in a shared file. The
+kernel releases the lock when the holder ends, in any way. Containers that share user ids but no
+files cannot see each other's locks; a random choice among many ids makes collisions unlikely.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FOLDERS = ("/run", "/tmp")
 
 @contextlib.contextmanager
 def leased() -> Iterator[int | None]:
-    """A user id that no other sandbox has meanwhile; None where there are none to be had."""
+    """Yield a user id that no other sandbox has meanwhile, or None if there are none."""
     taken = take()
     if taken is None:
         yield None
@@ -38,15 +38,15 @@ def leased() -> Iterator[int | None]:
     try:
         yield uid
     finally:
-        # A process forked meanwhile has the file open too, so closing it here is not enough.
+        # A forked process may hold the file open, so closing it here is not enough.
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, uid))
         os.close(file)
 
 
 def take() -> tuple[int, int] | None:
-    """Take a user id. It is ours until the file that is returned with it is closed.
+    """Take a user id, and return it with the file descriptor that holds its lock.
 
-    Raises RewardError where every one is taken, or where no lock can be had.
+    Raises RewardError if all ids are taken, or if no lock file can be opened.
     """
     span = span_here()
     if span is None:
@@ -59,16 +59,18 @@ def take() -> tuple[int, int] | None:
             fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK, uid))
             return uid, file
     os.close(file)
-    raise RewardError(f"sandbox: all {len(span)} user ids for sandboxes are in use; run fewer")
+    raise RewardError(
+        f"sandbox: all {len(span)} user ids for sandboxes are in use; run fewer sandboxes"
+    )
 
 
 def span_here() -> range | None:
-    """Return the user ids that sandboxes may have; None where we cannot change to another."""
+    """Return the user ids for sandboxes, or None if we cannot change the user."""
     return None if os.geteuid() != 0 else span_of(_uid_map())
 
 
 def span_of(uid_map: str) -> range | None:
-    """Return the ids for sandboxes out of those that are mapped, which in a container can be few.
+    """Return the ids for sandboxes among the mapped ids. A container may map only a few.
 
     >>> span_of("0 0 4294967295").start, span_of("0 100000 65536"), span_of("0 1000 1")
     (1073741824, range(60000, 65000), None)
@@ -91,7 +93,7 @@ def _uid_map() -> str:
 
 
 def _open_locks(folders: Sequence[str]) -> int:
-    """Open the file of locks in the first folder where that can be done."""
+    """Open the lock file in the first directory where that is possible."""
     for folder in folders:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -101,10 +103,10 @@ def _open_locks(folders: Sequence[str]) -> int:
         found = os.fstat(file)
         if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
             return file
-        os.close(file)  # whoever put it there could hold every lock
-    raise RewardError(f"sandbox: no file for locks could be made in any of {', '.join(folders)}")
+        os.close(file)  # its owner could hold every lock
+    raise RewardError(f"sandbox: cannot make a lock file in any of {', '.join(folders)}")
 
 
 def _lock(kind: int, uid: int) -> bytes:
-    """A `struct flock` for the byte of a user id."""
+    """Return a `struct flock` for the byte of a user id."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, uid, 1, 0)

@@ -1,8 +1,7 @@
-"""Comparing what a program gave with what was expected, outside of the sandbox.
+"""Comparison of a program's results with expected values, outside the sandbox.
 
-What comes out of the sandbox is untrusted JSON. It is compared with the expected value from the
-expected side: nothing is built from it that is larger or deeper than what was expected, and no
-object of the program's making takes part.
+A result is untrusted JSON. The expected value drives the comparison: nothing larger or deeper than
+the expected value is built, and no object of the program takes part.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from fractions import Fraction
 from typing import Any
 
 RELATIVE, AROUND_ZERO = 1e-6, 1e-12
-"""How far a number may be from an expected float: a share of it, and from 0 this much.
+"""Tolerances for an expected float: relative, and absolute only if 0 is expected.
 
-Around any other number an absolute distance would let 0 pass for every small one.
+With an absolute tolerance elsewhere, 0 would pass for every small number.
 """
 _MOST_BITS = 4096
-"""Of a numerator or denominator: to reduce a fraction takes the square of its size."""
+"""The most bits of a numerator or denominator: reducing a fraction takes quadratic time."""
 _MOST_IN_A_KEY = 1000
-"""Numbers can be made to collide, and then a set takes the square of its size to build."""
+"""The most items of a set in a key: colliding hashes make building a set quadratic."""
 
 
 def read_expected(text: str) -> object:
-    """Read a Python literal. It comes with the prompt, so it is trusted.
+    """Parse a Python literal. It comes with the prompt, so it is trusted.
 
-    Raises ValueError if it is none.
+    Raises ValueError if the text is not a literal.
     """
     try:
         return ast.literal_eval(text.strip())
@@ -37,11 +36,11 @@ def read_expected(text: str) -> object:
 
 
 def matches(expected: object, reply: bytes) -> bool:
-    """Tell whether a call's value, as its process wrote it, equals the expected one.
+    """Return whether the value of a call, as JSON from its process, equals the expected value.
 
-    Equal as Python has it, lists not being tuples; but where a float is expected, any number within
-    a relative 1e-6 will do, and where 0.0 is, any within 1e-12. An array of numpy equals the list
-    or tuple of its items, and a Fraction or Decimal the number that it is.
+    Equality is Python's, so a list is not a tuple. For an expected float, any number within a
+    relative 1e-6 is equal; for 0.0, any within 1e-12. A numpy array equals the list or tuple of its
+    items, and a Fraction or Decimal equals its number.
 
     >>> matches((1, [2.5]), b'["tuple", 1, ["list", 2.5000001]]'), matches([1], b'["tuple", 1]')
     (True, False)
@@ -53,7 +52,7 @@ def matches(expected: object, reply: bytes) -> bool:
 
 
 def same_output(expected: str, output: bytes) -> bool:
-    """Tell whether texts are equal but for blanks at the ends of lines and at the end.
+    """Return whether texts are equal apart from whitespace at the ends of lines and of the text.
 
     >>> same_output("1 2\\n3\\n", b"1 2 \\n3")
     True
@@ -90,7 +89,7 @@ def _same_dict(expected: dict[Any, Any], reply: list[Any]) -> bool:
 
 
 def _key(reply: Any) -> Any:
-    """Return what can be a key or in a set. Raises ValueError for all else."""
+    """Return a hashable value. Raises ValueError for any other."""
     if isinstance(reply, list) and reply[:1] == ["tuple"]:
         return tuple(map(_key, reply[1:]))
     if isinstance(reply, list) and reply[:1] == ["set"]:
@@ -101,7 +100,7 @@ def _key(reply: Any) -> Any:
 
 
 def _scalar(reply: Any) -> Any:
-    """Return what has no parts. Raises ValueError for all else."""
+    """Return a scalar. Raises ValueError for a container."""
     if not isinstance(reply, list | dict):
         return reply
     kind, *parts = reply
@@ -112,15 +111,15 @@ def _scalar(reply: Any) -> Any:
     if kind == "complex":
         return complex(*parts)
     if kind == "ratio":
-        top, bottom = map(_whole, parts)
+        top, bottom = map(_bounded_int, parts)
         return Fraction(top, bottom)
     raise ValueError(kind)
 
 
-def _whole(reply: Any) -> int:
+def _bounded_int(reply: Any) -> int:
     number = _scalar(reply)
     if not isinstance(number, int) or number.bit_length() > _MOST_BITS:
-        raise ValueError("no whole number, or too large a one")
+        raise ValueError("not an integer, or too large")
     return number
 
 

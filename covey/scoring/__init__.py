@@ -1,12 +1,11 @@
-"""Judging many answers: in this process if the reward is quick, otherwise in processes of its own.
+"""Scoring of completions: in this process for quick rewards, otherwise in worker processes.
 
-A reward that raises, hangs or dies costs the answer its reward and nothing else.
+If a reward raises, hangs or crashes, only the completion that it was scoring loses its reward.
 """
 
-from covey.scoring.inline import InlineScorer
+from covey.scoring.build import InlineScorer, check_timeout, make_scorer
+from covey.scoring.job import Job, Pending, Scorer, ScoreResult
 from covey.scoring.pool import Pool
-from covey.scoring.result import Job, Pending, ScoreResult
-from covey.scoring.scorer import Scorer, check_timeout, make_scorer
 
 __all__ = [
     "InlineScorer",

@@ -1,9 +1,9 @@
-"""Judging in processes of its own, each under a time limit that nothing can ignore.
+"""The scoring pool: worker processes that score under a time limit, enforced by killing them.
 
-One thread looks after each process: it hands over a few jobs at a time, takes the answers, and
-kills and replaces the process when one takes too long or dies. The job at fault has no reward;
-those behind it go back to the front of the queue. Where jobs were waiting side by side nobody knows
-which one it was: each is tried again alone.
+One thread manages each process. It sends a few jobs at a time, receives the results, and replaces
+the process when a job takes too long or the process dies. The job at fault gets no reward; jobs
+queued behind it go back to the front of the queue. If jobs ran concurrently, the one at fault is
+unknown, and each is tried again alone.
 """
 
 from __future__ import annotations
@@ -22,65 +22,65 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from covey.errors import ConfigError, RewardError
-from covey.interpreter import module_command
 from covey.rewards.score import Reward
-from covey.scoring.result import READY, Job, ScoreResult
+from covey.scoring.job import READY, Job, ScoreResult
+from covey.subprocesses import module_command
 
 START_SECONDS = 120.0
-HUNG_UP_SECONDS = 5.0
+EXIT_SECONDS = 5.0
 GRACE_SECONDS = 1.0
-"""What a process gets beyond the time limit to stop those of its jobs that wait side by side."""
+"""Extra time for a process to cancel its own concurrent jobs after the time limit."""
 MOST_JOBS = 64
-HANDED_SECONDS = 0.01
-"""A process is handed about this much work at once: many quick jobs, or a single slow one."""
+BATCH_SECONDS = 0.01
+"""A process gets about this much work at once: many quick jobs, or a single slow one."""
 
-Task = tuple[Job, "Future[list[ScoreResult]]"]
+QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 
 
 class Worker:
-    """A process that judges."""
+    """A worker process, seen from the pool."""
 
     def __init__(self, payload: bytes, gigabytes: float, timeout: float) -> None:
         here, there = Pipe()
         self.connection: Connection = here
         self.process = subprocess.Popen(
-            module_command("covey.scoring.worker", str(there.fileno())),
+            module_command("covey.scoring.pool_worker", str(there.fileno())),
             pass_fds=[there.fileno()],
-            start_new_session=True,  # Ctrl-C is for the trainer, which ends the others in order
+            start_new_session=True,  # only the trainer gets Ctrl-C, and ends the workers in order
         )
         there.close()
-        self._first = (sys.path, payload, gigabytes, timeout)
+        self._setup = (sys.path, payload, gigabytes, timeout)
 
     def load(self) -> None:
         """Wait until the process has loaded the reward; raise if it cannot."""
         try:
-            self.connection.send(self._first)
+            self.connection.send(self._setup)
             loaded = self.connection.poll(START_SECONDS)
-            said = self.connection.recv() if loaded else "it did not start"
+            reply = self.connection.recv() if loaded else "it did not start"
         except (EOFError, OSError):
-            said = f"it ended {self.died()}"
-        if said != READY:
-            raise RewardError(f"reward: the scoring process cannot load it: {said}")
+            reply = f"it ended {self.how_ended()}"
+        if reply != READY:
+            raise RewardError(f"reward: the scoring process cannot load it: {reply}")
 
     def kill(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and all its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
 
-    def died(self) -> str:
-        """Say how the process ended, which has hung up."""
+    def how_ended(self) -> str:
+        """Describe how a process that closed its connection ended."""
         try:
-            code = self.process.wait(HUNG_UP_SECONDS)
+            code = self.process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            return "the conversation"
+            return "the connection"
         names = {number.value: number.name for number in signal.Signals}
         return f"by signal {names.get(-code, -code)}" if code < 0 else f"with code {code}"
 
 
 class Pool:
-    """Scoring processes. Jobs are taken in order, and nobody waits for the one before."""
+    """Worker processes that take jobs from one queue, in order."""
 
     def __init__(
         self,
@@ -93,21 +93,21 @@ class Pool:
     ) -> None:
         self.identity = identity
         self.whole_groups = bool(getattr(reward, "whole_groups", False))
-        self._side_by_side = bool(getattr(reward, "is_async", False))
+        self._concurrent = bool(getattr(reward, "is_async", False))
         self._reward = reward
-        self._payload = _payload(reward, identity)
+        self._payload = _pickled(reward, identity)
         self._workers = workers
         self._timeout = timeout
         self._gigabytes = gigabytes
-        self._tasks: deque[Task] = deque()
-        self._suspects: deque[Task] = deque()
+        self._queue: deque[QueuedJob] = deque()
+        self._suspects: deque[QueuedJob] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._running: set[Worker] = set()
 
-    def another(self) -> Pool:
-        """Return the same with processes of its own."""
+    def copy(self) -> Pool:
+        """Return a pool with the same settings and its own processes."""
         return Pool(
             self._reward,
             self.identity,
@@ -117,7 +117,7 @@ class Pool:
         )
 
     def start(self) -> None:
-        """Start the processes, and wait for the first; raise if it cannot load the reward."""
+        """Start the processes and wait for the first. Raise if it cannot load the reward."""
         with self._changed:
             if self._threads or self._closed:
                 return
@@ -139,18 +139,18 @@ class Pool:
         with self._changed:
             if self._closed:
                 raise RewardError("reward: the scoring processes are closed")
-            self._tasks.append((job, future))
+            self._queue.append((job, future))
             self._changed.notify()
         return future
 
     def close(self) -> None:
-        """Kill the processes. Jobs that nobody has begun are forgotten."""
+        """Kill the processes and cancel all jobs that have not started."""
         with self._changed:
             self._closed = True
-            for _, future in (*self._suspects, *self._tasks):
+            for _, future in (*self._suspects, *self._queue):
                 future.cancel()
             self._suspects.clear()
-            self._tasks.clear()
+            self._queue.clear()
             self._changed.notify_all()
             for worker in self._running:
                 with contextlib.suppress(ProcessLookupError):
@@ -159,13 +159,13 @@ class Pool:
             thread.join(timeout=5)
 
     def _new_worker(self) -> Worker:
-        """Start a process. From the first moment it is one that `close` kills."""
+        """Start a process, registered at once so that `close` kills it."""
         with self._changed:
             if self._closed:
                 raise RewardError("reward: the scoring processes are closed")
             try:
                 worker = Worker(self._payload, self._gigabytes, self._timeout)
-            except OSError as error:  # no memory, no processes, no files
+            except OSError as error:  # out of memory, processes or file descriptors
                 raise RewardError(f"reward: cannot start a scoring process: {error}") from None
             self._running.add(worker)
         try:
@@ -180,98 +180,98 @@ class Pool:
             self._running.discard(worker)
         worker.kill()
 
-    def _take(self, most: int) -> list[Task]:
-        """Wait for jobs and take a fair share of them; none: the pool is closed."""
+    def _take(self, most: int) -> list[QueuedJob]:
+        """Wait for jobs and take a fair share of them. Return none if the pool is closed."""
         with self._changed:
-            while not (self._tasks or self._suspects or self._closed):
+            while not (self._queue or self._suspects or self._closed):
                 self._changed.wait()
             if self._suspects:
                 return [self._suspects.popleft()]
-            # Those that wait side by side cost nothing; of others, the last are left to be shared.
-            shares = self._workers if self._side_by_side else 2 * self._workers
-            fair = -(-len(self._tasks) // shares)
-            return [self._tasks.popleft() for _ in range(min(fair, most))]
+            # Concurrent jobs mostly wait, so take all. Leave some of the others for idle workers.
+            shares = self._workers if self._concurrent else 2 * self._workers
+            fair = -(-len(self._queue) // shares)
+            return [self._queue.popleft() for _ in range(min(fair, most))]
 
-    def _put_back(self, tasks: list[Task], queue: deque[Task]) -> None:
+    def _put_back(self, jobs: list[QueuedJob], queue: deque[QueuedJob]) -> None:
         with self._changed:
             if self._closed:
-                for _, future in tasks:
+                for _, future in jobs:
                     future.cancel()
                 return
-            queue.extendleft(reversed(tasks))
+            queue.extendleft(reversed(jobs))
             self._changed.notify_all()
 
     def _serve(self, ready: Future[None]) -> None:
-        """Look after one process. It is started here: it dies with the thread that started it."""
+        """Manage one process. It must start in this thread: it dies with its parent thread."""
         worker: Worker | None = None
         try:
             worker = self._new_worker()
             ready.set_result(None)
         except RewardError as error:
             ready.set_exception(error)
-        most = MOST_JOBS if self._side_by_side else 1
-        while tasks := self._take(most):
+        most = MOST_JOBS if self._concurrent else 1
+        while jobs := self._take(most):
             begun = time.monotonic()
             try:
                 worker = worker or self._new_worker()
             except RewardError as error:
-                for task in tasks:
-                    _fail(task, str(error))
+                for queued in jobs:
+                    _fail(queued, str(error))
                 continue
-            if not self._converse(worker, tasks):
+            if not self._run(worker, jobs):
                 self._end(worker)
                 worker = None
-            if not self._side_by_side:
-                seconds_each = (time.monotonic() - begun) / len(tasks)
-                most = max(1, min(MOST_JOBS, int(HANDED_SECONDS / seconds_each)))
+            if not self._concurrent:
+                seconds_each = (time.monotonic() - begun) / len(jobs)
+                most = max(1, min(MOST_JOBS, int(BATCH_SECONDS / seconds_each)))
         if worker is not None:
             self._end(worker)
 
-    def _converse(self, worker: Worker, tasks: list[Task]) -> bool:
-        """Have some jobs judged. Return whether the process is still good."""
-        waiting = dict(enumerate(tasks))
+    def _run(self, worker: Worker, jobs: list[QueuedJob]) -> bool:
+        """Score some jobs in a process. Return whether the process is still usable."""
+        waiting = dict(enumerate(jobs))
         too_long = f"took longer than {self._timeout:g} seconds"
-        good = True
+        usable = True
         try:
-            worker.connection.send([job for job, _ in tasks])
+            worker.connection.send([job for job, _ in jobs])
             while waiting:
-                grace = GRACE_SECONDS if self._side_by_side else 0.0
+                grace = GRACE_SECONDS if self._concurrent else 0.0
                 if not worker.connection.poll(self._timeout + grace):
                     self._give_up(waiting, too_long)
                     return False
-                number, verdicts = worker.connection.recv()
-                if verdicts is None:  # stopped; what it started may go on
-                    good = False
+                number, results = worker.connection.recv()
+                if results is None:  # cancelled, but threads that it started may still run
+                    usable = False
                     _fail(waiting.pop(number), too_long)
                 else:
-                    waiting.pop(number)[1].set_result(verdicts)
+                    waiting.pop(number)[1].set_result(results)
         except (EOFError, OSError):
-            self._give_up(waiting, f"the scoring process ended {worker.died()}")
+            self._give_up(waiting, f"the scoring process ended {worker.how_ended()}")
             return False
-        except Exception as error:  # a reward that has found the connection can say anything
-            why = f"the scoring process said what nobody understands: {type(error).__name__}"
+        except Exception as error:  # a reward that found the connection can send anything
+            why = f"the scoring process sent an invalid message: {type(error).__name__}"
             self._give_up(waiting, why)
             return False
-        return good
+        return usable
 
-    def _give_up(self, waiting: dict[int, Task], why: str) -> None:
+    def _give_up(self, waiting: dict[int, QueuedJob], why: str) -> None:
         """Fail the job at fault, and queue the others again."""
-        tasks = list(waiting.values())
-        if self._side_by_side and len(tasks) > 1:
-            self._put_back(tasks, self._suspects)
+        jobs = list(waiting.values())
+        if self._concurrent and len(jobs) > 1:
+            self._put_back(jobs, self._suspects)
             return
-        for task in tasks[:1]:
-            _fail(task, why)
-        self._put_back(tasks[1:], self._tasks)
+        for queued in jobs[:1]:
+            _fail(queued, why)
+        self._put_back(jobs[1:], self._queue)
 
 
-def _fail(task: Task, why: str) -> None:
-    job, future = task
+def _fail(queued: QueuedJob, why: str) -> None:
+    job, future = queued
     future.set_result([ScoreResult(error=why)] * len(job.texts))
 
 
-def _payload(reward: Reward, identity: str) -> bytes:
-    why = "it stands in the main script, which every process would run again"
+def _pickled(reward: Reward, identity: str) -> bytes:
+    why = "it is in the main script, which every process would run again"
     try:
         payload = pickle.dumps(reward)
         if b"__main__" not in payload:
@@ -279,6 +279,6 @@ def _payload(reward: Reward, identity: str) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         why = str(error)
     raise ConfigError(
-        f"reward {identity}: cannot be sent to a scoring process ({why}); put it into a module, "
-        "or give it `quick = True` if it never takes long"
+        f"reward {identity}: cannot be sent to a scoring process ({why}); move it to a "
+        "module, or set `quick = True` on it if it never takes long"
     )

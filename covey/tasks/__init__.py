@@ -1,4 +1,4 @@
-"""What is asked. No torch here."""
+"""Tasks: prompts with targets, from generators, packaged problems, files and the Hub. No torch."""
 
 from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.code import Code
@@ -8,7 +8,7 @@ from covey.tasks.hub import Hub
 from covey.tasks.jsonl import Jsonl
 from covey.tasks.mixed import Mixed
 from covey.tasks.reasoning_gym import ReasoningGym
-from covey.tasks.registry import TASKS, find_task, is_own_task, make_task
+from covey.tasks.registry import TASKS, find_task, is_user_task, make_task
 from covey.tasks.task import Task, bad_rows_of
 from covey.tasks.tools import Tools
 
@@ -26,6 +26,6 @@ __all__ = [
     "Tools",
     "bad_rows_of",
     "find_task",
-    "is_own_task",
+    "is_user_task",
     "make_task",
 ]

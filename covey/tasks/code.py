@@ -1,4 +1,4 @@
-"""Small Python problems, each with hidden tests and a solution."""
+"""The `code` task: small Python problems, each with hidden tests and a solution."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.tasks.packaged import packaged_rows
-from covey.tasks.task import asked, with_instruction
+from covey.tasks.task import chat_messages, with_instruction
 from covey.types import Prompt
 
 INSTRUCTION = (
@@ -16,13 +16,12 @@ INSTRUCTION = (
 )
 
 
-def question(row: Mapping[str, Any]) -> str:
-    """Write a problem the way it is asked: what to do, the form of it, and examples."""
+def prompt_text(row: Mapping[str, Any]) -> str:
+    """Write a problem as the prompt shows it: the problem, the form of a solution, examples."""
     if row["signature"]:
-        shown = "\n".join(f"    {e['call']} -> {e['expected']}" for e in row["examples"])
-        form = (
-            f"Write it as a Python function:\n\n    {row['signature']}\n\nFor example:\n\n{shown}"
-        )
+        examples = "\n".join(f"    {e['call']} -> {e['expected']}" for e in row["examples"])
+        form = f"Write it as a Python function:\n\n    {row['signature']}"
+        form += f"\n\nFor example:\n\n{examples}"
     else:
         example = row["examples"][0]
         form = (
@@ -39,11 +38,11 @@ def _indented(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """48 small problems; about one in four is held out, always the same.
+    """48 small problems; a fixed quarter is held out.
 
-    `info["tests"]` holds {call, expected}, with expected as a Python literal, for functions, and
-    {stdin, stdout} for programs. The prompt shows none of them, only examples. The answer is the
-    name of the function or of the problem.
+    `info["tests"]` holds {call, expected} for functions, with expected as a Python literal, and
+    {stdin, stdout} for programs. The prompt shows other examples, none of the tests. The target is
+    the name of the function or of the problem.
     """
 
     system: str = ""
@@ -59,10 +58,11 @@ class Code:
         return [self._prompt(row, "held_out") for row in packaged_rows("code", "held_out")]
 
     def _prompt(self, row: Mapping[str, Any], split: str) -> Prompt:
+        text = with_instruction(prompt_text(row), self.instruction)
         return Prompt(
             id=f"{self.name}/{split}/{row['id']}",
             task=self.name,
-            messages=asked(with_instruction(question(row), self.instruction), self.system),
+            messages=chat_messages(text, self.system),
             target=row["id"],
             info={"tests": row["tests"], "solution": f"```python\n{row['solution']}```"},
         )

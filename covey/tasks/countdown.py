@@ -1,45 +1,44 @@
-"""Make a number out of others, such as 27 out of 3, 5 and 12: `12 + 5 * 3`.
+"""The `countdown` task: make a number out of others, such as 27 out of 3, 5 and 12: `12 + 5 * 3`.
 
 Every problem has a solution, because it is made from one: numbers are joined two by two with
-+ - * / until one is left, every result whole and positive, and that one is the target.
++ - * / until one is left, and that one is the target. All results are positive integers.
 
-Train and held-out problems never share numbers and target: a hash of both says where a problem
-belongs, whatever the order of its numbers.
+Training and held-out problems never share both numbers and target: a hash of the two decides the
+split, whatever the order of the numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from random import Random
 
 from covey.errors import ConfigError
-from covey.tasks.task import Generated, asked, check_sizes, hash_share
+from covey.tasks.task import GeneratedTask, chat_messages, hash_fraction
 from covey.types import Prompt
 
 HELD_OUT_SHARE = 0.2
 REGROUPING = {("-", "+"), ("-", "-"), ("/", "*"), ("/", "/")}
-"""An operator, and that of its right side, which without parentheses would be read otherwise."""
+"""An operator, and an operator on its right side that needs parentheses there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A whole number with an expression for it, and the operator that the expression ends in."""
+    """An integer with an expression for it, and the operator at the top of that expression."""
 
     value: int
     text: str
     operator: str = ""
 
     def within(self, operator: str, right: bool) -> str:
-        """Write it as one side of `operator`, in parentheses only where they are needed."""
+        """Write it as one side of `operator`, in parentheses only if they are needed."""
         below_product = self.operator in ("+", "-") and operator in ("*", "/")
         regroups = right and (operator, self.operator) in REGROUPING
         return f"({self.text})" if below_product or regroups else self.text
 
 
 def join(left: Term, right: Term, operator: str) -> Term | None:
-    """Join two terms, or return None where the result is not a whole positive number.
+    """Join two terms, or return None if the result is not a positive integer.
 
     >>> join(Term(6, "6"), Term(2, "2"), "/"), join(Term(2, "2"), Term(6, "6"), "-")
     (Term(value=3, text='6 / 2', operator='/'), None)
@@ -58,24 +57,24 @@ def join(left: Term, right: Term, operator: str) -> Term | None:
 
 
 def solved(random: Random, numbers: Sequence[int]) -> Term:
-    """Join all numbers in random order by random operators that go."""
+    """Join all numbers in random order by random operators that give positive integers."""
     terms = [Term(n, str(n)) for n in numbers]
     while len(terms) > 1:
         left = terms.pop(random.randrange(len(terms)))
         right = terms.pop(random.randrange(len(terms)))
-        # A sum always goes, so that one of the four is found.
+        # A sum is always possible, so the loop ends.
         joined = None
         while joined is None:
             operator = random.choice("+-*/")
-            # Or differences and quotients would be rare beside sums.
+            # Without the swap, differences and quotients would be rare.
             swap = operator in "-/" and left.value < right.value
             joined = join(right, left, operator) if swap else join(left, right, operator)
         terms.append(joined)
     return terms[0]
 
 
-def question(numbers: Sequence[int], target: int) -> str:
-    """Write a problem the way it is asked."""
+def prompt_text(numbers: Sequence[int], target: int) -> str:
+    """Write a problem as the prompt shows it."""
     listed = ", ".join(map(str, numbers[:-1]))
     return (
         f"Write an arithmetic expression whose value is {target}. Use each of the numbers "
@@ -86,20 +85,19 @@ def question(numbers: Sequence[int], target: int) -> str:
 
 
 def is_held_out(numbers: Sequence[int], target: int) -> bool:
-    """Whether numbers, in any order, and target are among the held-out ones. Fixed for ever."""
-    return hash_share(f"{sorted(numbers)} {target}") < HELD_OUT_SHARE
+    """Return whether a problem is held out. Neither a seed nor the numbers' order matters."""
+    return hash_fraction(f"{sorted(numbers)} {target}") < HELD_OUT_SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Countdown:
+class Countdown(GeneratedTask):
     """Make `target` out of `numbers` by + - * / and parentheses, using each number once.
 
-    More numbers make it harder. `template`, if given, is how a problem is asked, with {numbers} and
-    {target}; `system` comes before it.
+    More numbers are harder. `template`, if given, is the prompt's text, with {numbers} and
+    {target}; `system` is the system message.
 
-    A data set with columns of its own can stand in for the generator:
-    the tasks `jsonl` and `hub` read rows of `nums` and `target` with the options
-    answer = "target", columns = {nums = "numbers", target = "target"} and
+    A dataset can replace the generator: the tasks `jsonl` and `hub` read rows of `nums` and
+    `target` with the options columns = {nums = "numbers", target = "target"} and
     template = "Make {target} out of {nums} ...".
     """
 
@@ -107,14 +105,12 @@ class Countdown:
     max_numbers: int = 4
     max_number: int = 99
     max_target: int = 999
-    train_size: int = 100_000
-    held_out_size: int = 256
     template: str = ""
     system: str = ""
     name: str = "countdown"
 
     def __post_init__(self) -> None:
-        check_sizes(self.train_size, self.held_out_size)
+        GeneratedTask.__post_init__(self)
         if not 3 <= self.min_numbers <= self.max_numbers <= 6:
             raise ConfigError(
                 "task: numbers must satisfy 3 <= min_numbers <= max_numbers <= 6, "
@@ -130,14 +126,6 @@ class Countdown:
                 f"task: template = {self.template!r} must have {{numbers}} and {{target}}"
             )
 
-    def train(self) -> Sequence[Prompt]:
-        """The training problems."""
-        return Generated(self.train_size, partial(self._prompt, "train"))
-
-    def held_out(self) -> Sequence[Prompt]:
-        """The held-out problems."""
-        return Generated(self.held_out_size, partial(self._prompt, "held_out"))
-
     def _prompt(self, split: str, index: int) -> Prompt:
         kind = f"{self.min_numbers}-{self.max_numbers}/{self.max_number}/{self.max_target}"
         identity = f"countdown/{split}/{kind}/{index}"
@@ -145,14 +133,14 @@ class Countdown:
         return Prompt(
             id=identity,
             task=self.name,
-            messages=asked(self._question(numbers, solution.value), self.system),
+            messages=chat_messages(self._text(numbers, solution.value), self.system),
             target=str(solution.value),
             info={"numbers": numbers, "target": solution.value, "solution": solution.text},
         )
 
-    def _question(self, numbers: Sequence[int], target: int) -> str:
+    def _text(self, numbers: Sequence[int], target: int) -> str:
         if not self.template:
-            return question(numbers, target)
+            return prompt_text(numbers, target)
         listed = ", ".join(map(str, numbers))
         return self.template.replace("{numbers}", listed).replace("{target}", str(target))
 

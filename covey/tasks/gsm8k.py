@@ -1,4 +1,4 @@
-"""GSM8K: grade school word problems whose worked solutions end in `#### 18`."""
+"""The `gsm8k` task: grade school word problems whose worked solutions end in `#### 18`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from covey.errors import ConfigError
 from covey.tasks.hub import load_splits, rows_of
 from covey.tasks.jsonl import json_lines
-from covey.tasks.rows import Place, Row, Table
+from covey.tasks.rows import NumberedRow, Row, RowReader
 from covey.tasks.task import THINK_THEN_ANSWER
 from covey.types import Prompt
 
@@ -21,7 +21,7 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")
 def read_solution(text: str) -> tuple[str, str] | None:
     """Split a worked solution into its text and its final answer, or return None if it has none.
 
-    Calculator notes go, and so do the commas of thousands.
+    Calculator annotations and thousands separators are removed.
 
     >>> read_solution("He has 3*400=<<3*400=1200>>1200 eggs.\\n#### 1,200")
     ('He has 3*400=1200 eggs.', '1200')
@@ -33,10 +33,10 @@ def read_solution(text: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gsm8k:
-    """Grade school word problems, from the hub or from local files of the same form.
+    """Grade school word problems, from the Hub or from local files of the same form.
 
-    `train_file` and `held_out_file` are JSON Lines with `question` and `answer`; without them the
-    splits `train` and `test` of openai/gsm8k are used. `instruction` comes after each question.
+    `train_file` and `held_out_file` are JSON Lines with `question` and `answer`. Without them, the
+    splits `train` and `test` of openai/gsm8k are used. `instruction` follows each prompt.
     """
 
     train_file: str = ""
@@ -52,16 +52,16 @@ class Gsm8k:
     def __post_init__(self) -> None:
         if bool(self.train_file) != bool(self.held_out_file):
             raise ConfigError(
-                "task: give both train_file and held_out_file, or neither for the hub's gsm8k, not "
+                "task: give both train_file and held_out_file, or neither to use openai/gsm8k, not "
                 f"{self.train_file!r} and {self.held_out_file!r}"
             )
 
     def train(self) -> Sequence[Prompt]:
-        """The training problems: 7473 on the hub."""
+        """The training problems: 7473 on the Hub."""
         return self._read("train", self.train_file, "train")
 
     def held_out(self) -> Sequence[Prompt]:
-        """The test problems: 1319 on the hub."""
+        """The test problems: 1319 on the Hub."""
         return self._read("held_out", self.held_out_file, "test")
 
     def _read(self, split: str, file: str, hub_split: str) -> list[Prompt]:
@@ -70,19 +70,20 @@ class Gsm8k:
         else:
             source = f"{HUB_PATH}/{HUB_SUBSET}"
             rows = rows_of(load_splits(HUB_PATH, HUB_SUBSET), hub_split, source)
-        table = Table(
-            answer="final",
+        reader = RowReader(
+            prompt="question",
+            target="final",
             system=self.system,
             instruction=self.instruction,
             skip_bad_rows=self.skip_bad_rows,
             name=self.name,
         )
-        prompts = table.read(split, _solved(rows), source)
-        self.bad_rows.update(table.bad_rows)
+        prompts = reader.read(split, _solved(rows), source)
+        self.bad_rows.update(reader.bad_rows)
         return prompts
 
 
-def _solved(rows: Iterable[Place]) -> Iterator[Place]:
+def _solved(rows: Iterable[NumberedRow]) -> Iterator[NumberedRow]:
     for number, where, row in rows:
         yield number, where, _with_final(row)
 

@@ -1,4 +1,4 @@
-"""Prompts from a data set of the hub, or from local files that `datasets` reads."""
+"""The `hub` task: prompts from a dataset of the Hugging Face Hub, or from local files."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import ConfigError, DataError, nearest
-from covey.tasks.optional import optional_module
-from covey.tasks.rows import Place, Table
-from covey.tasks.task import hash_share, with_instruction
+from covey.tasks.rows import NumberedRow, RowReader
+from covey.tasks.task import hash_fraction, require_module, with_instruction
 from covey.types import Prompt
 
 FORMATS = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"csv": {"keep_default_na": False, "na_values": [""]}}
-"""How formats are read: in a csv file an empty cell is missing, while NA or None is text."""
+"""Options of `load_dataset`: in a CSV file an empty cell is missing, while NA or None is text."""
 
 
 def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str, Any]:
-    """Load every split of a data set of the hub, a folder or a file: name -> rows.
+    """Load all splits of a Hub dataset, a folder or a file, as {name: rows}.
 
     A single .csv, .parquet, .json or .jsonl file is one split, `train`.
     """
-    datasets = optional_module("datasets", "datasets")
+    datasets = require_module("datasets")
     local = Path(path)
     try:
         if local.is_file():
@@ -35,10 +34,10 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
         return dict(datasets.load_dataset(path, subset or None, revision=revision or None))
     except DataError:
         raise
-    except Exception as error:  # of its own, of the network's and of every file format's making
+    except Exception as error:  # from datasets, the network or any file format
         raise DataError(
-            f"task: cannot load the data set {path!r}: {_why(error)}; without the hub, give local "
-            "files instead: a path to a folder or file, or the task jsonl"
+            f"task: cannot load the dataset {path!r}: {_why(error)}; without access to the Hub, "
+            "give the path of a local folder or file, or use the task jsonl"
         ) from None
 
 
@@ -46,7 +45,7 @@ def _why(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[Place]:
+def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[NumberedRow]:
     """Number the rows of one split from 0."""
     if split not in splits:
         raise DataError(f"task: {source} has no split {split!r}{nearest(split, splits)}")
@@ -55,12 +54,12 @@ def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[Plac
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hub(Table):
-    """Questions and answers from `path`: a data set's name on the hub, a folder, or a file.
+class Hub(RowReader):
+    """Prompts and targets from `path`: the name of a Hub dataset, a folder, or a file.
 
-    `Table` says what columns mean. Where there is one split only, leave `held_out_split`
-    empty: `held_out_share` of the questions are then held out, the same ones always, as a hash of
-    the question says; the same question twice is on one side.
+    `RowReader` documents the columns. For a dataset with one split, leave `held_out_split` empty: a
+    hash of the prompt then holds out the fraction `held_out_share`, always the same prompts. Equal
+    prompts are in the same split.
     """
 
     path: str
@@ -72,16 +71,16 @@ class Hub(Table):
     name: str = "hub"
 
     def __post_init__(self) -> None:
-        Table.__post_init__(self)
+        RowReader.__post_init__(self)
         if not 0 < self.held_out_share < 1:
             raise ConfigError(
                 f"task: held_out_share = {self.held_out_share} must lie between 0 and 1; "
-                "name a held_out_split to use all of train_split"
+                "set held_out_split to train on all of train_split"
             )
         if self.held_out_split == self.train_split:
             raise ConfigError(
                 f"task: train_split and held_out_split are both {self.train_split!r}; leave "
-                "held_out_split empty to hold out a share of it"
+                "held_out_split empty to hold out a fraction of it"
             )
 
     def train(self) -> Sequence[Prompt]:
@@ -89,7 +88,7 @@ class Hub(Table):
         return self._read("train", self.train_split)
 
     def held_out(self) -> Sequence[Prompt]:
-        """The prompts of `held_out_split`, or the share of `train_split` that is held out."""
+        """The prompts of `held_out_split`, or the held-out part of `train_split`."""
         return self._read("held_out", self.held_out_split or self.train_split)
 
     def _read(self, split: str, source_split: str) -> list[Prompt]:
@@ -106,7 +105,7 @@ class Hub(Table):
         return prompts
 
     def _is_held_out(self, prompt: Prompt) -> bool:
-        said = "\n".join(m["content"] for m in prompt.messages if m["role"] != "system")
-        # Another instruction must not move questions from one side to the other.
-        question = said.removesuffix(with_instruction("", self.instruction))
-        return hash_share(question) < self.held_out_share
+        text = "\n".join(m["content"] for m in prompt.messages if m["role"] != "system")
+        # A change of the instruction must not move prompts between the splits.
+        bare = text.removesuffix(with_instruction("", self.instruction))
+        return hash_fraction(bare) < self.held_out_share

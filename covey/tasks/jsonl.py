@@ -1,4 +1,4 @@
-"""Prompts from JSON Lines files: one object a line with a question and an answer."""
+"""The `jsonl` task: prompts from JSON Lines files, one object per line."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.errors import DataError, reason
-from covey.tasks.rows import Place, Row, Table
+from covey.tasks.rows import NumberedRow, Row, RowReader
 from covey.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Jsonl(Table):
-    """Questions and answers from `train_file` and `held_out_file`, one object a line.
+class Jsonl(RowReader):
+    """Prompts and targets from `train_file` and `held_out_file`, one JSON object per line.
 
-    `Table` says what the other options mean.
+    `RowReader` documents the other options.
     """
 
     train_file: str
@@ -32,11 +32,11 @@ class Jsonl(Table):
         return self.read("held_out", json_lines(Path(self.held_out_file)), self.held_out_file)
 
 
-def json_lines(path: Path) -> Iterator[Place]:
-    """Read a file of objects, blank lines aside; what is no object says so in its stead."""
+def json_lines(path: Path) -> Iterator[NumberedRow]:
+    """Read a file of JSON objects. Blank lines are skipped; other lines give what is wrong."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, ValueError) as error:  # bad text, and a path with NUL, are ValueErrors
+    except (OSError, ValueError) as error:  # undecodable text, or a path with NUL: ValueError
         raise DataError(f"task: cannot read {path}: {reason(error)}") from None
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -44,7 +44,7 @@ def json_lines(path: Path) -> Iterator[Place]:
 
 
 def json_object(line: str) -> Row | str:
-    """Parse one line, or say what is the matter with it.
+    """Parse one line, or return what is wrong with it.
 
     >>> json_object('{"a": 1}'), json_object("[1]")
     ({'a': 1}, 'is not an object but list')

@@ -1,4 +1,4 @@
-"""Several tasks at once, by weight."""
+"""The `mixed` task: several tasks at once, by weight."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LONGEST_BLOCK = 1000
 def quotas(weights: Sequence[float]) -> list[int]:
     """Return how many prompts of each part a block holds.
 
-    The block is the shortest that has the exact proportions; where none of up to 1000 prompts has,
-    it is one of about 1000, every count rounded, and at least 1.
+    The block is the shortest with exact proportions. If no block of up to 1000 prompts has them,
+    the block has about 1000 prompts, with each count rounded and at least 1.
 
     >>> quotas([0.75, 0.25]), quotas([1, 1, 1]), quotas([2, 1e-9])
     ([3, 1], [1, 1, 1], [1000, 1])
@@ -34,9 +34,9 @@ def quotas(weights: Sequence[float]) -> list[int]:
 
 
 def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return a block: which part each prompt is of, and which of that part's in the block.
+    """Return a block as (part, rank): rank r is the r-th prompt of that part in the block.
 
-    Each part is spread evenly: its prompt r of n stands at (r + 1/2) / n of the block.
+    Each part is spread evenly: its prompt r of n is at (r + 1/2) / n of the block.
 
     >>> pattern([3, 1])
     [(0, 0), (0, 1), (1, 0), (0, 2)]
@@ -53,13 +53,13 @@ def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
 class Mixed:
     """Tasks by weight: `parts` is {KEY: {name, weight, options of that task}}.
 
-    `name` is the key unless given, `weight` is 1. Training prompts come in blocks that hold the
-    parts in proportion to their weights, as many blocks as it takes to ask every prompt of every
-    part; the parts that are short for their weight start again, and their ids then end in `~1`,
-    `~2` and so on. All held-out prompts of all parts are kept, one part after the other.
+    `name` defaults to the key, `weight` to 1. Training prompts come in blocks that hold the parts
+    in proportion to their weights. There are enough blocks for every prompt of every part. A part
+    that runs out earlier starts again, and its ids then end in `~1`, `~2` and so on. The held-out
+    prompts are those of all parts, one part after the other.
 
-    Prompts keep the name of their task, so that rewards can go by it. Their ids begin with the
-    part's key where that is another.
+    Prompts keep the name of their task, so rewards can depend on it. Their ids start with the
+    part's key if they do not already.
     """
 
     parts: Mapping[str, Mapping[str, Any]]
@@ -77,7 +77,7 @@ class Mixed:
 
     @property
     def bad_rows(self) -> dict[str, list[str]]:
-        """What the parts have skipped, by part and split."""
+        """The rows that the parts skipped, by part and split."""
         return {
             f"{key}/{split}": lines
             for key, task in self.tasks.items()
@@ -85,7 +85,7 @@ class Mixed:
         }
 
     def train(self) -> Sequence[Prompt]:
-        """The training prompts of all parts by weight."""
+        """The training prompts of all parts, mixed by weight."""
         keys = list(self.tasks)
         splits = [self.tasks[key].train() for key in keys]
         counts = quotas([_weight(key, self.parts[key]) for key in keys])
@@ -121,7 +121,7 @@ def _weight(key: str, options: Mapping[str, Any]) -> float:
 
 
 def _build(key: str, options: Mapping[str, Any]) -> Task:
-    from covey.tasks.registry import find_task, make_task  # it holds this very class
+    from covey.tasks.registry import find_task, make_task  # the registry imports this module
 
     where = f"task.parts.{key}"
     name = options.get("name", key)
@@ -130,7 +130,7 @@ def _build(key: str, options: Mapping[str, Any]) -> Task:
     constructor, preset = find_task(name, f"{where}.name")
     given = {k: v for k, v in options.items() if k not in ("name", "weight")}
     if twice := sorted(preset.keys() & given.keys()):
-        raise ConfigError(f"config: {where}.{twice[0]} is given already by its name {name!r}")
+        raise ConfigError(f"config: {where}.{twice[0]} is already set by the name {name!r}")
     section = Named.model_validate({"name": name, **preset, **given})
     resolved = resolve_options(constructor, section, where)
     try:

@@ -1,4 +1,4 @@
-"""Problems that come with the package, one JSON object a line, and which of them are held out."""
+"""Problems that ship with the package, one JSON object per line, split into train and held out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from covey.tasks.task import hash_share
+from covey.tasks.task import hash_fraction
 
 HELD_OUT_SHARE = 0.25
 
@@ -19,10 +19,10 @@ def _rows(name: str) -> tuple[dict[str, Any], ...]:
 
 
 def packaged_rows(name: str, split: str) -> list[dict[str, Any]]:
-    """Return the rows of a split of a packaged file. A hash of the row's id says which it is in."""
+    """Return the rows of one split of a packaged file. A hash of the row's id decides the split."""
     held_out = split == "held_out"
     return [
         row
         for row in _rows(name)
-        if (hash_share(f"{row['id']}/{name}") < HELD_OUT_SHARE) == held_out
+        if (hash_fraction(f"{row['id']}/{name}") < HELD_OUT_SHARE) == held_out
     ]

@@ -1,12 +1,12 @@
-"""The procedural data sets of the reasoning_gym package, each with a scorer of its own.
+"""The `reasoning_gym` task: procedural datasets of the reasoning_gym package and their scorers.
 
-A hash of the question says on which side a problem is, so that train and held-out problems never
-ask the same, however few questions a data set has. Where problem i falls on the wrong side it is
-drawn again with another seed.
+A hash of the question decides the split of a problem, so that training and held-out problems never
+overlap, however few questions a dataset has. If problem i falls in the other split, it is drawn
+again with another seed.
 
-Some data sets walk over sets of strings, whose order changes from process to process unless
-PYTHONHASHSEED is set: `UNSTEADY`. They are refused without it. The entry itself goes with the
-prompt as well, and scores are right in every process.
+Some datasets (`HASH_DEPENDENT`) iterate over sets of strings, whose order differs between processes
+unless PYTHONHASHSEED is set. They are refused without it. The prompt also carries the entry, so
+scores are correct in every process.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import json
 import os
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from decimal import localcontext
+from functools import lru_cache
 from typing import Any
 
 from covey.errors import ConfigError, DataError, nearest
-from covey.tasks.optional import optional_module
 from covey.tasks.task import (
     THINK_THEN_ANSWER,
-    Generated,
-    asked,
-    check_sizes,
-    hash_share,
+    GeneratedTask,
+    chat_messages,
+    hash_fraction,
+    require_module,
     with_instruction,
 )
 from covey.types import Prompt
@@ -38,16 +38,16 @@ HELD_OUT_SHARE = 0.25
 MAX_SIZE = 10_000_000
 FIRST_SEED = {"train": 0, "held_out": 2_000_000_000}
 ATTEMPTS = 100
-"""So many seeds, MAX_SIZE apart, stay below the 2**32 that numpy takes: entry i has seed + i."""
+"""Seeds to try, MAX_SIZE apart because entry i uses seed + i. All stay below numpy's 2**32."""
 
 EXAMPLES = {
     "graph_color": "possible_answer",
     "propositional_logic": "example_answer",
     "rubiks_cube": "example_correct_answer",
 }
-"""Data sets whose entries have no answer, because many are right, but name one among these."""
+"""Datasets with many correct answers: the entry has no answer, but this metadata field has one."""
 
-UNSTEADY = frozenset(
+HASH_DEPENDENT = frozenset(
     {
         "codeio",
         "isomorphic_strings",
@@ -57,53 +57,54 @@ UNSTEADY = frozenset(
         "word_ladder",
     }
 )
-"""Data sets whose questions or answers depend on Python's hash seed, some of them now and then."""
+"""Datasets whose questions or answers can depend on Python's hash seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A data set as it was created."""
+    """The arguments that a dataset was created with."""
 
     dataset: str
     seed: int
     size: int
     options: Mapping[str, Any] = field(compare=False)
     key: str
-    """The options as text, because they cannot be hashed."""
+    """The options as text: a mapping is not hashable."""
 
 
 @lru_cache(maxsize=64)
 def _created(source: Source) -> Any:
-    gym = optional_module("reasoning_gym", "reasoning_gym")
+    gym = require_module("reasoning_gym")
     options = dict(source.options)
     if source.dataset == "composite":
-        spec = optional_module("reasoning_gym.composite", "reasoning_gym").DatasetSpec
+        spec = require_module("reasoning_gym.composite").DatasetSpec
         parts = options.get("datasets", ())
         options["datasets"] = [spec(**{"weight": 1.0, "config": {}, **part}) for part in parts]
     return gym.create_dataset(source.dataset, seed=source.seed, size=source.size, **options)
 
 
 def create(dataset: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
-    """Create a data set of reasoning_gym, or return the one that was created before."""
+    """Create a dataset of reasoning_gym, or return the cached one."""
     key = repr(sorted(options.items()))
     return _created(Source(dataset=dataset, seed=seed, size=size, options=options, key=key))
 
 
 def entry_of(info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return the data set and the entry behind a prompt, in whatever process."""
+    """Return the dataset and the entry of a prompt, in any process."""
     origin = info.get("reasoning_gym")
     if origin is None:
-        raise ValueError("the prompt has no info['reasoning_gym']: it is of another task")
+        raise ValueError("the prompt has no info['reasoning_gym']: it comes from another task")
     dataset = create(origin["dataset"], origin["options"], origin["seed"], origin["size"])
-    return dataset, origin.get("entry") or _made(dataset, origin["seed"], origin["index"])
+    return dataset, origin.get("entry") or _generate(dataset, origin["seed"], origin["index"])
 
 
-def _made(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
-    """Generate an entry, the same one every time."""
+def _generate(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
+    """Generate an entry, the same one on every call."""
     state = random.getstate()
-    random.seed(f"{seed}/{index}")  # list_functions draws from the random numbers of all
+    random.seed(f"{seed}/{index}")  # list_functions draws from the global generator
     try:
-        with redirect_stdout(sys.stderr):  # bf and codeio print while they generate
+        # bf and codeio print while they generate; decimal_arithmetic sets the precision of all.
+        with redirect_stdout(sys.stderr), localcontext():
             entry: Mapping[str, Any] = dataset[index]
     finally:
         random.setstate(state)
@@ -111,7 +112,7 @@ def _made(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Copy data that consists of plain Python; numbers and text of numpy become plain as well.
+    """Copy plain Python data, with numpy's numbers and strings converted to Python's.
 
     Raises TypeError for anything else.
     """
@@ -129,24 +130,23 @@ def plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningGym:
-    """Problems of one data set of reasoning_gym, such as chain_sum.
+class ReasoningGym(GeneratedTask):
+    """Problems of one dataset of reasoning_gym, such as chain_sum.
 
-    `options` are those of the data set: `{min_terms = 2, max_terms = 3}`. `instruction` comes after
-    each question. The answer is the data set's, or nothing where many are right; the reward
-    of this name has its scorer.
+    `options` are those of the dataset: `{min_terms = 2, max_terms = 3}`. `instruction` follows each
+    prompt. The target is the dataset's answer, or empty if many are correct; the reward
+    `reasoning_gym` calls the dataset's scorer.
     """
 
     dataset: str
     options: Mapping[str, Any] | None = None
     train_size: int = 10_000
-    held_out_size: int = 256
     system: str = ""
     instruction: str = THINK_THEN_ANSWER
     name: str = "reasoning_gym"
 
     def __post_init__(self) -> None:
-        check_sizes(self.train_size, self.held_out_size)
+        GeneratedTask.__post_init__(self)
         if max(self.train_size, self.held_out_size) > MAX_SIZE:
             raise ConfigError(f"task: train_size and held_out_size must be at most {MAX_SIZE}")
         self._check_options()
@@ -155,7 +155,7 @@ class ReasoningGym:
                 create(self.dataset, self.options or {}, FIRST_SEED[split], size)
             except ConfigError:
                 raise
-            except Exception as error:  # assertions, type errors: each data set has its own way
+            except Exception as error:  # datasets raise assertions, type errors and others
                 raise ConfigError(
                     f"task: reasoning_gym's {self.dataset} does not take {split}_size = {size} "
                     f"and options = {dict(self.options or {})}: {type(error).__name__}: {error}"
@@ -164,19 +164,19 @@ class ReasoningGym:
 
     def _check_hash_seed(self) -> None:
         parts = (self.options or {}).get("datasets", ()) if self.dataset == "composite" else ()
-        unsteady = UNSTEADY & {self.dataset, *(part["name"] for part in parts)}
-        if unsteady and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
+        dependent = HASH_DEPENDENT & {self.dataset, *(part["name"] for part in parts)}
+        if dependent and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
             raise ConfigError(
-                f"task: reasoning_gym's {', '.join(sorted(unsteady))} would ask or expect "
-                "something else in every process, so that no run could be resumed or compared: "
-                "run with PYTHONHASHSEED=0"
+                f"task: reasoning_gym's {', '.join(sorted(dependent))} gives other prompts or "
+                "targets in every process, so no run could be resumed or compared; run with "
+                "PYTHONHASHSEED=0"
             )
 
     def _check_options(self) -> None:
-        registry = optional_module("reasoning_gym.factory", "reasoning_gym").DATASETS
+        registry = require_module("reasoning_gym.factory").DATASETS
         if self.dataset not in registry:
             hint = nearest(self.dataset, registry)
-            raise ConfigError(f"task: reasoning_gym has no data set {self.dataset!r}{hint}")
+            raise ConfigError(f"task: reasoning_gym has no dataset {self.dataset!r}{hint}")
         fields = [f.name for f in dataclasses.fields(registry[self.dataset][1])]
         known = [name for name in fields if name not in ("seed", "size")]
         for option in self.options or {}:
@@ -184,19 +184,12 @@ class ReasoningGym:
                 what = f"task: options.{option} is not an option of {self.dataset}"
                 raise ConfigError(f"{what}{nearest(option, known)}")
 
-    def train(self) -> Sequence[Prompt]:
-        """The training problems."""
-        return Generated(self.train_size, partial(self._prompt, "train"))
-
-    def held_out(self) -> Sequence[Prompt]:
-        """The held-out problems."""
-        return Generated(self.held_out_size, partial(self._prompt, "held_out"))
-
     def _prompt(self, split: str, index: int) -> Prompt:
         size = self.train_size if split == "train" else self.held_out_size
         options = dict(self.options or {})
         seed, entry = self._entry(split, index, size)
-        question, answer = str(entry["question"]), _text_of(entry["answer"])
+        text = str(entry["question"])
+        target = "" if entry["answer"] is None else str(entry["answer"])
         origin = {
             "dataset": self.dataset,
             "options": options,
@@ -204,15 +197,15 @@ class ReasoningGym:
             "size": size,
             "index": index,
         }
-        # What is not plain data cannot travel, and is generated again where it is needed.
+        # An entry that is not plain data cannot be pickled; workers generate it again.
         with suppress(TypeError):
             origin["entry"] = plain(entry)
-        solution = answer or _example(self.dataset, entry)
+        solution = target or _example(self.dataset, entry)
         return Prompt(
             id=f"{self.name}/{self.dataset}/{split}/{index}",
             task=self.name,
-            messages=asked(with_instruction(question, self.instruction), self.system),
-            target=answer,
+            messages=chat_messages(with_instruction(text, self.instruction), self.system),
+            target=target,
             info={"reasoning_gym": origin} | ({"solution": solution} if solution else {}),
         )
 
@@ -221,21 +214,17 @@ class ReasoningGym:
             seed = FIRST_SEED[split] + attempt * MAX_SIZE
             dataset = create(self.dataset, self.options or {}, seed, size)
             try:
-                entry = _made(dataset, seed, index)
+                entry = _generate(dataset, seed, index)
             except IndexError:
-                # word_ladder finds no words now and then, and takes that for its end ever after.
+                # word_ladder sometimes finds no words, and then keeps a reduced size.
                 dataset.size = size
                 continue
-            if (hash_share(str(entry["question"])) < HELD_OUT_SHARE) == (split == "held_out"):
+            if (hash_fraction(str(entry["question"])) < HELD_OUT_SHARE) == (split == "held_out"):
                 return seed, entry
         raise DataError(
             f"task: reasoning_gym's {self.dataset} with options = {dict(self.options or {})} has "
-            f"too few different questions for a {split} split"
+            f"too few different prompts for a {split} split"
         )
-
-
-def _text_of(answer: Any) -> str:
-    return "" if answer is None else str(answer)
 
 
 def _example(dataset: str, entry: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Tasks by name."""
+"""The task registry: built-in tasks by name, and user tasks by import path."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from covey.dotted import is_dotted, load_dotted
 from covey.errors import ConfigError, CoveyError, nearest
 from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.code import Code
@@ -18,6 +17,7 @@ from covey.tasks.mixed import Mixed
 from covey.tasks.reasoning_gym import ReasoningGym
 from covey.tasks.task import Task
 from covey.tasks.tools import Tools
+from covey.trust import import_callable, is_import_path
 
 TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
     {
@@ -36,16 +36,16 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
 _GYM = "reasoning_gym:"
 
 
-def is_own_task(name: str) -> bool:
-    """Tell whether a name is the path of a user's own task, which would have to be imported."""
-    return is_dotted(name) and not name.startswith(_GYM)
+def is_user_task(name: str) -> bool:
+    """Return whether a name is the import path of a user's task."""
+    return is_import_path(name) and not name.startswith(_GYM)
 
 
 def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task], dict[str, Any]]:
-    """Return what builds a task of that name, and the options that the name itself gives.
+    """Return the constructor of a task, and the options that the name itself sets.
 
-    A name is one of TASKS, `reasoning_gym:chain_sum` for one of its data sets, or the path
-    `my_package.module:function` of a user's own task.
+    A name is one of TASKS, `reasoning_gym:chain_sum` for one of its datasets, or the import path
+    `my_package.module:function` of a user's task.
 
     >>> find_task("reasoning_gym:chain_sum")[1]
     {'dataset': 'chain_sum'}
@@ -54,15 +54,15 @@ def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task],
         return TASKS[name], {}
     if name.startswith(_GYM):
         return ReasoningGym, {"dataset": name.removeprefix(_GYM)}
-    if is_own_task(name):
-        return load_dotted(name, where), {}
+    if is_user_task(name):
+        return import_callable(name, where), {}
     raise ConfigError(f"config: {where} = {name!r} is not known{nearest(name, TASKS)}")
 
 
 def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -> Task:
-    """Make the task of a name with its resolved options; a user's own must turn out to be one."""
+    """Make a task from its name and resolved options, and check that a user's task is one."""
     maker, _ = find_task(name, where)
-    if not is_own_task(name):
+    if not is_user_task(name):
         return maker(**options)
     try:
         task = maker(**options)
@@ -74,7 +74,7 @@ def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -
     methods = all(callable(getattr(task, method, None)) for method in ("train", "held_out"))
     if not methods or not isinstance(getattr(task, "name", None), str):
         raise ConfigError(
-            f"config: {where} = {name!r} gives no task but {type(task).__name__}: a task has a "
-            "name, train() and held_out()"
+            f"config: {where} = {name!r} returned {type(task).__name__}, not a task: a task has "
+            "a name, train() and held_out()"
         )
     return task

@@ -1,4 +1,4 @@
-"""From rows of data to prompts, for every task that reads them: which column means what."""
+"""From rows of data to prompts: which column means what, and how bad rows are reported."""
 
 from __future__ import annotations
 
@@ -6,65 +6,75 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from covey.errors import ConfigError, DataError, nearest
-from covey.tasks.task import asked, with_instruction
+from covey.errors import ConfigError, DataError, closest, nearest
+from covey.tasks.task import chat_messages, with_instruction
 from covey.types import Message, Prompt
 
 ROLES = ("system", "user", "assistant", "tool")
+PROMPT_COLUMNS = ("prompt", "question", "messages")
+TARGET_COLUMNS = ("target", "answer")
+"""Columns that are tried by default; the first that a row has is used."""
 EXACT_FLOAT = 2**53
-"""Below it every whole number has a float of its own."""
-_PLACE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
-"""In a template: a doubled brace, a column, or `{}`, which is no column and stands as it is."""
+"""Below it, a float represents every integer exactly."""
+_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+"""In a template: a doubled brace, a column, or `{}`, which is no column and stays as it is."""
 
 Row = Mapping[str, Any]
-Place = tuple[int, str, Row | str]
-"""A row's number, where it stands as a user would say it, and the row, or why there is none."""
+NumberedRow = tuple[int, str, Row | str]
+"""A row's number, its location for messages, and the row itself or what is wrong with it."""
 
 
 class BadRow(Exception):
-    """A row is not what it should be; the message says what it lacks: `has no 'answer'`."""
+    """A row that gives no prompt. The message says what it lacks: `has no 'target'`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """What the columns of a row mean, and what happens to bad rows.
+class RowReader:
+    """Makes prompts of rows: the options that say what columns mean.
 
-    The question is the column `question`, or `template` with every `{column}` filled in (`{{` and
-    `}}` are braces, and `{}` stands as it is), or the column `messages`: a list of {role, content}
-    that ends with what is asked. All columns but those of question, messages and answer are kept in
-    `info`; `columns` gives columns other names there, and keeps whatever it names. `system`, if
-    given, comes before each question, unless messages bring their own, and `instruction` after it.
-    `only` is {column: values}: rows that have another value there are left out, and are not bad.
+    `prompt` names the column with the prompt: text, or a list of {role, content} messages. By
+    default it is the first of `prompt`, `question` and `messages` that a row has. `template`, if
+    given, is the prompt's text instead, with every `{column}` filled in; `{{` and `}}` are braces,
+    and `{}` stays as it is. `target` names the column with the expected answer; by default `target`
+    or `answer`. All other columns are kept in `info`. `columns` renames columns there, and keeps
+    every column that it names. `system`, if given, is the system message, unless the row's
+    messages have one. `instruction` follows each prompt. `only` is {column: values}: rows with
+    another value there are left out, and are not bad.
 
-    Bad rows are errors, unless `skip_bad_rows`: then they are left out, and `bad_rows` says which,
-    by split.
+    Bad rows are errors, unless `skip_bad_rows`: then they are left out and listed in `bad_rows`, by
+    split.
     """
 
-    question: str = "question"
-    answer: str = "answer"
-    messages: str = ""
+    renamed_options: ClassVar[Mapping[str, str]] = {
+        "question": "prompt",
+        "messages": "prompt",
+        "answer": "target",
+    }
+
+    prompt: str = ""
+    target: str = ""
     template: str = ""
     columns: Mapping[str, str] | None = None
     system: str = ""
     instruction: str = ""
     only: Mapping[str, list[str]] | None = None
     skip_bad_rows: bool = False
-    name: str = "table"
+    name: str = "rows"
     bad_rows: dict[str, list[str]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
 
     def __post_init__(self) -> None:
-        if self.messages and self.template:
-            raise ConfigError("task: give messages or template, not both")
+        if self.prompt and self.template:
+            raise ConfigError("task: give prompt or template, not both")
         names = dict(self.columns or {})
         if len(set(names.values())) < len(names):
             raise ConfigError(f"task: columns gives one name to two columns: {names}")
 
-    def read(self, split: str, rows: Iterable[Place], source: str) -> list[Prompt]:
-        """Return the prompts of a split; `bad_rows[split]` then says what was left out."""
+    def read(self, split: str, rows: Iterable[NumberedRow], source: str) -> list[Prompt]:
+        """Return the prompts of a split, and fill `bad_rows[split]`."""
         prompts: list[Prompt] = []
         skipped = self.bad_rows[split] = []
         for number, where, row in rows:
@@ -85,59 +95,69 @@ class Table:
 
     def _is_wanted(self, row: Row) -> bool:
         only = (self.only or {}).items()
-        return all(_column(row, column) in values for column, values in only)
+        return all(_value(row, column) in values for column, values in only)
 
     def _prompt(self, row: Row, identity: str) -> Prompt:
+        if self.template:
+            used, value = "template", self._filled(row)
+        else:
+            used = _present(row, self.prompt, PROMPT_COLUMNS)
+            value = row[used]
+        target = _present(row, self.target, TARGET_COLUMNS)
         return Prompt(
             id=identity,
             task=self.name,
-            messages=self._messages(row),
-            target=_answer(_column(row, self.answer), self.answer),
-            info=self._info(row),
+            messages=self._messages(value, used),
+            target=_target(row[target], target),
+            info=self._info(row, {target} if self.template else {target, used}),
         )
 
-    def _messages(self, row: Row) -> tuple[Message, ...]:
-        if not self.messages:
-            text = self._filled(row) if self.template else _column(row, self.question)
-            question = _text(text, "template" if self.template else self.question)
-            return asked(with_instruction(question, self.instruction), self.system)
-        *before, last = _messages(_column(row, self.messages), self.messages)
+    def _messages(self, value: Any, column: str) -> tuple[Message, ...]:
+        if not isinstance(value, list):
+            text = with_instruction(_text(value, column), self.instruction)
+            return chat_messages(text, self.system)
+        *before, last = _messages(value, column)
         own = (before or [last])[0]["role"] == "system"
         system = [{"role": "system", "content": self.system}] if self.system and not own else []
         content = with_instruction(last["content"], self.instruction)
         return (*system, *before, {"role": last["role"], "content": content})
 
     def _filled(self, row: Row) -> str:
-        return _PLACE.sub(lambda match: _in_place(match, row), self.template)
+        return _PLACEHOLDER.sub(lambda match: _replacement(match, row), self.template)
 
-    def _info(self, row: Row) -> dict[str, Any]:
+    def _info(self, row: Row, used: set[str]) -> dict[str, Any]:
         names = self.columns or {}
-        spent = {self.answer, self.messages or self.question, *names}
-        if self.template:
-            spent.discard(self.question)
-        kept = {key: value for key, value in row.items() if key not in spent}
-        return kept | {name: _column(row, column) for column, name in names.items()}
+        kept = {k: value for k, value in row.items() if k not in used and k not in names}
+        return kept | {name: _value(row, column) for column, name in names.items()}
 
 
-def _column(row: Row, name: str) -> Any:
-    if name not in row:
-        raise BadRow(f"has no {name!r}{nearest(name, row)}")
-    return row[name]
+def _value(row: Row, column: str) -> Any:
+    return row[_present(row, column, ())]
 
 
-def _in_place(match: re.Match[str], row: Row) -> str:
+def _present(row: Row, column: str, defaults: tuple[str, ...]) -> str:
+    """Return the column that is named or, if none is, the first default that the row has."""
+    choices = (column,) if column else defaults
+    for name in choices:
+        if name in row:
+            return name
+    typo = next((name for name in choices if closest(name, row)), choices[0])
+    raise BadRow(f"has no {' or '.join(map(repr, choices))}{nearest(typo, row)}")
+
+
+def _replacement(match: re.Match[str], row: Row) -> str:
     if match[0] in ("{{", "}}"):
         return match[0][0]
     if not match[1]:
         return match[0]
     try:
-        return _written(_column(row, match[1]))
+        return _written(_value(row, match[1]))
     except BadRow as error:
         raise BadRow(f"{error}; in a template, write {{{{ and }}}} for braces") from None
 
 
 def _written(value: Any) -> str:
-    """Write a value as text. An empty cell makes floats of a column of whole numbers: 4.0 is 4."""
+    """Write a value as text. An empty cell turns a column of integers into floats: 4.0 is 4."""
     if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_FLOAT:
         return str(int(value))
     return str(value)
@@ -154,12 +174,12 @@ def _text(value: Any, column: str) -> str:
 def _encodable(value: str, column: str) -> str:
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError:  # half of a surrogate pair, which no tokenizer accepts
         raise BadRow(f"has {column!r} with a character that does not exist") from None
     return value
 
 
-def _answer(value: Any, column: str) -> str:
+def _target(value: Any, column: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise BadRow(f"has {column!r} that is neither text nor a number but {type(value).__name__}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -167,9 +187,9 @@ def _answer(value: Any, column: str) -> str:
     return _encodable(_written(value), column)
 
 
-def _messages(value: Any, column: str) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise BadRow(f"has {column!r} that is not a list of messages")
+def _messages(value: list[Any], column: str) -> tuple[Message, ...]:
+    if not value:
+        raise BadRow(f"has an empty {column!r}")
     messages = []
     for at, message in enumerate(value):
         where = f"{column}[{at}]"
@@ -180,5 +200,8 @@ def _messages(value: Any, column: str) -> tuple[Message, ...]:
             raise BadRow(f"has {where} whose role is {role!r}; choose from {', '.join(ROLES)}")
         messages.append({"role": role, "content": _text(content, f"{where}.content")})
     if messages[-1]["role"] not in ("user", "tool"):
-        raise BadRow(f"has {column!r} that ends with the {messages[-1]['role']}: nothing is asked")
+        raise BadRow(
+            f"has {column!r} that ends with the {messages[-1]['role']}; the last message must be "
+            "from the user or a tool"
+        )
     return tuple(messages)

@@ -1,10 +1,13 @@
-"""What a task is: training prompts and held-out prompts."""
+"""The Task protocol, and helpers that tasks share."""
 
 from __future__ import annotations
 
+import importlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, overload
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, overload
 
 from covey.errors import ConfigError
 from covey.types import Message, Prompt
@@ -13,34 +16,35 @@ THINK_THEN_ANSWER = (
     "Think it through between <think> and </think>, then give the final answer, and nothing else, "
     "between <answer> and </answer>."
 )
-"""What is asked for where a task is judged by the answer tags."""
+"""The instruction of tasks whose reward reads the answer tags."""
 
 MOST_PROMPTS = 10**9
-"""Prompts of a split that are made when they are asked for."""
+"""The largest size of a generated split."""
 
 
 class Task(Protocol):
-    """Two disjoint sequences of prompts, each prompt a function of its index alone.
+    """Training prompts and held-out prompts: two disjoint sequences.
 
-    `info["solution"]`, where a task has it, is a right answer: what belongs between the answer
-    tags, or the code or the tool call itself. `info["worked"]` is the way to it.
+    Each prompt is a function of its index alone. `info["solution"]`, where a task has it, is a
+    correct answer: the text between the answer tags, the code or the tool call itself.
+    `info["worked"]` is the reasoning that leads to it.
 
-    A task that skips bad rows says which in `bad_rows`; see `bad_rows_of`.
+    A task that skips bad rows lists them in `bad_rows`; see `bad_rows_of`.
     """
 
     @property
     def name(self) -> str:
-        """The name that prompts and logs carry."""
+        """The name in prompts and logs."""
 
     def train(self) -> Sequence[Prompt]:
-        """Prompts to learn from."""
+        """Prompts for training."""
 
     def held_out(self) -> Sequence[Prompt]:
-        """Prompts that are only ever used to measure."""
+        """Prompts for evaluation only."""
 
 
 class Generated(Sequence[Prompt]):
-    """Prompts that are made when they are asked for: prompt i is `make(i)`."""
+    """Prompts generated on access: prompt i is `make(i)`."""
 
     def __init__(self, size: int, make: Callable[[int], Prompt]) -> None:
         self.size = size
@@ -61,39 +65,68 @@ class Generated(Sequence[Prompt]):
         return self.make(index % self.size)
 
 
-def hash_share(text: str) -> float:
-    """Return a number from 0 up to 1 that is the same for the same text, everywhere and always.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedTask:
+    """Base class of tasks that generate prompt `index` of a split in `_prompt(split, index)`."""
 
-    >>> round(hash_share("covey"), 6)
+    train_size: int = 100_000
+    held_out_size: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("train_size", "held_out_size"):
+            size = getattr(self, name)
+            if not 1 <= size <= MOST_PROMPTS:
+                raise ConfigError(
+                    f"task: {name} must be at least 1 and at most {MOST_PROMPTS}, not {size}"
+                )
+
+    def train(self) -> Sequence[Prompt]:
+        """The training prompts."""
+        return Generated(self.train_size, partial(self._prompt, "train"))
+
+    def held_out(self) -> Sequence[Prompt]:
+        """The held-out prompts."""
+        return Generated(self.held_out_size, partial(self._prompt, "held_out"))
+
+    def _prompt(self, split: str, index: int) -> Prompt:
+        raise NotImplementedError
+
+
+def hash_fraction(text: str) -> float:
+    """Hash text to a number in [0, 1), the same in every process and release.
+
+    >>> round(hash_fraction("covey"), 6)
     0.104895
     """
     return zlib.crc32(text.encode("utf-8", "surrogatepass")) / 2**32
 
 
 def bad_rows_of(task: Task) -> list[str]:
-    """Return what a task has skipped while it was read, a line for each row.
+    """Return one line for each row that a task skipped when it was read.
 
-    Two splits of a task may be read from the same rows.
+    Both splits may come from the same rows, so duplicate lines are dropped.
     """
     by_split: Mapping[str, Sequence[str]] = getattr(task, "bad_rows", {})
     return list(dict.fromkeys(line for lines in by_split.values() for line in lines))
 
 
-def with_instruction(question: str, instruction: str) -> str:
-    """Put what is wanted under what is asked."""
-    return f"{question}\n\n{instruction}" if instruction else question
+def with_instruction(text: str, instruction: str) -> str:
+    """Append the instruction to a prompt's text."""
+    return f"{text}\n\n{instruction}" if instruction else text
 
 
-def asked(question: str, system: str = "") -> tuple[Message, ...]:
-    """Return a question as messages, the system message first if there is one."""
-    messages = ({"role": "user", "content": question},)
+def chat_messages(text: str, system: str = "") -> tuple[Message, ...]:
+    """Return a user message, after the system message if there is one."""
+    messages = ({"role": "user", "content": text},)
     return ({"role": "system", "content": system}, *messages) if system else messages
 
 
-def check_sizes(train_size: int, held_out_size: int) -> None:
-    """Refuse splits without prompts, and those that no run could ask."""
-    if not 1 <= train_size <= MOST_PROMPTS or not 1 <= held_out_size <= MOST_PROMPTS:
+def require_module(name: str) -> Any:
+    """Import a module of an optional package, or raise an error that says how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
         raise ConfigError(
-            f"task: train_size and held_out_size must be at least 1 and at most {MOST_PROMPTS}, "
-            f"not {train_size} and {held_out_size}"
-        )
+            f"task: this task needs {package}: pip install covey[tasks] ({error})"
+        ) from None

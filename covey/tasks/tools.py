@@ -1,4 +1,4 @@
-"""Calling tools: a request, and the one call that fulfils it."""
+"""The `tools` task: a request, and the one tool call that fulfils it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.tasks.packaged import packaged_rows
-from covey.tasks.task import asked
+from covey.tasks.task import chat_messages
 from covey.types import Prompt
 
 SIGNATURES = """\
@@ -42,9 +42,9 @@ the call as JSON between the tags, and nothing after it:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """72 requests for one of eight tools; about one in four is held out, always the same.
+    """72 requests for one of eight tools; a fixed quarter is held out.
 
-    `info["call"]` is the call that is wanted.
+    `info["call"]` is the expected call.
     """
 
     system: str = SYSTEM
@@ -63,7 +63,7 @@ class Tools:
         return Prompt(
             id=f"{self.name}/{split}/{row['id']}",
             task=self.name,
-            messages=asked(row["question"], self.system),
+            messages=chat_messages(row["question"], self.system),
             target=call,
             info={"call": row["call"], "solution": f"<tool_call>{call}</tool_call>"},
         )

@@ -1,31 +1,31 @@
-"""How long a run is: so many steps, or what it takes to spend a budget of tokens or updates.
+"""How long a run is: a number of training steps, or a budget of tokens or optimizer steps.
 
-Algorithms differ in what a step costs: dynamic sampling asks again and again, long answers have
-more tokens. To compare them on equal terms a run may end at the first step that reaches an amount
-of tokens sampled, or of optimizer steps taken. What is counted in steps otherwise (the schedule of
-the learning rate, evaluations, weights of rewards that change) then follows the share of the budget
-that is spent, as if the whole were `train.steps` steps.
+Algorithms differ in what a training step costs: dynamic sampling samples several times, long
+completions have more tokens. To compare them on equal terms a run may end at the first step that
+reaches a number of sampled tokens, or of optimizer steps. Whatever is otherwise counted in steps
+(learning-rate schedule, evaluations, reward weights that change) then follows the share of the
+budget that is spent, as if the whole were `train.steps` steps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from covey.config.schema import Train
 from covey.errors import RunError
-from covey.training.update import UpdateSettings
 
 PATIENCE = 20
-"""With a budget of updates: give up after so many times the steps that it should have taken."""
+"""With a budget of optimizer steps: fail after this many times the expected training steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used:
     """What a run has used so far."""
 
-    steps: int
-    tokens: int
-    updates: int
+    steps: int = 0
+    tokens: int = 0
+    updates: int = 0
+    """Optimizer steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Budget:
 
     @property
     def amount(self) -> int:
-        """How many steps, tokens or updates."""
+        """How many training steps, tokens or optimizer steps."""
         return self.settings.amount
 
     def spent(self, used: Used) -> float:
@@ -58,19 +58,10 @@ class Budget:
         return False
 
     def passed(self, every: int, before: Used, after: Used) -> bool:
-        """Whether a multiple of `every` steps' worth lies between two moments."""
+        """Whether a multiple of `every` steps' worth of budget lies between two moments."""
         worth = every * self.amount
         marks = [self._count(u) * self.settings.steps // worth for u in (before, after)]
         return marks[1] > marks[0]
-
-    def paced(self, settings: UpdateSettings, used: Used) -> UpdateSettings:
-        """Let the learning rate of a step follow the budget, where updates do not tell."""
-        if self.settings.budget != "tokens":
-            return settings
-        rate = settings.learning_rate
-        # The rate knows a run of this many optimizer steps; stand where the tokens say we are.
-        start = self.spent(used) * self.settings.steps * self.settings.updates
-        return replace(settings, learning_rate=lambda v: rate(start + v - used.updates))
 
     def _count(self, used: Used) -> int:
         return int(getattr(used, self.settings.budget))

@@ -1,151 +1,82 @@
-"""From a configuration to the parts of a run. Every name and option is checked here."""
+"""Building the parts of a run from its configuration. Every name and option is checked here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
-import torch
-
-from covey.config import Config, parse_config
-from covey.config.options import choose, resolve_options
-from covey.config.schema import Named, Train
-from covey.dotted import is_dotted
-from covey.engines.draw import Distribution
+from covey.config import Config
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import ConfigError, DataError
 from covey.models.adapter import adapter_base, add_adapter, load_adapter
-from covey.models.chat_template import Template
 from covey.models.deterministic import make_deterministic
-from covey.models.language_model import LanguageModel, load_language_model
-from covey.objective import Objective, algorithm, build
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
+from covey.objective import Objective
 from covey.reference import Reference
-from covey.reference.build import check_reference, make_reference
+from covey.reference.build import make_reference
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
-from covey.rewards.build import check_alone, make_reward, reward_options
 from covey.scoring import Scorer, make_scorer
-from covey.tasks import Task, bad_rows_of, find_task, is_own_task, make_task
+from covey.tasks import bad_rows_of
+from covey.training.budget import Used
+from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
-from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer, learning_rate
+from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
+from covey.training.parallel import OneRank, World
 from covey.training.policy import Policy
-from covey.training.update import UpdateSettings
+from covey.training.resolve import (
+    held_out_of,
+    objective_of,
+    reward_of,
+    sampling_of,
+    task_of,
+    template_of,
+)
+from covey.training.schedule import schedule_of
+from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What a run is made of."""
+class Components:
+    """What every run is made of, whatever it is trained by."""
 
     config: Config
-    train_prompts: Sequence[Prompt]
     held_out_prompts: Sequence[Prompt]
     bad_rows: tuple[str, ...]
     """One line for every row of the data that was skipped."""
     scorer: Scorer
-    judge: Scorer
-    """Of evaluations. The scorer, but where several runs are to be measured alike."""
-    length_penalty: LengthPenalty
+    eval_scorer: Scorer
+    """Scores evaluations. The scorer itself, unless several runs must be measured alike."""
     policy: Policy
-    reference: Reference | None
-    sampler: Engine
+    reference: Reference | None = None
+    engine: Engine
     sampling: Sampling
+    world: World = field(default_factory=OneRank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts(Components):
+    """What a run of reinforcement learning is made of."""
+
+    train_prompts: Sequence[Prompt]
+    length_penalty: LengthPenalty
     objective: Objective
-    update_settings: UpdateSettings
+    step_settings: StepSettings
 
-
-def resolve(config: Config, *, imports: bool = True) -> Config:
-    """Write out the options of task, reward and objective that were left to default.
-
-    Without `imports` no code of the user's own is loaded: its options stay as they were given.
-    """
-    own = {
-        "task": is_own_task(config.task.name),
-        "reward": is_dotted(config.reward.name),
-        "objective": is_dotted(config.objective.name),
-    }
-    options = {
-        where: options_of(config)
-        for where, options_of in _OPTIONS.items()
-        if imports or not own.get(where)
-    }
-    named = {where: {"name": getattr(config, where).name, **o} for where, o in options.items()}
-    resolved = parse_config({**config.model_dump(), **named})
-    check_reference(resolved.reference)
-    template_of(resolved)
-    if "objective" in options:
-        _check_old_logp(resolved)
-    return resolved
-
-
-def _check_old_logp(resolved: Config) -> None:
-    """Refuse the sampler's probabilities where they cannot stand for the trainer's."""
-    if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
-        raise ConfigError(
-            "config: train.old_logp = 'sampler' does not go with rollout.top_k, top_p or min_p: "
-            "the sampler's probabilities are then of a truncated distribution"
+    def learner_at(self, state: State) -> Learner:
+        """Return what the training step that begins at `state` works with."""
+        base = Learner(
+            policy=self.policy,
+            objective=self.objective,
+            settings=self.step_settings,
+            reference=self.reference,
+            world=self.world,
         )
-    objective = objective_of(resolved)
-    taken = resolved.train.old_logp == "sampler" and not objective.needs_old_entropy
-    if taken and objective.corrects:
-        raise ConfigError(
-            "config: train.old_logp = 'sampler' leaves objective.correction and objective.veto "
-            "nothing to compare the sampler with; set it to 'recompute'"
-        )
-
-
-def _length_defaults(config: Config) -> dict[str, int]:
-    """Return what stands in for lengths that were not given: parts of the longest completion."""
-    budget = config.rollout.max_tokens
-    return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
-
-
-def _length_penalty_options(config: Config) -> dict[str, object]:
-    section = config.length_penalty
-    maker = choose(LENGTH_PENALTIES, section, "length_penalty")
-    return resolve_options(maker, section, "length_penalty", _length_defaults(config))
-
-
-def _objective_options(config: Config) -> dict[str, object]:
-    section = config.objective
-    maker = algorithm(section.name, section.options)
-    return resolve_options(maker, section, "objective", _length_defaults(config))
-
-
-def _reward_options(config: Config) -> dict[str, object]:
-    return reward_options(config.reward)
-
-
-def _task_options(config: Config) -> dict[str, object]:
-    section = config.task
-    maker, preset = find_task(section.name)
-    given = Named.model_validate({"name": section.name, **preset, **section.options})
-    return resolve_options(maker, given, "task")
-
-
-_OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType(
-    {
-        "length_penalty": _length_penalty_options,
-        "objective": _objective_options,
-        "reward": _reward_options,
-        "task": _task_options,
-    }
-)
-"""How the options of each section that names a function are found out."""
-
-
-def task_of(config: Config) -> Task:
-    """Build the task."""
-    return make_task(config.task.name, config.task.options)
-
-
-def reward_of(config: Config) -> Reward:
-    """Build the reward."""
-    reward = make_reward(config.reward.name, config.reward.options)
-    return check_alone(config.reward.name, reward)
+        return learner_at(base, self.config, state)
 
 
 def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
@@ -159,78 +90,40 @@ def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
     )
 
 
-def objective_of(config: Config) -> Objective:
-    """Build the objective."""
-    return build(config.objective.name, **config.objective.options)
-
-
-def sampling_of(config: Config) -> Sampling:
-    """Build the sampler's settings."""
-    rollout = config.rollout
-    return Sampling(
-        samples=rollout.group_size,
-        distribution=Distribution(
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-        ),
-        max_tokens=rollout.max_tokens,
-        stop_strings=tuple(rollout.stop),
-        slots=config.engine.max_concurrent,
-        seed=config.seed,
-    )
-
-
-def held_out_of(config: Config, task: Task) -> Sequence[Prompt]:
-    """Return the held-out prompts that evaluations use."""
-    prompts = task.held_out()
-    prompts = prompts[: config.evaluate.prompts] if config.evaluate.prompts else prompts
-    if not prompts:
-        raise DataError(f"task: {task.name} has no held-out prompts")
-    return prompts
-
-
 def assemble(config: Config, reward: Reward | None = None) -> Parts:
-    """Build everything that a resolved configuration names, or with a reward made in Python."""
+    """Build everything that a resolved configuration names; `reward` replaces the reward."""
     task = task_of(config)
     train_prompts, held_out = task.train(), held_out_of(config, task)
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
     objective = objective_of(config)
     model = load_model(config)
-    reference = None
-    if objective.needs_reference:
-        reference = make_reference(config, policy=model, load=partial(load_model, config))
-    sampling, scorer = sampling_of(config), scorer_of(config, reward)
+    reference = reference_of(config, model, objective)
+    engine, sampling, scorer = NativeEngine(model), sampling_of(config), scorer_of(config, reward)
     return Parts(
         config=config,
         train_prompts=train_prompts,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
         scorer=scorer,
-        judge=scorer,
+        eval_scorer=scorer,
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
             **config.length_penalty.options
         ),
         policy=policy_of(config, model),
         reference=reference,
-        sampler=NativeEngine(model),
+        engine=engine,
         sampling=sampling,
         objective=objective,
-        update_settings=update_settings_of(config, model, sampling),
+        step_settings=step_settings_of(config, sampling, exact_logp=engine.info.exact_logp),
     )
 
 
-def template_of(config: Config) -> Template:
-    """Build the template, which says how questions are put."""
-    model = config.model
-    return Template(
-        form=model.template,
-        chat_options=model.chat_options,
-        prefill=model.prefill,
-        prefill_in_text=model.prefill_in_text,
-    )
+def reference_of(config: Config, model: LanguageModel, objective: Objective) -> Reference | None:
+    """Build the reference policy, if the objective needs one."""
+    if "reference" not in objective.needs:
+        return None
+    return make_reference(config, policy=model, load=partial(load_model, config))
 
 
 def load_model(config: Config) -> LanguageModel:
@@ -250,7 +143,7 @@ def load_model(config: Config) -> LanguageModel:
 
 
 def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
-    """Give the model the adapter that is asked for, if it does not come with it."""
+    """Give the model the adapter of the configuration, unless it has one already."""
     wanted = config.adapter
     if model.adapter is not None:
         if wanted.rank not in (0, model.adapter.r):
@@ -266,7 +159,7 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
         )
     if wanted.rank == 0 and wanted.also_train:
         raise ConfigError(
-            "config: adapter.also_train needs adapter.rank; without it all is trained"
+            "config: adapter.also_train needs adapter.rank; without a rank all weights are trained"
         )
     if wanted.rank == 0:
         return model
@@ -298,27 +191,30 @@ def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
     return MasterAdamW(parameters, **options)
 
 
-def total_updates(train: Train) -> int:
-    """Return how many optimizer steps a run takes; nominally, with a budget of tokens."""
-    return train.amount if train.budget == "updates" else train.steps * train.updates
+def step_settings_of(config: Config, sampling: Sampling, *, exact_logp: bool) -> StepSettings:
+    """Return how a batch is turned into optimizer steps, with the learning rate of the first.
 
-
-def update_settings_of(config: Config, model: LanguageModel, sampling: Sampling) -> UpdateSettings:
-    """Say how a batch is turned into optimizer steps."""
-    exact = model.head.linear.weight.dtype == torch.float32 and not sampling.distribution.truncates
+    `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp.
+    """
+    exact = exact_logp and not sampling.distribution.truncates
     source = config.train.old_logp
-    return UpdateSettings(
+    return StepSettings(
         mini_batches=config.train.mini_batches,
         epochs=config.train.epochs,
         micro_batch_tokens=config.train.micro_batch_tokens,
         old_logp_from_sampler=source == "sampler" or (source == "auto" and exact),
-        learning_rate=partial(
-            learning_rate,
-            peak=config.optimizer.learning_rate,
-            schedule=config.optimizer.schedule,
-            warmup_steps=config.optimizer.warmup_steps,
-            total_steps=total_updates(config.train),
-        ),
+        learning_rate=schedule_of(config, Used()),
         seed=config.seed,
         skip_zero_gradient=config.filter.skip_zero_gradient,
+        mask_truncated=config.filter.mask_truncated,
+    )
+
+
+def learner_at(base: Learner, config: Config, state: State) -> Learner:
+    """Return a learner with the beta and the learning rate of the step that begins at `state`."""
+    rate = schedule_of(config, state.used(base.policy))
+    return replace(
+        base,
+        objective=replace(base.objective, beta=state.beta),
+        settings=replace(base.settings, learning_rate=rate),
     )

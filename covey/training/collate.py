@@ -1,4 +1,4 @@
-"""From groups to tensors."""
+"""Collating groups into a batch of tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batc
         lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
         place = np.arange(lengths.max()) < lengths[:, None]
         whole: np.ndarray = np.zeros(place.shape, dtype=dtype)
-        # All values at once and by numpy: torch takes several times as long over Python's numbers.
+        # All values at once and by numpy: torch takes several times as long for Python numbers.
         whole[place] = np.fromiter(chain.from_iterable(rows), dtype=dtype, count=lengths.sum())
         return torch.from_numpy(whole)
 
@@ -42,6 +42,7 @@ def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batc
         group=column(
             [number for number, group in enumerate(groups) for _ in group.rollouts], torch.long
         ),
+        rollout=torch.arange(len(rollouts)),
         truncated=column([r.finish == "length" for r in rollouts], torch.bool),
     )
     _check_sampler_logp(batch, rollouts)
@@ -49,12 +50,12 @@ def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batc
 
 
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:
-    """Refuse what no sampler can have meant; asked on the CPU, no device has to wait."""
+    """Refuse log-probabilities that are not finite; on the CPU, so that no device is waited for."""
     wrong = ~batch.sampler_logp.isfinite()
     if wrong.any():
         first = rollouts[int(wrong.any(dim=1).int().argmax())]
         raise ModelError(
-            f"sampler: log-probabilities of {int(wrong.sum())} tokens are not finite, the first in "
+            f"engine: log-probabilities of {int(wrong.sum())} tokens are not finite, the first in "
             f"completion {first.sample} of prompt {first.prompt_id}; check the model's weights and "
             "model.dtype"
         )

@@ -21,7 +21,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from covey.accel.fused_parameters import GradHolder, GradSink, give_sinks, joined
+from covey.accel.fused_parameters import GradHolder, GradSink, attach_grad_sinks, fused_view
 from covey.errors import ConfigError
 from covey.training.compact_step import CHUNK, Numbers, adamw, keys_of, numbers_of, split, whole
 from covey.training.optimizer import AdamWSettings, Stepped
@@ -45,7 +45,7 @@ class CompactAdamW:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.seed, self.settings = seed, settings
         _check(self.parameters)
-        give_sinks(
+        attach_grad_sinks(
             (p, GradHolder(p)) for p in self.parameters.values() if p.dtype == torch.bfloat16
         )
         self.stores = _stores(self.parameters)
@@ -128,7 +128,7 @@ class _Store:
 
     def weight(self) -> torch.Tensor:
         """Return all parameters as one; of bfloat16 the bits."""
-        found = joined(self.parameters)
+        found = fused_view(self.parameters)
         assert found is not None, "parameters were moved apart"
         return found.view(torch.int16) if found.dtype == torch.bfloat16 else found
 

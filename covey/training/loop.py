@@ -1,147 +1,160 @@
-"""The whole algorithm, one step after the other:
+"""The training loop. One skeleton serves reinforcement learning and supervised training:
 
-    collect -> select -> collate -> update -> log -> evaluate -> save
+    resume -> evaluate at step 0 -> (step -> evaluate -> save), until the budget or a signal
 
-Everything random is addressed by (seed, step), so the loop carries little state but the policy, and
-saves it with the policy: a run that is stopped and resumed goes on as if it had not been.
+A step of reinforcement learning is in rl.py, one of supervised training in sft.py. Everything
+random is addressed by (seed, step), so the loop carries little state beside the policy, and saves
+it with the policy: a resumed run computes what it would have computed without the interruption.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
-from covey.rollout.gather import gather
+from covey.evaluate.evaluate import Evaluation, evaluate
+from covey.rollout.collect import Collector
 from covey.run.folder import RunFolder
-from covey.run.metrics import meaning
 from covey.run.resume import Start, start_of
-from covey.run.samples import review
+from covey.run.trackers import JsonlTracker, Tracker, Trackers
 from covey.stopping import GivenUp, StopSignal
-from covey.training.budget import Budget, Used
-from covey.training.build import Parts
+from covey.training import checkpoint
+from covey.training.budget import Budget
+from covey.training.build import Components, Parts
+from covey.training.checkpoint import State
 from covey.training.garbage import freeze_garbage_collector
-from covey.training.learn import learn
-from covey.training.measure import measure
-from covey.training.report import (
-    FLAT_STEPS,
-    Reporter,
-    flat_rewards,
-    mean_advantages,
-    rollout_metrics,
-    selection_metrics,
-    skipped_steps,
-)
-from covey.training.state import State, restore, save, used_by
+from covey.training.rl import Reinforcement
+
+
+class Trainer(Protocol):
+    """One kind of training: all that the loop does not know of it."""
+
+    @property
+    def parts(self) -> Components:
+        """What the run is made of."""
+
+    @property
+    def budget(self) -> Budget:
+        """How long the run is."""
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts, or examples, of a step."""
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations. 0: there are none."""
+
+    def fresh(self) -> State:
+        """Return the state of a run that begins."""
+
+    def step(self, state: State, run: RunFolder, log: Tracker) -> None:
+        """Take training step number `state.step`, and log it."""
+
+
+def train(
+    parts: Parts,
+    run: RunFolder,
+    trackers: Sequence[Tracker],
+    stop: StopSignal,
+    start: Start | None = None,
+) -> int:
+    """Train by reinforcement until the budget is spent, or a signal; return the last saved step."""
+    return run_loop(Reinforcement(parts), run, trackers, stop, start)
 
 
 @freeze_garbage_collector()
-def train(
-    parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal, start: Start | None = None
+def run_loop(
+    trainer: Trainer,
+    run: RunFolder,
+    trackers: Sequence[Tracker],
+    stop: StopSignal,
+    start: Start | None = None,
 ) -> int:
-    """Train until the budget is spent, or a signal. Return the last step that is saved.
-
-    A run goes on from `start`, or else from its newest checkpoint.
-    """
-    config = parts.config
-    if start is None:
-        start = start_of(run, save_every=config.save.every)
-    state = restore(parts, run, start, reporter.note)
-    reporter.started(
-        steps=config.train.steps,
-        done=state.step,
-        answers=config.rollout.prompts_per_step * config.rollout.group_size,
-    )
-    progress = _Progress(state=state, saved=state.step)
+    """Train from `start`, or from the newest checkpoint; return the last saved step."""
+    parts = trainer.parts
+    log = Trackers([JsonlTracker(run), *trackers] if parts.world.is_main else [])
+    start = start or start_of(run, save_every=parts.config.save.every)
     try:
-        if state.step == 0 and config.evaluate.every:
-            measure(parts, run, reporter, step=0)
-        _steps(parts, run, reporter, stop, progress)
-    except GivenUp:
-        reporter.note(f"step {state.step} waited for others, and was given up")
-    if progress.good is not None and progress.saved < progress.good.step:
-        save(parts, run, progress.good)
-        progress.saved = progress.good.step
-    return progress.saved
+        state = checkpoint.resume(
+            run, parts.policy, parts.reference, start, fresh=trainer.fresh(), note=log.note
+        )
+        loop = _Loop(trainer=trainer, run=run, log=log, state=state, saved=state.step)
+        steps = trainer.budget.settings.steps
+        log.started(steps=steps, done=state.step, rollouts=trainer.rollouts)
+        try:
+            loop.run_steps(stop)
+        except GivenUp:
+            log.note(f"step {state.step} was waiting for another process, and was given up")
+        loop.save_last()
+    finally:
+        log.close()
+    return loop.saved
 
 
 @dataclass(slots=True, kw_only=True)
-class _Progress:
-    """How far a run is."""
+class _Loop:
+    """A run in progress."""
 
+    trainer: Trainer
+    run: RunFolder
+    log: Tracker
     state: State
     saved: int
     """The step of the newest checkpoint."""
-    good: State | None = None
-    """What can be saved as it is: a step is done with all that belongs to it, and no other begun
-    to change the policy."""
+    complete: State | None = None
+    """The state of the last step whose evaluation and log are complete, while the policy is still
+    that of this step. None: there is nothing that could be saved."""
+
+    def run_steps(self, stop: StopSignal) -> None:
+        trainer, parts, state = self.trainer, self.trainer.parts, self.state
+        evaluate_every, save_every = trainer.evaluate_every, parts.config.save.every
+        if state.step == 0 and evaluate_every:
+            measure(parts, self.log, step=0)
+        while not trainer.budget.over(used := state.used(parts.policy)) and stop.received is None:
+            state.step += 1
+            try:
+                trainer.step(state, self.run, self.log)
+            except GivenUp:
+                if parts.policy.version != used.updates:
+                    self.complete = None
+                raise
+            self.complete = None
+            now = state.used(parts.policy)
+            last = trainer.budget.over(now)
+            if evaluate_every and (last or trainer.budget.passed(evaluate_every, used, now)):
+                measure(parts, self.log, state.step)
+            self.complete = replace(state)
+            if last or (save_every and state.step % save_every == 0):
+                self.save_last()
+
+    def save_last(self) -> None:
+        """Save the last complete step, unless it is saved already."""
+        parts, state = self.trainer.parts, self.complete
+        if state is None or state.step <= self.saved:
+            return
+        if parts.world.is_main:
+            keep = parts.config.save.keep
+            checkpoint.save(self.run, parts.policy, parts.reference, state, keep=keep)
+        parts.world.barrier()
+        self.saved = state.step
 
 
-def _steps(
-    parts: Parts, run: RunFolder, reporter: Reporter, stop: StopSignal, progress: _Progress
-) -> None:
-    config, state = parts.config, progress.state
-    budget = Budget(settings=config.train)
-    while not budget.over(used := used_by(parts, state)) and stop.received is None:
-        state.step += 1
-        try:
-            _step(parts, run, reporter, state, budget, used)
-        except GivenUp:
-            if parts.policy.version != used.updates:
-                progress.good = None
-            raise
-        progress.good = None
-        now = used_by(parts, state)
-        last = budget.over(now)
-        every = config.evaluate.every
-        if every and (budget.passed(every, used, now) or last):
-            measure(parts, run, reporter, state.step)
-        progress.good = replace(state)
-        if last or (config.save.every and state.step % config.save.every == 0):
-            save(parts, run, state)
-            progress.saved = state.step
-
-
-def _step(
-    parts: Parts, run: RunFolder, reporter: Reporter, state: State, budget: Budget, before: Used
-) -> None:
-    started = time.perf_counter()
-    gathered = gather(parts, reporter, state.step, share=budget.spent(before))
-    collected, selected = gathered.collected, gathered.selected
-    state.episode += len(collected.rollouts)
-    state.tokens += collected.tokens
-    updating = time.perf_counter()
-    settings = budget.paced(parts.update_settings, before)
-    batch, learned = learn(parts, selected.groups, state, settings)
-    ended = time.perf_counter()
-
-    metrics: dict[str, Any] = {
-        "step": state.step,
-        "episode": state.episode,
-        "tokens": state.tokens,
-        "updates": parts.policy.version,
-        "reward_id": parts.scorer.identity,
-        **rollout_metrics(collected),
-        **selection_metrics(gathered),
-        **learned,
-        "time/rollout": collected.rollout_seconds,
-        "time/score": collected.score_seconds,
-        "time/update": ended - updating,
-        "time/total": ended - started,
-        "time/tokens_per_second": collected.tokens / (ended - started),
-    }
-    assert all(meaning(name) for name in metrics), "every metric has a meaning"
-    if parts.config.save.rollouts:
-        advantages = mean_advantages(collected, selected, batch)
-        run.write_rollouts(state.step, collected.groups, advantages)
-    samples_every = parts.config.save.samples_every
-    if samples_every and state.step % samples_every == 0:
-        page = review(state.step, collected.groups, parts.config.save.samples_shown)
-        run.write_review(state.step, page)
-    run.log_step(metrics)
-    reporter.step(metrics)
-    if skipped := skipped_steps(metrics):
-        reporter.note(f"step {state.step}: {skipped}")
-    state.flat = [*state.flat, metrics["rollout/zero_variance_groups"]][-FLAT_STEPS:]
-    if state.step % FLAT_STEPS == 0 and (warning := flat_rewards(state.flat, metrics)):
-        reporter.note(f"step {state.step}: {warning}")
+def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
+    """Evaluate the policy as it is after `step`, and log that."""
+    model = parts.policy.model
+    parts.engine.load_weights(model.model.named_parameters, parts.policy.version)
+    evaluation = evaluate(
+        parts.held_out_prompts,
+        Collector(
+            engine=parts.engine, model=model, scorer=parts.eval_scorer, progress=log.sampled
+        ),
+        sampling=parts.sampling,
+        samples=parts.config.evaluate.samples,
+        temperature=parts.config.evaluate.temperature,
+    )
+    # The rows first: a line in eval.jsonl means that they are there.
+    log.table("evaluations", step, [item.row() for item in evaluation.items])
+    log.evaluation(step, evaluation)
+    return evaluation

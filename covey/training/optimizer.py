@@ -1,42 +1,28 @@
-"""AdamW over float32 master weights, with gradient clipping and a schedule that has no state.
+"""AdamW over float32 master weights, with gradient clipping.
 
-There are two ways to keep what it needs: MasterAdamW here, and CompactAdamW (compact.py).
+There are two implementations: MasterAdamW here, and CompactAdamW (compact_adamw.py), which keeps
+less state.
 
-When the model computes in bfloat16, its parameters stay bfloat16, for the sampler and the forward
+When the model computes in bfloat16, its parameters stay bfloat16, for the engine and the forward
 pass alike, and each has a float32 master. Gradients are added up in the master's precision as soon
 as they appear, so the number of micro-batches costs no accuracy; after a step the parameters are
-rounded from the masters in place, and the sampler has the new weights without any transfer.
+rounded from the masters in place, and the engine has the new weights without any transfer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import nn
 
-from covey.accel.fused_parameters import collect_by, give_sinks
-
-Schedule = Literal["constant", "linear", "cosine"]
-
-
-def learning_rate(
-    step: float, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int
-) -> float:
-    """Return the rate of optimizer step number `step`, counted from 0; whole where steps count."""
-    if step < warmup_steps:
-        return peak * min(1.0, (step + 1) / warmup_steps)
-    if schedule == "constant":
-        return peak
-    done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    left = max(0.0, 1.0 - done)
-    return peak * (left if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - left))))
+from covey.accel.fused_parameters import attach_grad_sinks, set_grad_hook
 
 
 class AdamWSettings(TypedDict):
-    """What is asked of AdamW beside the rate, however its state is kept."""
+    """Options of AdamW beside the rate, whichever implementation keeps its state."""
 
     betas: tuple[float, float]
     eps: float
@@ -50,18 +36,18 @@ class Stepped(NamedTuple):
     grad_norm: float
     """Before clipping."""
     skipped: bool
-    """Whether the gradient was not finite, and the weights were therefore left alone."""
+    """Whether the gradient was not finite, and the weights were therefore not changed."""
 
 
 class Optimizer(Protocol):
-    """What a policy asks of its optimizer."""
+    """What a policy needs from its optimizer."""
 
     parameters: dict[str, nn.Parameter]
     """Those that are trained, by name."""
 
     @property
     def masters(self) -> Mapping[str, torch.Tensor]:
-        """The exact weights by name, in float32; perhaps made when they are asked for."""
+        """The exact weights by name, in float32; they may be computed on access."""
 
     def step(self, rate: float) -> Stepped:
         """Clip, step and clear the gradients."""
@@ -76,7 +62,7 @@ class Optimizer(Protocol):
         """Return the moments and step counts by parameter name."""
 
     def load(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-        """Restore weights and moments, whichever optimizer they were of."""
+        """Restore weights and moments, whichever implementation saved them."""
 
 
 class MasterAdamW:
@@ -93,7 +79,7 @@ class MasterAdamW:
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self._masters = {name: _master(p) for name, p in self.parameters.items()}
-        give_sinks((p, m) for p, m in self._rounded() if p.is_cuda)
+        attach_grad_sinks((p, m) for p, m in self._rounded() if p.is_cuda)
         self.max_grad_norm = max_grad_norm
         self.adamw = torch.optim.AdamW(
             list(self._masters.values()),
@@ -147,7 +133,7 @@ class MasterAdamW:
         for tag, value in state.items():
             key, name = tag.split(".", 1)
             master = self.masters[name]
-            # Of a compact state, moments are bfloat16.
+            # A compact state has bfloat16 moments.
             dtype = value.dtype if key == "step" else master.dtype
             self.adamw.state[master][key] = value.to(master.device, dtype)
 
@@ -176,5 +162,5 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
         master.grad = grad if master.grad is None else master.grad.add_(grad)
         parameter.grad = None
 
-    collect_by(parameter, collect)
+    set_grad_hook(parameter, collect)
     return master

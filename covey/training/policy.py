@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from covey.accel.packing import host_rows
-from covey.accel.train_graph import Passes, passes_for
+from covey.accel.train_graph import TrainGraphs, train_graphs_for
 from covey.models.language_model import LanguageModel
-from covey.models.logp import LogProbs, batch_logp, in_places
+from covey.models.logp import LogProbs, batch_logp, scatter_logp
 from covey.training.optimizer import Optimizer, Stepped
 from covey.types import Batch
 
@@ -27,7 +27,7 @@ class Policy:
     """Optimizer steps taken."""
     graphs: bool = True
     """Whether passes are recorded, where the model and its device allow it."""
-    passes: Passes | None = None
+    passes: TrainGraphs | None = None
     """Those that are."""
 
     def logp(self, batch: Batch) -> LogProbs:
@@ -37,12 +37,12 @@ class Policy:
         this is called again: passes may be recorded, and share their memory (graph.py).
         """
         if self.graphs and self.passes is None:
-            self.passes = passes_for(
+            self.passes = train_graphs_for(
                 self.model, temperature=self.temperature, megabytes=self.logits_megabytes
             )
-        taken = None if self.passes is None else self.passes.take(host_rows(batch))
+        taken = None if self.passes is None else self.passes.run(host_rows(batch))
         if taken is not None:
-            return in_places(batch, *taken)
+            return scatter_logp(batch, *taken)
         try:
             return self.plain_logp(batch)
         except torch.OutOfMemoryError as error:

@@ -1,8 +1,11 @@
-"""Supervised training on worked solutions, before reinforcement:
+"""Supervised training on worked solutions (SFT):
 
-    draw solutions -> encode -> learn -> log -> evaluate -> save
+    draw solutions -> encode -> loss -> backward -> optimizer step -> log
 
-Which solutions a step sees is a function of seed and step, so the policy is all there is to save.
+The loop is that of every run (loop.py). Which solutions a step sees is a function of seed and step.
+The loss is the mean cross-entropy over all tokens of an optimizer step. As everywhere, the mean is
+a weight that is computed once per step, and the loss a plain sum; so it does not depend on how the
+step is split into micro-batches.
 """
 
 from __future__ import annotations
@@ -10,60 +13,46 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from covey.config import Config
+from covey.config.schema import Train
 from covey.engines.native.engine import NativeEngine
-from covey.engines.protocol import Engine, Sampling
-from covey.errors import DataError, RunError
+from covey.errors import DataError, ModelError
+from covey.models.language_model import LanguageModel
+from covey.models.micro_batches import micro_batches
+from covey.objective.weights import token_mean
 from covey.rng import sft_indices
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
-from covey.run.resume import Start, start_of
-from covey.scoring import Scorer
-from covey.stopping import GivenUp, StopSignal
+from covey.run.resume import Start
+from covey.run.trackers import Tracker
+from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
-from covey.training.build import (
-    held_out_of,
-    load_model,
-    policy_of,
-    sampling_of,
-    scorer_of,
-    task_of,
-)
-from covey.training.measure import measure
-from covey.training.optimizer import learning_rate
+from covey.training.budget import Budget
+from covey.training.build import Components, load_model, policy_of, scorer_of
+from covey.training.checkpoint import State
+from covey.training.collate import collate
+from covey.training.loop import run_loop
 from covey.training.policy import Policy
-from covey.training.policy_files import load_policy, save_policy
-from covey.training.report import Reporter
+from covey.training.resolve import held_out_of, sampling_of, task_of
+from covey.training.schedule import sft_schedule_of
 from covey.training.sft_data import Solutions, solutions_of
-from covey.training.sft_step import Example, encode_example, learn, stack
-from covey.training.state import offering, put_aside
-from covey.types import Prompt
+from covey.types import Batch, Group, Message, Prompt, Rollout, Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SftParts:
-    """What a warm-up is made of."""
+class SftParts(Components):
+    """What a run of supervised training is made of."""
 
-    config: Config
     solutions: Solutions
-    held_out_prompts: Sequence[Prompt]
-    bad_rows: tuple[str, ...]
-    """One line for every row of the data that was skipped."""
-    scorer: Scorer
-    policy: Policy
-    sampler: Engine
-    sampling: Sampling
-
-    @property
-    def judge(self) -> Scorer:
-        """Who judges evaluations."""
-        return self.scorer
 
     @property
     def total(self) -> int:
-        """How many solutions are learned from, repetitions included."""
+        """How many solutions are trained on, repetitions included."""
         settings = self.config.sft
         if settings.steps:
             return settings.steps * settings.solutions
@@ -71,7 +60,7 @@ class SftParts:
 
     @property
     def max_tokens(self) -> int:
-        """Of the longest solution that is learned from."""
+        """Length of the longest solution that is trained on."""
         return self.config.sft.max_tokens or self.config.rollout.max_tokens
 
     @property
@@ -88,20 +77,22 @@ def build_sft(config: Config) -> SftParts:
     policy = policy_of(config, model)
     # Cross-entropy is that of the model itself, whatever temperature it will be sampled at.
     policy.temperature = 1.0
+    scorer = scorer_of(config)
     parts = SftParts(
         config=config,
         solutions=solutions,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
-        scorer=scorer_of(config),
+        scorer=scorer,
+        eval_scorer=scorer,
         policy=policy,
-        sampler=NativeEngine(model),
+        engine=NativeEngine(model),
         sampling=sampling_of(config),
     )
     try:
-        _check_lengths(parts)  # what is wrong with the solutions is found before a run is made
+        _check_lengths(parts)  # before a run folder is made
     except BaseException:
-        parts.scorer.close()
+        scorer.close()
         raise
     return parts
 
@@ -110,15 +101,93 @@ def _check_lengths(parts: SftParts) -> None:
     examples, left_out = step_examples(parts, 1)
     if not examples:
         raise DataError(
-            f"sft: all {len(left_out)} solutions of step 1 are too long, the shortest of "
+            f"sft: all {len(left_out)} solutions of step 1 are too long, the shortest has "
             f"{min(left_out)} tokens; raise sft.max_tokens = {parts.max_tokens}"
         )
 
 
-def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]:
-    """Return the solutions of a step, counted from 1, and the lengths of those left out for theirs.
+def run_sft(
+    parts: SftParts,
+    run: RunFolder,
+    trackers: Sequence[Tracker],
+    stop: StopSignal,
+    start: Start | None = None,
+) -> int:
+    """Train until the configured number of steps, or a signal. Return the last step saved."""
+    return run_loop(Supervised(parts), run, trackers, stop, start)
 
-    There may be nothing left of a small step.
+
+@dataclass(frozen=True, slots=True)
+class Supervised:
+    """Supervised training, as the loop takes it."""
+
+    parts: SftParts
+
+    @property
+    def budget(self) -> Budget:
+        """A number of steps."""
+        return Budget(settings=Train(steps=self.parts.steps))
+
+    @property
+    def rollouts(self) -> int:
+        """Solutions of a step."""
+        return self.parts.config.sft.solutions
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations."""
+        return self.parts.config.sft.evaluate_every
+
+    def fresh(self) -> State:
+        """Begin at step 0."""
+        return State()
+
+    def step(self, state: State, run: RunFolder, log: Tracker) -> None:
+        """Train on the solutions of a step, and log."""
+        parts, started = self.parts, time.perf_counter()
+        examples, left_out = step_examples(parts, state.step)
+        metrics: dict[str, Any] = {"step": state.step}
+        if examples:
+            policy = parts.policy
+            rate = sft_schedule_of(parts.config, parts.steps)(policy.version)
+            learned = learn(
+                policy,
+                stack(examples, policy.model.device),
+                rate=rate,
+                micro_batch_tokens=parts.config.train.micro_batch_tokens,
+            )
+            metrics |= {
+                "loss/cross_entropy": learned.loss,
+                "policy/entropy_avg": learned.entropy,
+                "lr": rate,
+                "optim/grad_norm": learned.grad_norm,
+                "optim/skipped": int(learned.skipped),
+                "sft/tokens": learned.tokens,
+                "time/tokens_per_second": learned.tokens / (time.perf_counter() - started),
+            }
+        metrics |= {
+            "sft/epoch": min(state.step * self.rollouts, parts.total) / len(parts.solutions),
+            "sft/examples": len(examples),
+            "sft/left_out": len(left_out),
+            "time/total": time.perf_counter() - started,
+        }
+        assert all(meaning(name) for name in metrics), "every metric has a meaning"
+        log.step(metrics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A prompt and its solution, in tokens."""
+
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """They end with the end-of-sequence token: when to stop is learned as well."""
+
+
+def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]:
+    """Return the examples of a step, counted from 1, and the lengths of those that are too long.
+
+    A small step may have no examples left.
     """
     settings, model = parts.config.sft, parts.policy.model
     start = (step - 1) * settings.solutions
@@ -139,95 +208,86 @@ def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]
     return examples, left_out
 
 
-def run_sft(
-    parts: SftParts,
-    run: RunFolder,
-    reporter: Reporter,
-    stop: StopSignal,
-    start: Start | None = None,
-) -> int:
-    """Train until the configured number of steps, or a signal. Return the last step saved."""
-    config = parts.config
-    if start is None:
-        start = start_of(run, save_every=config.save.every)
-    step = _restore(parts, run, start, reporter)
-    reporter.started(steps=parts.steps, done=step, answers=config.sft.solutions)
-    saved, every = step, config.sft.evaluate_every
-    try:
-        if step == 0 and every:
-            measure(parts, run, reporter, step=0)
-        while step < parts.steps and stop.received is None:
-            step += 1
-            _step(parts, run, reporter, step)
-            last = step == parts.steps
-            if every and (step % every == 0 or last):
-                measure(parts, run, reporter, step)
-            due = config.save.every and step % config.save.every == 0
-            if last or due or stop.received is not None:
-                _save(parts, run, step)
-                saved = step
-    except GivenUp:
-        reporter.note(f"the evaluation of step {step} waited for others, and was given up")
-    return saved
+def encode_example(model: LanguageModel, messages: Sequence[Message], text: str) -> Example:
+    """Turn a prompt and its solution into tokens, as the engine would have generated them."""
+    tokens = model.tokenizer.encode(text, add_special_tokens=False)
+    return Example(prompt_tokens=model.encode(messages), tokens=(*tokens, _end(model)))
 
 
-def _step(parts: SftParts, run: RunFolder, reporter: Reporter, step: int) -> None:
-    started = time.perf_counter()
-    config = parts.config
-    examples, left_out = step_examples(parts, step)
-    metrics: dict[str, float] = {"step": step}
-    if examples:
-        metrics |= _learn(parts, examples, started)
-    seen = min(step * config.sft.solutions, parts.total)
-    metrics |= {
-        "sft/epoch": seen / len(parts.solutions),
-        "sft/examples": len(examples),
-        "sft/left_out": len(left_out),
-        "time/total": time.perf_counter() - started,
-    }
-    assert all(meaning(name) for name in metrics), "every metric has a meaning"
-    run.log_step(metrics)
-    reporter.step(metrics)
+def _end(model: LanguageModel) -> int:
+    """Return the token that ends a completion: that of a turn, or else of the sequence."""
+    turn_end = None if model.renderer is None else model.renderer.turn_end
+    end = model.tokenizer.eos_token_id if turn_end is None else turn_end
+    if end is None:
+        raise ModelError("model: the tokenizer has no end-of-sequence token to end a solution with")
+    return int(end)
 
 
-def _learn(parts: SftParts, examples: Sequence[Example], started: float) -> dict[str, float]:
-    """Take an optimizer step, and return its metrics."""
-    config, policy = parts.config, parts.policy
-    rate = learning_rate(
-        policy.version,
-        peak=config.sft.learning_rate,
-        schedule=config.sft.schedule,
-        warmup_steps=config.sft.warmup_steps,
-        total_steps=parts.steps,
+def stack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:
+    """Make a batch of examples: completions of which every token is trained."""
+    blank = Prompt(id="", task="", messages=(), target="")
+    rollouts = [
+        Rollout.single_turn(
+            prompt_id="",
+            sample=0,
+            prompt_tokens=example.prompt_tokens,
+            tokens=example.tokens,
+            sampler_logp=(0.0,) * len(example.tokens),
+            text="",
+            finish="stop",
+            policy_version=0,
+        )
+        for example in examples
+    ]
+    return collate([Group(prompt=blank, rollouts=(rollout,)) for rollout in rollouts], device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftLearned:
+    """What an optimizer step of supervised training reports."""
+
+    loss: float
+    """Mean cross-entropy of the step's tokens, before the step."""
+    entropy: float
+    """Mean entropy of the predictions, before the step."""
+    tokens: int
+    grad_norm: float
+    skipped: bool
+
+
+def with_token_mean(batch: Batch) -> Batch:
+    """Fill in the weights of one optimizer step."""
+    return replace(batch, weight=token_mean(batch, Totals.of(batch)))
+
+
+def cross_entropy(batch: Batch, logp: torch.Tensor) -> torch.Tensor:
+    """Return the loss of these rows: their share of the mean over the whole step."""
+    assert batch.weight is not None, "weights come from the whole step"
+    return -(logp * batch.weight.to(logp.dtype)).sum()
+
+
+def _backward(policy: Policy, micro: Batch) -> torch.Tensor:
+    """Add the gradient of some rows; return their shares [2] of loss and entropy."""
+    now = policy.logp(micro)
+    part = cross_entropy(micro, now.logp)
+    part.backward()
+    return torch.stack([part.detach(), -cross_entropy(micro, now.entropy.detach())])
+
+
+def learn(policy: Policy, batch: Batch, *, rate: float, micro_batch_tokens: int) -> SftLearned:
+    """Take one optimizer step on a batch."""
+    policy.model.model.train()
+    batch = with_token_mean(batch)
+    parts = [
+        _backward(policy, batch.rows(rows)) for rows in micro_batches(batch, micro_batch_tokens)
+    ]
+    stepped = policy.step(rate)
+    # Fetched last, when the device has done its work anyway.
+    loss, entropy = (sum(column) for column in zip(*torch.stack(parts).tolist(), strict=True))
+    return SftLearned(
+        loss=loss,
+        entropy=entropy,
+        tokens=int(batch.mask.sum()),
+        grad_norm=stepped.grad_norm,
+        skipped=stepped.skipped,
     )
-    learned = learn(
-        policy,
-        stack(examples, policy.model.device),
-        rate=rate,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-    )
-    return {
-        "loss/cross_entropy": learned.loss,
-        "policy/entropy_avg": learned.entropy,
-        "lr": rate,
-        "optim/grad_norm": learned.grad_norm,
-        "optim/skipped": int(learned.skipped),
-        "sft/tokens": learned.tokens,
-        "time/tokens_per_second": learned.tokens / (time.perf_counter() - started),
-    }
-
-
-def _restore(parts: SftParts, run: RunFolder, start: Start, reporter: Reporter) -> int:
-    """Load the checkpoint that a warm-up goes on from, if any, and return its step."""
-    if start.checkpoint is not None:
-        with offering(run, start):
-            if load_policy(parts.policy, start.checkpoint)["step"] != start.step:
-                raise RunError(f"{start.checkpoint} does not hold step {start.step}")
-    put_aside(run, start, reporter.note)
-    return start.step
-
-
-def _save(parts: SftParts, run: RunFolder, step: int) -> None:
-    with run.new_checkpoint(step) as folder:
-        save_policy(parts.policy, folder, {"step": step})
-    run.prune_checkpoints(parts.config.save.keep)

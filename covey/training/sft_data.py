@@ -11,7 +11,7 @@ from covey.config import Config
 from covey.errors import ConfigError, DataError
 from covey.tasks import Task
 from covey.tasks.jsonl import json_lines
-from covey.tasks.rows import Table
+from covey.tasks.rows import RowReader
 from covey.types import Prompt
 
 _PLACE = re.compile(r"\{(worked|solution|answer)\}")
@@ -84,8 +84,6 @@ def solutions_of(config: Config, task: Task) -> Solutions:
 
 
 def _from_file(file: str) -> list[Prompt]:
-    """Read {question, completion}, or {messages, completion}: a conversation up to the answer."""
-    rows = list(json_lines(Path(file)))
-    conversations = any(isinstance(row, dict) and "messages" in row for _, _, row in rows)
-    table = Table(answer="completion", messages="messages" if conversations else "", name="sft")
-    return table.read("train", rows, file)
+    """Read rows of a prompt (text or messages) and a completion."""
+    reader = RowReader(target="completion", name="sft")
+    return reader.read("train", json_lines(Path(file)), file)

@@ -1,4 +1,4 @@
-"""The fused forward pass, its kernels interpreted on the CPU; tests/policy/test_gpu.py has a GPU."""
+"""The fused forward pass with kernels interpreted on the CPU; test_gpu.py uses a GPU."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ import transformers
 pytest.importorskip("triton")
 
 from covey.accel import fused_forward as fused
-from covey.accel.fused_forward import fused_backbone, understood
-from covey.accel.fused_parameters import join_weights, joined
-from covey.accel.packing import pack_prompts
-from covey.accel.varlen_attention import Spans
-from covey.models.adapter import adapter_off, add_adapter, stirred
+from covey.accel.fused_forward import fused_backbone, is_llama_like
+from covey.accel.fused_parameters import fuse_parameters, fused_view
+from covey.accel.packing import pack, pack_prompts
+from covey.accel.varlen_attention import VarlenRows
+from covey.models.adapter import adapter_off, add_adapter, perturbed_adapter
 from covey.models.language_model import LanguageModel, packed_forward
-from covey.models.layout import pack_for
+from covey.training.checkpoint import save_policy
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.policy_files import save_policy
 from covey.types import Batch, HostRows
 from tests.conftest import ARCHITECTURES, build, make_batch
 
@@ -37,7 +36,7 @@ SETTINGS = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "max_grad_no
 
 
 def shared_batch() -> Batch:
-    """Three rows with one prompt, two with another, one alone; one reads no token of its answer."""
+    """Three rows with one prompt, two with another, one alone; one has a completion of one token."""
     batch = make_batch(rows=6, longest=5, seed=3)
     rows = [0, 4, 0, 3, 4, 0]
     lengths = batch.lengths.clone()
@@ -52,8 +51,8 @@ def shared_batch() -> Batch:
     )
 
 
-def per_row(query, key, value, spans: Spans, scale: float, window=None) -> torch.Tensor:
-    """What the flash kernels compute, which are for GPUs only."""
+def per_row(query, key, value, spans: VarlenRows, scale: float, window=None) -> torch.Tensor:
+    """Flash attention's result, for devices without it."""
     shared = query.shape[1] // key.shape[1]
     results = []
     bounds = list(zip(spans.query_starts.tolist(), spans.key_starts.tolist(), strict=True))
@@ -70,11 +69,11 @@ def both_ways(
     model: LanguageModel, batch: Batch, *, flash: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     host = HostRows.of(batch)
-    packed = pack_for(host, CPU, flash=flash)
+    packed = pack(host, CPU, varlen=flash)
     ours = fused_backbone(model.backbone, packed.input_ids, packed.position_ids, packed.packing)[
         packed.predictor
     ]
-    plain = pack_for(host, CPU, flash=False)
+    plain = pack(host, CPU, varlen=False)
     return ours, packed_forward(model.backbone, plain)[plain.predictor]
 
 
@@ -95,17 +94,17 @@ def gradients(model: LanguageModel, hidden: torch.Tensor) -> dict[str, torch.Ten
         ("qwen3", True, True),
     ],
 )
-def test_states_and_gradients_are_as_exact_as_those_of_the_models_own_code(
+def test_hidden_states_and_gradients_are_as_exact_as_the_models_own(
     architecture: str, joint: bool, flash: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "flash_attention", per_row)
     model, exact = build(architecture), build(architecture, torch.float64)
-    assert understood(model.model)
+    assert is_llama_like(model.model)
     if joint:
-        join_weights(model.backbone)
+        fuse_parameters(model.backbone)
     batch = shared_batch()
     ours, own = both_ways(model, batch, flash=flash)
-    packed = pack_for(HostRows.of(batch), CPU, flash=False)
+    packed = pack(HostRows.of(batch), CPU, varlen=False)
     right = packed_forward(exact.backbone, packed)[packed.predictor]
     results = [{"": t.detach(), **gradients(model, t)} for t in (ours, own)]
     expected = {"": right.detach(), **gradients(exact, right)}
@@ -118,12 +117,12 @@ def test_states_and_gradients_are_as_exact_as_those_of_the_models_own_code(
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_an_adapter_is_part_of_it(on: bool) -> None:
+def test_the_fused_forward_supports_adapters(on: bool) -> None:
     plain = build("llama")
-    join_weights(plain.backbone)
+    fuse_parameters(plain.backbone)
     model = add_adapter(plain, rank=2, targets=["q_proj", "down_proj"], also_train=["norm"])
     batch = shared_batch()
-    with stirred(model):
+    with perturbed_adapter(model):
         if on:
             ours, own = both_ways(model, batch, flash=False)
             expected, found = gradients(model, own), gradients(model, ours)
@@ -137,12 +136,12 @@ def test_an_adapter_is_part_of_it(on: bool) -> None:
     assert float((ours - own).detach().abs().max()) < 1e-5 * float(own.detach().abs().max())
 
 
-def test_heads_that_are_trained_in_full_beside_an_adapter_are_part_of_it() -> None:
+def test_the_fused_forward_supports_fully_trained_modules() -> None:
     plain = build("llama")
-    join_weights(plain.backbone)
+    fuse_parameters(plain.backbone)
     also_train = ["q_proj", "k_proj", "v_proj"]
     model = add_adapter(plain, rank=2, targets=["o_proj"], also_train=also_train)
-    with stirred(model):
+    with perturbed_adapter(model):
         ours, own = both_ways(model, shared_batch(), flash=False)
         torch.testing.assert_close(ours, own, atol=1e-4, rtol=1e-5)
         expected, found = gradients(model, own), gradients(model, ours)
@@ -175,7 +174,7 @@ def test_checkpointing_recomputes_and_changes_nothing() -> None:
         torch.testing.assert_close(again[name], grad, atol=1e-6, rtol=1e-6)
 
 
-def test_keys_and_values_of_prompts_are_those_of_the_models_cache() -> None:
+def test_collected_keys_and_values_equal_the_models_cache() -> None:
     model = build("qwen2")
     prompts = [(5, 6, 7, 8), (9, 10), (11, 12, 13)]
     packed = pack_prompts(prompts, CPU)
@@ -209,8 +208,8 @@ def test_shared_prompts_are_collected_once() -> None:
     model, batch = build("llama"), shared_batch()
     monkey = pytest.MonkeyPatch()
     monkey.setattr(fused, "flash_attention", per_row)
-    packed = pack_for(HostRows.of(batch), CPU, flash=True)
-    assert packed.packing.tokens is not None
+    packed = pack(HostRows.of(batch), CPU, varlen=True)
+    assert packed.packing.shared is not None
     collected: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad():
         fused_backbone(
@@ -223,16 +222,16 @@ def test_shared_prompts_are_collected_once() -> None:
     torch.testing.assert_close(collected[0][1].flatten(1), value, atol=1e-5, rtol=0)
 
 
-def test_joined_weights_are_one_tensor_and_stay_parameters() -> None:
+def test_fused_weights_are_one_tensor_and_stay_parameters() -> None:
     model = build("qwen2")
     before = {n: p.detach().clone() for n, p in model.model.named_parameters()}
-    join_weights(model.backbone)
+    fuse_parameters(model.backbone)
     attention = model.backbone.layers[1].self_attn
     parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    whole = joined(parts)
+    whole = fused_view(parts)
     assert whole is not None
     assert torch.equal(whole, torch.cat([p.detach() for p in parts]))
-    assert joined([attention.q_proj.weight, attention.v_proj.weight]) is None
+    assert fused_view([attention.q_proj.weight, attention.v_proj.weight]) is None
     with torch.no_grad():
         parts[1].fill_(7.0)
     assert bool((whole[len(parts[0]) : len(parts[0]) + len(parts[1])] == 7.0).all())
@@ -246,20 +245,20 @@ def test_joined_weights_are_one_tensor_and_stay_parameters() -> None:
 def test_gradients_of_bfloat16_weights_add_up_in_float32_sinks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two halves of a batch, once through sinks and once through autograd and its rounding."""
+    """Two halves of a batch, once with gradient sinks and once with autograd and its rounding."""
     monkeypatch.setattr(fused, "flash_attention", per_row)
     exact = build("qwen2")
     model = build("qwen2", torch.bfloat16)
     with torch.no_grad():
         for one, other in zip(exact.model.parameters(), model.model.parameters(), strict=True):
             one.copy_(other)
-    join_weights(model.backbone)
+    fuse_parameters(model.backbone)
     optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
-    from covey.accel.fused_parameters import give_sinks
+    from covey.accel.fused_parameters import attach_grad_sinks
 
     for parameter in model.model.parameters():
         parameter._post_accumulate_grad_hooks.clear()  # those for a CPU
-    give_sinks(optimizer._rounded())
+    attach_grad_sinks(optimizer._rounded())
     attention = model.backbone.layers[0].self_attn
     assert attention.q_proj.weight.grad_sink is attention.v_proj.weight.grad_sink
     batch = shared_batch()
@@ -281,9 +280,9 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32_sinks(
     assert all(m.grad is None for m in optimizer.masters.values())
 
 
-def test_a_model_with_joined_weights_is_saved_as_any_other(tmp_path: Path) -> None:
+def test_a_model_with_fused_weights_is_saved_normally(tmp_path: Path) -> None:
     model = build("qwen2", torch.bfloat16)
-    join_weights(model.backbone)
+    fuse_parameters(model.backbone)
     model.model.save_pretrained(tmp_path / "plain")
     optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
     policy = Policy(model=model, optimizer=optimizer, temperature=1.0, logits_megabytes=1.0)

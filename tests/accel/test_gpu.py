@@ -1,4 +1,4 @@
-"""What only a GPU can show: the kernels as compiled, flash attention, and the numbers of bfloat16."""
+"""GPU only: compiled kernels, flash attention, and bfloat16 numbers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import transformers
 from torch import nn
 
 from covey.accel.head import Head, token_logp
-from covey.accel.packing import host_rows, prompt_numbers
+from covey.accel.packing import host_rows, pack, prompt_numbers
 from covey.embedded import CHECKPOINT
-from covey.models.adapter import add_adapter, stirred
-from covey.models.language_model import LanguageModel, packed_forward, wrap
-from covey.models.layout import micro_batches, pack_for
+from covey.models.adapter import add_adapter, perturbed_adapter
+from covey.models.language_model import LanguageModel, packed_forward
+from covey.models.load_model import wrap
 from covey.models.logp import batch_logp
+from covey.models.micro_batches import micro_batches
 from covey.objective import ALGORITHMS, policy_loss, with_advantage, with_weight
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.update import UpdateSettings, update
+from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch
 from tests.conftest import make_batch
 
@@ -74,7 +75,7 @@ def gradients(model: LanguageModel, batch: Batch, **layout: object) -> dict[str,
 
 
 def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The distance of all gradients together, relative to their length."""
+    """The relative distance of all gradients together."""
     assert found.keys() == expected.keys()
     difference = torch.stack([(found[n].double() - g.double()).norm() for n, g in expected.items()])
     return float(
@@ -101,7 +102,7 @@ def test_packed_and_padded_gradients_are_equal_in_float32(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_gradients_are_near_those_of_float32(kind: str) -> None:
+def test_bfloat16_gradients_are_close_to_float32(kind: str) -> None:
     model, exact, batch = build(kind), build(kind, torch.float32), shared_batch()
     with torch.no_grad():
         for one, other in zip(exact.model.parameters(), model.model.parameters(), strict=True):
@@ -111,11 +112,11 @@ def test_bfloat16_gradients_are_near_those_of_float32(kind: str) -> None:
     assert apart(fast, expected) < max(0.03, 1.2 * apart(own, expected))
 
 
-def test_flash_rows_say_what_padded_rows_say() -> None:
+def test_flash_attention_equals_padded_attention() -> None:
     model, batch = build("mistral"), shared_batch()
     outputs = []
     for flash in (True, False):
-        packed = pack_for(host_rows(batch), model.device, flash=flash)
+        packed = pack(host_rows(batch), model.device, varlen=flash)
         with torch.no_grad():
             outputs.append(packed_forward(model.backbone, packed)[packed.predictor].float())
     assert float((outputs[0] - outputs[1]).norm() / outputs[1].norm()) < 0.02
@@ -123,7 +124,7 @@ def test_flash_rows_say_what_padded_rows_say() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 20.0])
-def test_head_gives_the_logits_of_float64(dtype: torch.dtype, softcap: float | None) -> None:
+def test_head_matches_float64_logits(dtype: torch.dtype, softcap: float | None) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(64, 5000, dtype=dtype, device="cuda")
     head = Head(linear=linear, scale=3.0, softcap=softcap)
@@ -162,7 +163,7 @@ def test_an_adapter_takes_the_fast_path() -> None:
     )
     assert model.fused
     batch = shared_batch()
-    with stirred(model), stirred(exact):
+    with perturbed_adapter(model), perturbed_adapter(exact):
         with torch.no_grad():
             for one, other in zip(exact.model.parameters(), model.model.parameters(), strict=True):
                 one.copy_(other)
@@ -172,7 +173,7 @@ def test_an_adapter_takes_the_fast_path() -> None:
     assert apart(fast, expected) < max(0.03, 1.2 * apart(own, expected))
 
 
-def test_sinks_collect_what_autograd_would() -> None:
+def test_gradient_sinks_equal_autograd() -> None:
     model, batch = build("qwen2"), shared_batch()
     plain = gradients(model, batch)
     optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
@@ -197,7 +198,7 @@ def test_micro_batches_count_packed_tokens_and_keep_groups_together() -> None:
         for part in parts:
             micro = batch.rows(part)
             assert torch.equal(micro.host.tokens, micro.tokens.cpu())
-            packed = pack_for(micro.host, batch.tokens.device, flash=True)
+            packed = pack(micro.host, batch.tokens.device, varlen=True)
             assert len(part) == 1 or len(packed.input_ids) <= budget
     whole = list(micro_batches(batch, 10_000))
     assert len(whole) == 1
@@ -209,13 +210,13 @@ def test_an_update_learns_and_measures() -> None:
     optimizer = MasterAdamW(model.model.named_parameters(), **SETTINGS)
     policy = Policy(model=model, optimizer=optimizer, temperature=1.0, logits_megabytes=8.0)
     objective = ALGORITHMS["grpo"](beta=0.0)
-    settings = UpdateSettings(
+    settings = StepSettings(
         mini_batches=1, epochs=1, micro_batch_tokens=100, old_logp_from_sampler=True,
         learning_rate=lambda _: 1e-3, seed=0,
     )  # fmt: skip
     batch = with_advantage(objective, shared_batch())
     before = batch_logp(model, batch).logp.detach()
-    metrics = update(batch, policy=policy, objective=objective, settings=settings, step=0)
+    metrics = optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0)
     after = batch_logp(model, batch).logp.detach()
     gain = ((after - before) * batch.advantage).where(batch.mask, 0.0).sum()
     assert float(gain) > 0
@@ -231,7 +232,9 @@ def policy_of(model: LanguageModel, *, graphs: bool) -> Policy:
 
 
 def collected(policy: Policy, parts: list[Batch]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return the gradients of an optimizer step over parts, and what was said of their tokens."""
+    """Return the gradients of an optimizer step over parts, and the log-probabilities of its
+    tokens.
+    """
     said = []
     for micro in parts:
         now = policy.logp(micro)
@@ -244,12 +247,12 @@ def collected(policy: Policy, parts: list[Batch]) -> tuple[dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "adapter"])
-def test_recorded_passes_are_the_plain_ones(kind: str) -> None:
+def test_captured_passes_equal_eager_ones(kind: str) -> None:
     model = build("llama" if kind == "adapter" else kind)
     model = add_adapter(model, rank=4) if kind == "adapter" else model
     batch = shared_batch()
     parts = [batch.rows(torch.tensor(rows)) for rows in ([0, 2, 4], [1, 3, 5, 6], [7, 1])]
-    with stirred(model):
+    with perturbed_adapter(model):
         policy = policy_of(model, graphs=False)
         expected, values = collected(policy, parts)
         policy.graphs = True
@@ -259,17 +262,17 @@ def test_recorded_passes_are_the_plain_ones(kind: str) -> None:
             torch.testing.assert_close(said, values, atol=0.05, rtol=0.02)
         assert policy.passes is not None
         assert not policy.passes.failed
-        assert len(policy.passes.recorded()) == 1
+        assert len(policy.passes.captured()) == 1
         with torch.no_grad():
             for _ in range(4):
                 again = torch.cat([
                     value[micro.mask] for micro in parts for value in policy.logp(micro)
                 ])  # fmt: skip
                 torch.testing.assert_close(again, values, atol=0.05, rtol=0.02)
-        assert len(policy.passes.recorded()) == 2
+        assert len(policy.passes.captured()) == 2
 
 
-def test_recorded_passes_follow_the_weights() -> None:
+def test_captured_passes_use_current_weights() -> None:
     batch, ends = shared_batch(), []
     for graphs in (False, True):
         policy = policy_of(build("llama"), graphs=graphs)
@@ -279,17 +282,17 @@ def test_recorded_passes_follow_the_weights() -> None:
             del now
             policy.step(1e-3)
         ends.append(policy.plain_logp(batch).logp.detach().sum())
-        assert not graphs or policy.passes.recorded()
+        assert not graphs or policy.passes.captured()
     assert float(ends[0]) == pytest.approx(float(ends[1]), rel=0.02)
 
 
-def test_passes_are_recorded_again_after_all_have_gone() -> None:
+def test_passes_are_captured_again_after_all_were_dropped() -> None:
     batch = shared_batch()
     policy = policy_of(build("llama"), graphs=True)
     for _ in range(3):
         for _ in range(4):
             (-policy.logp(batch).logp).sum().backward()
-        assert len(policy.passes.recorded()) == 1
+        assert len(policy.passes.captured()) == 1
         torch.cuda.synchronize()
         policy.passes.buckets.clear()
     assert policy.passes.failures == 0
@@ -300,7 +303,7 @@ def compact_policy(model: LanguageModel) -> Policy:
     return Policy(model=model, optimizer=optimizer, temperature=0.8, logits_megabytes=1.0)
 
 
-def test_a_compact_state_learns_by_recorded_passes_what_masters_learn() -> None:
+def test_a_compact_state_with_cuda_graphs_learns_what_master_weights_learn() -> None:
     batch, moves = shared_batch(), []
     for policy in (policy_of(build("qwen2"), graphs=True), compact_policy(build("qwen2"))):
         before = {n: m.detach().clone() for n, m in policy.optimizer.masters.items()}
@@ -309,19 +312,21 @@ def test_a_compact_state_learns_by_recorded_passes_what_masters_learn() -> None:
             (-now.logp).sum().backward()
             del now
             assert not policy.step(1e-4).skipped
-        assert policy.passes.recorded()
+        assert policy.passes.captured()
         after = policy.optimizer.masters
         moves.append(torch.cat([(after[n] - b).detach().flatten() for n, b in before.items()]))
         for name, parameter in policy.optimizer.parameters.items():
-            near = parameter.float() - after[name]
-            assert bool((near.abs() <= (after[name].bfloat16().float() - after[name]).abs()).all())
-    # Flash attention adds in any order, and by its own rounding two runs differ.
+            matches = parameter.float() - after[name]
+            assert bool(
+                (matches.abs() <= (after[name].bfloat16().float() - after[name]).abs()).all()
+            )
+    # Flash attention adds in any order, so two runs differ by rounding.
     assert float(torch.nn.functional.cosine_similarity(*moves, dim=0)) > 0.98
 
 
-def test_a_compact_state_takes_ten_bytes_beside_a_parameter() -> None:
+def test_a_compact_state_takes_ten_bytes_per_parameter() -> None:
     model, batch = build("qwen2"), shared_batch()
-    gradients(model, batch)  # compiles, and takes what products need to work in
+    gradients(model, batch)  # compiles kernels, and allocates cuBLAS workspaces
     model.model.zero_grad()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -332,6 +337,6 @@ def test_a_compact_state_takes_ten_bytes_beside_a_parameter() -> None:
         policy.step(1e-4)
     parameters = list(policy.optimizer.parameters.values())
     expected = 10 * sum(p.numel() for p in parameters)
-    # Each tensor is rounded up to 512 bytes; four of them are kept for a storage.
+    # Each tensor is rounded up to 512 bytes; a storage keeps four of them.
     room = 512 * 4 * len(parameters)
     assert expected <= torch.cuda.memory_allocated() - before <= expected + room

@@ -79,7 +79,7 @@ def peak_megabytes(tokens: int, vocabulary: int, megabytes: float) -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-def test_peak_memory_follows_the_chunk_and_not_the_vocabulary() -> None:
+def test_peak_memory_depends_on_the_chunk_and_not_on_the_vocabulary() -> None:
     # All logits at once would be 300 x 150,000 x 4 bytes = 172 MB, several times over.
     small_chunk = peak_megabytes(300, 150_000, 20)
     large_chunk = peak_megabytes(300, 150_000, 80)

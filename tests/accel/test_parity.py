@@ -1,4 +1,4 @@
-"""What of a model is tried, and what is not even worth trying."""
+"""Parity checks: which layers they use, and which models they exclude."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {
     "llama": lambda: transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**SIZES, num_hidden_layers=8)
     ),
-    # Every fourth layer without rotary embedding, which only its attention says.
+    # Every fourth layer without RoPE, which only its attention module shows.
     "smollm3": lambda: transformers.SmolLM3ForCausalLM(
         transformers.SmolLM3Config(**SIZES, num_hidden_layers=8, pad_token_id=0)
     ),
@@ -36,18 +36,18 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("smollm3", 4), ("glm4_moe", 4)])
-def test_of_a_model_that_rounds_there_is_a_layer_of_every_kind(name: str, layers: int) -> None:
+def test_first_layers_include_every_layer_type(name: str, layers: int) -> None:
     model = build(name, torch.bfloat16, KINDS)
     assert len(first_layers(model.backbone).layers) == layers
 
 
-def test_the_two_layers_of_llama_are_two_with_checkpoints_and_an_adapter_as_well() -> None:
+def test_checkpointing_and_adapters_add_no_layer_types() -> None:
     model = build("llama", torch.bfloat16, KINDS)
     model.model.gradient_checkpointing_enable({"use_reentrant": False})
     assert len(first_layers(add_adapter(model, rank=2).backbone).layers) == 2
 
 
-def test_a_setting_of_one_late_layer_makes_it_a_kind() -> None:
+def test_a_late_layer_with_another_setting_is_a_type_of_its_own() -> None:
     backbone = build("llama", torch.bfloat16, KINDS).backbone
     backbone.layers[5].self_attn.scaling *= 2
     assert len(first_layers(backbone).layers) == 6
@@ -68,7 +68,7 @@ def test_a_setting_of_one_late_layer_makes_it_a_kind() -> None:
         ),
     ],
 )
-def test_positions_are_plain_if_all_layers_turn_and_none_scales(
+def test_positions_are_plain_if_all_layers_use_rope_and_none_scales(
     config: transformers.PretrainedConfig, plain: bool
 ) -> None:
     assert plain_positions(config) is plain

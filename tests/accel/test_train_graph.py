@@ -1,4 +1,4 @@
-"""Training passes on static buffers, not recorded; tests/policy/test_gpu.py has the graphs."""
+"""Training passes on static buffers without capture; test_gpu.py captures graphs."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.policy.test_fused import CPU, SETTINGS, per_row, shared_batch
-
 from covey.accel import fused_forward as fused
 from covey.accel import static_buffers as static
 from covey.accel import train_graph as graph
-from covey.accel.fused_head import device_logp
-from covey.accel.fused_parameters import give_sinks, join_weights
+from covey.accel.fused_head import fused_token_logp
+from covey.accel.fused_parameters import attach_grad_sinks, fuse_parameters
 from covey.accel.head import token_logp
-from covey.accel.packing import lay_spans
-from covey.accel.static_buffers import Size, StaticRows
-from covey.accel.train_graph import Passes
-from covey.models.adapter import add_adapter, stirred
+from covey.accel.packing import pack, varlen_tables
+from covey.accel.static_buffers import Size, StaticBuffers
+from covey.accel.train_graph import TrainGraphs
+from covey.models.adapter import add_adapter, perturbed_adapter
 from covey.models.language_model import LanguageModel
-from covey.models.layout import pack_for
-from covey.models.logp import LogProbs, device_hidden, in_places
+from covey.models.logp import LogProbs, packed_hidden, scatter_logp
 from covey.objective import ALGORITHMS, with_advantage
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.update import UpdateSettings, update
+from covey.training.step import Learner, StepSettings, optimize
 from covey.types import Batch, HostRows
+from tests.accel.test_fused_forward import CPU, SETTINGS, per_row, shared_batch
 from tests.conftest import build
 
 TEMPERATURE, MEGABYTES = 0.8, 0.05
@@ -39,20 +37,20 @@ TEMPERATURE, MEGABYTES = 0.8, 0.05
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets of a few tokens: the kernels are interpreted, a token at a time."""
+    """Buckets of a few tokens, because the interpreter is slow."""
     monkeypatch.setattr(fused, "flash_attention", per_row)
     monkeypatch.setattr(static, "STEP", 16)
-    monkeypatch.setattr(static, "DUMMY", 4)
+    monkeypatch.setattr(static, "PADDING_ROW", 4)
 
 
 def fast(model: LanguageModel) -> LanguageModel:
-    model.backbone.layers = model.backbone.layers[:1]  # what is interpreted takes its time
-    join_weights(model.backbone)
+    model.backbone.layers = model.backbone.layers[:1]  # the interpreter is slow
+    fuse_parameters(model.backbone)
     return replace(model, fused=True, flash=True)
 
 
-def passes_of(model: LanguageModel) -> Passes:
-    return Passes(model, temperature=TEMPERATURE, megabytes=MEGABYTES)
+def passes_of(model: LanguageModel) -> TrainGraphs:
+    return TrainGraphs(model, temperature=TEMPERATURE, megabytes=MEGABYTES)
 
 
 def parts() -> list[Batch]:
@@ -65,25 +63,25 @@ def parts() -> list[Batch]:
 
 
 def plain(model: LanguageModel, batch: Batch) -> LogProbs:
-    packed = pack_for(HostRows.of(batch), CPU, flash=True)
-    hidden = device_hidden(model, packed).index_select(0, packed.predictor)
+    packed = pack(HostRows.of(batch), CPU, varlen=True)
+    hidden = packed_hidden(model, packed).index_select(0, packed.predictor)
     said = token_logp(
         model.head, hidden, packed.chosen, temperature=TEMPERATURE, megabytes=MEGABYTES
     )
-    return in_places(batch, *said, packed.cells)
+    return scatter_logp(batch, *said, packed.cells)
 
 
-def taken(passes: Passes, batch: Batch) -> LogProbs:
-    found = passes.take(HostRows.of(batch))
+def taken(passes: TrainGraphs, batch: Batch) -> LogProbs:
+    found = passes.run(HostRows.of(batch))
     assert found is not None
-    return in_places(batch, *found)
+    return scatter_logp(batch, *found)
 
 
-def seen_once(passes: Passes, *batches: Batch) -> None:
+def seen_once(passes: TrainGraphs, *batches: Batch) -> None:
     for batch in batches:
-        key = Size.of(*lay_spans(HostRows.of(batch))).tokens, torch.is_grad_enabled()
+        key = Size.of(*varlen_tables(HostRows.of(batch))).tokens, torch.is_grad_enabled()
         if key not in passes.buckets:
-            assert passes.take(HostRows.of(batch)) is None
+            assert passes.run(HostRows.of(batch)) is None
 
 
 def pull(values: LogProbs, *, entropy: bool = True) -> None:
@@ -107,13 +105,13 @@ def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "adapter"])
-def test_values_and_gradients_are_those_of_the_plain_way(kind: str) -> None:
+def test_values_and_gradients_equal_the_eager_pass(kind: str) -> None:
     model = fast(build("llama" if kind == "adapter" else kind))
     if kind == "adapter":
         model = add_adapter(model, rank=2, targets=["q_proj", "down_proj"], also_train=["norm"])
-    with stirred(model):
+    with perturbed_adapter(model):
         passes, micro = passes_of(model), parts()
-        assert len({len(lay_spans(HostRows.of(b))[0].input_ids) for b in micro}) == 3
+        assert len({len(varlen_tables(HostRows.of(b))[0].input_ids) for b in micro}) == 3
         seen_once(passes, *micro)
         assert len(passes.buckets) == 1
         expected = [plain(model, batch) for batch in micro]
@@ -129,7 +127,7 @@ def test_values_and_gradients_are_those_of_the_plain_way(kind: str) -> None:
             assert_alike(gradients(model), right)
 
 
-def test_a_plain_pass_and_others_add_up_and_an_entropy_nobody_asks_for_is_none() -> None:
+def test_eager_and_captured_passes_add_up_without_entropy_gradients() -> None:
     model = fast(build("llama"))
     passes, micro = passes_of(model), parts()
     for batch in micro:
@@ -143,8 +141,8 @@ def test_a_plain_pass_and_others_add_up_and_an_entropy_nobody_asks_for_is_none()
 
 
 def on_device(head: Any, hidden: torch.Tensor, tokens: torch.Tensor, **options: float) -> Any:
-    """The head as it is on a device, whose gradient goes to a sink."""
-    return device_logp(
+    """The head as on a GPU, whose gradient goes to a sink."""
+    return fused_token_logp(
         hidden,
         head.linear,
         tokens,
@@ -163,7 +161,7 @@ def test_sinks_keep_their_memory_from_step_to_step(monkeypatch: pytest.MonkeyPat
         pull(plain(model, batch))
     right = gradients(model)
     monkeypatch.setattr(graph, "token_logp", on_device)
-    give_sinks((p, masters[name]) for name, p in named.items())
+    attach_grad_sinks((p, masters[name]) for name, p in named.items())
     passes = passes_of(model)
     seen_once(passes, *micro)
     places = []
@@ -178,7 +176,7 @@ def test_sinks_keep_their_memory_from_step_to_step(monkeypatch: pytest.MonkeyPat
     assert places[0] == places[1]
 
 
-def test_without_gradient_the_same_is_said() -> None:
+def test_results_are_the_same_without_gradient() -> None:
     model = fast(build("llama"))
     passes, micro = passes_of(model), parts()
     with torch.no_grad():
@@ -220,7 +218,7 @@ def test_checkpointing_changes_nothing() -> None:
 
 
 def test_a_bucket_grows_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "BUCKETS", 2)
+    monkeypatch.setattr(graph, "MAX_BUCKETS", 2)
     passes = passes_of(fast(build("llama")))
     size = Size(tokens=32, places=64, chosen=32, rows=32, longest_query=8, longest_key=8)
     assert passes._pass_for(size, True) is None
@@ -235,7 +233,7 @@ def test_a_bucket_grows_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(passes.buckets) == [(32, True), (64, True)]
 
 
-def test_what_was_recorded_serves_smaller_micro_batches() -> None:
+def test_a_captured_graph_serves_smaller_micro_batches() -> None:
     passes = passes_of(fast(build("llama")))
     size = Size(tokens=48, places=96, chosen=48, rows=32, longest_query=8, longest_key=8)
     large = size._replace(tokens=64)
@@ -246,8 +244,8 @@ def test_what_was_recorded_serves_smaller_micro_batches() -> None:
     assert passes._pass_for(need, True).rows.size == size
     assert passes._pass_for(size, True).rows.size == size
     assert passes._pass_for(need._replace(tokens=49, rows=28), True).rows.size == large
-    assert not passes.recorded()[0].rows.size.holds(need.padded_to(49))
-    # Too small, no room for padding or the longest row, and only to be looked at.
+    assert not passes.captured()[0].rows.size.holds(need.padded_to(49))
+    # Too small, no room for padding or the longest row, and without gradient.
     for other in (
         need._replace(tokens=32), need._replace(places=90), need._replace(rows=31),
         need._replace(longest_key=16),
@@ -258,12 +256,12 @@ def test_what_was_recorded_serves_smaller_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("more", [0, 5, 48])
-def test_every_padding_token_has_a_row_and_every_place_its_token(more: int) -> None:
+def test_every_padding_token_has_a_row_and_every_key_position_its_token(more: int) -> None:
     for batch in parts():
-        tables, longest = lay_spans(HostRows.of(batch))
+        tables, longest = varlen_tables(HostRows.of(batch))
         size = Size.of(tables, longest)
         size = size.padded_to(size.tokens + more)
-        rows = StaticRows(size, CPU)
+        rows = StaticBuffers(size, CPU)
         rows.fill(tables)
         full = rows.tables
         lengths = full.query_starts.diff()
@@ -296,7 +294,7 @@ def test_buckets_waste_a_sixteenth_at_most(
 
 
 class Graph:
-    """A graph that records nothing."""
+    """A graph that captures nothing."""
 
     replays = 0
 
@@ -304,7 +302,9 @@ class Graph:
         Graph.replays += 1
 
 
-def test_the_third_is_recorded_and_a_failure_leads_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_third_pass_is_captured_and_failures_fall_back_to_eager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     @contextlib.contextmanager
     def recording(graph: Graph, pool: Any) -> Any:
         assert pool == "pool"
@@ -315,14 +315,14 @@ def test_the_third_is_recorded_and_a_failure_leads_back(monkeypatch: pytest.Monk
     model = fast(build("llama"))
     passes, host = passes_of(model), HostRows.of(parts()[0])
     passes._pool = "pool"
-    passes.take(host)
-    for _ in range(2):  # what has not gone backward is not known well enough
-        unused = passes.take(host)
-        assert not passes.recorded()
+    passes.run(host)
+    for _ in range(2):  # a pass without backward has not compiled all kernels
+        unused = passes.run(host)
+        assert not passes.captured()
     unused.logp.sum().backward()
     for replays in (2, 4):
-        passes.take(host).logp.sum().backward()
-        assert len(passes.recorded()) == 1
+        passes.run(host).logp.sum().backward()
+        assert len(passes.captured()) == 1
         assert Graph.replays == replays
 
     def broken(graph: Graph, pool: Any) -> Any:
@@ -330,17 +330,17 @@ def test_the_third_is_recorded_and_a_failure_leads_back(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.cuda, "graph", broken)
     with torch.no_grad():
-        assert passes.take(host) is None
-        assert passes.take(host) is not None
-        assert [passes.take(host) for _ in range(2)] == [None, None]
+        assert passes.run(host) is None
+        assert passes.run(host) is not None
+        assert [passes.run(host) for _ in range(2)] == [None, None]
         assert not passes.failed
-        with pytest.warns(UserWarning, match="not recorded as graphs: no$"):
-            assert passes.take(host) is None
-    assert passes.take(host) is None
-    assert not passes.recorded()
+        with pytest.warns(UserWarning, match="does not use CUDA graphs: no$"):
+            assert passes.run(host) is None
+    assert passes.run(host) is None
+    assert not passes.captured()
 
 
-def test_where_memory_is_short_graphs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_freed_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from covey.training import policy as module
 
     model, batch, calls = fast(build("llama")), parts()[0], []
@@ -367,10 +367,10 @@ def test_where_memory_is_short_graphs_make_room(monkeypatch: pytest.MonkeyPatch)
     assert not policy.passes.buckets
 
 
-def test_an_update_by_passes_is_the_plain_update() -> None:
+def test_an_update_with_graphs_equals_the_eager_update() -> None:
     objective = ALGORITHMS["grpo"](beta=0.0)
     batch = with_advantage(objective, shared_batch())
-    settings = UpdateSettings(
+    settings = StepSettings(
         mini_batches=1, epochs=2, micro_batch_tokens=30, old_logp_from_sampler=False,
         learning_rate=lambda _: 1e-3, seed=0,
     )  # fmt: skip
@@ -384,7 +384,7 @@ def test_an_update_by_passes_is_the_plain_update() -> None:
             logits_megabytes=MEGABYTES,
             passes=passes_of(model) if by_passes else None,
         )
-        metrics.append(update(batch, policy=policy, objective=objective, settings=settings, step=0))
+        metrics.append(optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0))
         weights.append([p.detach() for p in model.model.parameters()])
         if by_passes:
             assert any(bucket.ready is not None for bucket in policy.passes.buckets.values())

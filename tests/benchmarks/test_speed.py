@@ -152,10 +152,10 @@ def test_all_memory_is_there_before_refilled_slots_are_timed(
     import speed_sampler
     from speed_report import Report
     from speed_sizes import sizes_for
-    from tests.sampler.test_graph import by_graph
 
     from covey.engines.native.engine import NativeEngine
     from covey.models.language_model import LanguageModel
+    from tests.engines.native.test_decode_graph import by_graph
 
     made: list[NativeEngine] = []
     kept: list[bool] = []
@@ -165,9 +165,9 @@ def test_all_memory_is_there_before_refilled_slots_are_timed(
         return made[0]
 
     def seconds_of(call: Any, device: str) -> float:
-        before = made[0].stepper.memory
+        before = made[0].backend.cache
         call()
-        kept.append(made[0].stepper.memory is before)
+        kept.append(made[0].backend.cache is before)
         return 1.0
 
     monkeypatch.setattr(speed_sampler, "NativeEngine", sampler)

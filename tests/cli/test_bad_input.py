@@ -252,7 +252,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(
     row = '{"completion": "<answer>2</answer>", "answer": "2"}\n'
     (tmp_path / "rows.jsonl").write_text(row, encoding="utf-8-sig")
     assert run(["rewards", "score", str(tmp_path / "rows.jsonl")]) == 0
-    assert "1 answers judged" in capfd.readouterr().out
+    assert "1 completions scored" in capfd.readouterr().out
 
 
 def test_scores_of_nothing_are_no_mean_of_zero(

@@ -57,10 +57,10 @@ def test_a_run_folder_holds_all_that_the_run_was(finished: Path) -> None:
     steps = read(finished / "steps.jsonl")
     assert [s["step"] for s in steps] == [1, 2]
     assert [s["episode"] for s in steps] == [4, 8]
-    answers = read(finished / "rollouts/000002.jsonl")
-    assert len(answers) == 4
-    assert list(answers[0])[:4] == ["prompt", "answer", "text", "reward"]
-    rewards = [a["reward"] for a in answers]
+    rollouts = read(finished / "rollouts/000002.jsonl")
+    assert len(rollouts) == 4
+    assert list(rollouts[0])[:4] == ["prompt", "target", "text", "reward"]
+    rewards = [row["reward"] for row in rollouts]
     assert steps[1]["objective/scores"] == pytest.approx(sum(rewards) / 4)
     evaluations = read(finished / "eval.jsonl")
     assert [e["step"] for e in evaluations] == [0, 1, 2]
@@ -100,15 +100,15 @@ def test_runs_lists_and_shows(finished: Path, capsys: pytest.CaptureFixture[str]
     assert (row["steps"], row["checkpoint"]) == (2, 2)
     assert run(["runs", str(finished), "--step", "1"]) == 0
     shown = capsys.readouterr().out
-    answers = read(finished / "rollouts/000001.jsonl")
-    assert shown.count("reward") == len(answers)
-    assert all(a["prompt"] in shown for a in answers)
+    rollouts = read(finished / "rollouts/000001.jsonl")
+    assert shown.count("reward") == len(rollouts)
+    assert all(row["prompt"] in shown for row in rollouts)
     assert run(["runs", str(finished), "--step", "9"]) == 1
 
 
-def test_help_is_quick_and_needs_no_torch() -> None:
+def test_help_and_the_list_of_algorithms_need_no_torch() -> None:
     code = "import sys; from covey.cli.main import run; run(sys.argv[1:]); assert 'torch' not in sys.modules"
-    for arguments in (["--help"], ["train", "--help"], ["--version"]):
+    for arguments in (["--help"], ["train", "--help"], ["--version"], ["algorithms"]):
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
         )

@@ -12,13 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from covey.analysis.compare import run as runner
-from covey.analysis.compare.design import Asked, plan_comparison
-from covey.analysis.compare.jobs import Job, make_jobs, ready
-from covey.analysis.compare.load import load_comparison
-from covey.analysis.compare.outcome import Comparison, Outcome
-from covey.analysis.compare.place import Place, checked, grown
-from covey.analysis.compare.record import log_path, read_outcome, run_path
+from covey.analysis.compare import launch
+from covey.analysis.compare.comparison import Comparison, RunResult
+from covey.analysis.compare.comparison_folder import (
+    load_comparison,
+    log_path,
+    read_outcome,
+    run_path,
+)
+from covey.analysis.compare.design import Request, design_comparison
+from covey.analysis.compare.launch import Job, make_jobs, ready
+from covey.analysis.compare.prepare import Prepared, checked, extend
 from covey.cli.main import run as covey
 from covey.errors import DataError
 from covey.run.folder import RunFolder
@@ -36,19 +40,19 @@ def command(folder: Path, *more: str) -> list[str]:
     return ["compare", "--folder", str(folder), "--seeds", "1", *overrides, *more]
 
 
-def arms(folder: Path) -> dict[str, Outcome]:
-    return {outcome.arm: outcome for outcome in load_comparison(folder).outcomes}
+def arms(folder: Path) -> dict[str, RunResult]:
+    return {run.arm: run for run in load_comparison(folder).runs}
 
 
 def timeless(comparison: Comparison) -> Comparison:
-    """Leave out what no two runs have in common."""
+    """Leave out what always differs between two runs."""
     return replace(
         comparison,
         name="",
         environment={},
-        outcomes=tuple(
+        runs=tuple(
             replace(o, points=tuple(replace(p, seconds=0.0) for p in o.points))
-            for o in comparison.outcomes
+            for o in comparison.runs
         ),
     )
 
@@ -56,56 +60,58 @@ def timeless(comparison: Comparison) -> Comparison:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("comparisons") / "whole"
-    arm = "frozen: optimizer.learning_rate=0"
-    assert covey(command(folder, "--algorithms", "grpo,gspo", "--arm", arm)) == 0
+    frozen = "frozen: optimizer.learning_rate=0"
+    form = "form: optimizer.learning_rate=0, reward.name=think_answer_form"
+    more = ("--arm", frozen, "--arm", form)
+    assert covey(command(folder, "--algorithms", "grpo,gspo", *more)) == 0
     return folder
 
 
-def test_with_one_update_a_rollout_grpo_and_gspo_are_the_same_bit_for_bit(finished: Path) -> None:
+def test_grpo_and_gspo_with_one_update_per_step_are_bitwise_equal(finished: Path) -> None:
     found = arms(finished)
-    assert [outcome.state for outcome in found.values()] == ["done"] * 3
+    assert [run.state for run in found.values()] == ["done"] * 4
     assert found["grpo"].weights == found["gspo"].weights != ""
-    rights = [[p.right for p in found[arm].points] for arm in ("grpo", "gspo")]
-    assert rights[0] == rights[1]
+    solved = [[p.correct for p in found[arm].points] for arm in ("grpo", "gspo")]
+    assert solved[0] == solved[1]
     assert found["frozen"].weights != found["grpo"].weights
-    (start, *later) = [p.right for p in found["frozen"].points]
+    (start, *later) = [p.correct for p in found["frozen"].points]
     assert later == [start, start]
     assert "same algorithm" in (finished / "report.md").read_text()
 
 
-def test_all_arms_start_from_the_same_answers_and_are_measured_alike(finished: Path) -> None:
+def test_all_arms_share_first_rollouts_and_held_out_prompts(finished: Path) -> None:
     found = arms(finished)
-    names = {outcome.first_answers for outcome in found.values()}
+    names = {run.first_rollouts for run in found.values()}
     assert len(names) == 1
     stored = sorted(file.stem for file in (finished / "shared").glob("*.jsonl"))
     assert len(stored) == 2  # of the first step, and of the evaluation before it
     assert stored[1] == names.pop()
     lines = (finished / f"shared/{stored[1]}.jsonl").read_text().splitlines()
     shared = [json.loads(line)["tokens"] for line in lines]
-    for outcome in found.values():
-        first = finished / outcome.folder / "rollouts/000001.jsonl"
+    for run in found.values():
+        first = finished / run.folder / "rollouts/000001.jsonl"
         assert [json.loads(line)["tokens"] for line in first.read_text().splitlines()] == shared
-        assert [p.step for p in outcome.points] == [0, 3, 6]
-        assert [p.updates for p in outcome.points] == [0, 3, 6]
-        assert {tuple(p.right) for p in outcome.points} == {tuple(found["grpo"].points[0].right)}
-        assert len(outcome.points[0].right) == 16
-        assert outcome.points[-1].seconds > outcome.points[0].seconds == 0.0
+        assert [p.step for p in run.points] == [0, 3, 6]
+        assert [p.updates for p in run.points] == [0, 3, 6]
+        assert {tuple(p.correct) for p in run.points} == {tuple(found["grpo"].points[0].correct)}
+        assert len(run.points[0].correct) == 16
+        assert run.points[-1].seconds > run.points[0].seconds == 0.0
 
 
-def test_what_is_finished_is_not_done_again(
+def test_finished_runs_are_not_repeated(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(job: Job) -> subprocess.Popen[bytes]:
         raise AssertionError(f"{job.folder} was started")
 
-    monkeypatch.setattr(runner, "start", refuse)
+    monkeypatch.setattr(launch, "start", refuse)
     reports = {file.name: file.read_bytes() for file in finished.glob("report.*")}
     assert set(reports) == {"report.html", "report.md", "report.json"}
     assert covey(["compare", "--folder", str(finished)]) == 0
     assert covey(command(finished, "--algorithms", "gspo,grpo")) == 0
     assert covey(["compare", "--report", str(finished)]) == 0
     assert {file.name: file.read_bytes() for file in finished.glob("report.*")} == reports
-    # Another comparison nearby takes the runs that it would do in the same way.
+    # Another comparison in the same folder copies runs with the same key.
     near = finished.parent / "near"
     arm = "still: optimizer.learning_rate=0"
     assert covey(command(near, "--algorithms", "grpo", "--arm", arm)) == 0
@@ -114,59 +120,56 @@ def test_what_is_finished_is_not_done_again(
     assert covey(command(finished, "--algorithms", "grpo,dapo")) == 2
     assert "holds another comparison" in capsys.readouterr().err
     assert covey(["compare", "--folder", str(finished), "--threads", "7"]) == 2
-    assert "on which their last bits depend" in capsys.readouterr().err
+    assert "and their last bits depend on it" in capsys.readouterr().err
 
 
-def test_arms_of_other_rewards_are_measured_by_the_common_one(tmp_path: Path) -> None:
-    # Neither learns, so whatever comes out between them is the ruler's.
-    still = "optimizer.learning_rate=0, reward.name"
-    names = ("--arm", f"right: {still}=think_answer", "--arm", f"form: {still}=think_answer_form")
-    assert covey(command(tmp_path / "rewards", *names)) == 0
-    found = arms(tmp_path / "rewards")
-    assert [p.right for p in found["form"].points] == [p.right for p in found["right"].points]
-    runs = {arm: RunFolder(tmp_path / "rewards" / found[arm].folder) for arm in found}
-    judges = {run.environment()["judge"] for run in runs.values()}
-    rewards = {run.environment()["reward"] for run in runs.values()}
+def test_arms_with_other_rewards_are_evaluated_with_the_common_one(finished: Path) -> None:
+    # Neither of the two learns, so a difference could only come from the evaluation.
+    found = {arm: arms(finished)[arm] for arm in ("frozen", "form")}
+    assert [p.correct for p in found["form"].points] == [p.correct for p in found["frozen"].points]
+    runs = [RunFolder(finished / run.folder) for run in found.values()]
+    judges = {run.environment()["judge"] for run in runs}
+    rewards = {run.environment()["reward"] for run in runs}
     assert (len(judges), len(rewards)) == (1, 2)
-    learned = [run.steps()[0]["objective/scores"] for run in runs.values()]
-    assert learned[0] != learned[1]
+    trained_on = [run.steps()[0]["objective/scores"] for run in runs]
+    assert trained_on[0] != trained_on[1]
 
 
-def test_data_that_were_edited_are_trained_on_anew(tmp_path: Path) -> None:
+def test_edited_data_change_the_run_key(tmp_path: Path) -> None:
     for name, text in (("train", "1+0?"), ("test", "3-2?")):
         row = json.dumps({"question": text, "answer": "1"})
         (tmp_path / f"{name}.jsonl").write_text(f"{row}\n")
-    asked = Asked(
+    request = Request(
         source="arithmetic", algorithms=("grpo", "gspo"), seeds=1, threads=1,
         overrides=(
             "model.device=cpu", "task.name=jsonl", f"task.train_file='{tmp_path}/train.jsonl'",
             f"task.held_out_file='{tmp_path}/test.jsonl'",
         ),
     )  # fmt: skip
-    record = plan_comparison(asked)
-    before = [job.key for job in make_jobs(tmp_path, record)]
-    assert [job.key for job in make_jobs(tmp_path, record)] == before
+    design = design_comparison(request)
+    before = [job.key for job in make_jobs(tmp_path, design)]
+    assert [job.key for job in make_jobs(tmp_path, design)] == before
     (tmp_path / "test.jsonl").write_text('{"question": "3-2?", "answer": "2"}\n')
-    assert not {job.key for job in make_jobs(tmp_path, record)} & set(before)
-    # The same request as before looks at the data again.
+    assert not {job.key for job in make_jobs(tmp_path, design)} & set(before)
+    # A resumed comparison checks the data again.
     (tmp_path / "test.jsonl").write_text('{"question": "1+0?", "answer": "1"}\n')
-    going_on = Place(folder=tmp_path, record=record, before=record)
+    resumed = Prepared(folder=tmp_path, design=design, previous=design)
     with pytest.raises(DataError, match="held-out prompts are training prompts too"):
-        checked(going_on)
+        checked(resumed)
 
 
 def test_arms_and_seeds_can_be_added(finished: Path) -> None:
-    place = grown(finished, algorithms=["dapo"], seeds=2)
-    jobs = make_jobs(finished, place.record)
+    prepared = extend(finished, algorithms=["dapo"], seeds=2)
+    jobs = make_jobs(finished, prepared.design)
     assert [(job.seed, job.arm) for job in jobs] == [
-        (seed, arm) for seed in (0, 1) for arm in ("grpo", "gspo", "frozen", "dapo")
+        (seed, arm) for seed in (0, 1) for arm in ("grpo", "gspo", "frozen", "form", "dapo")
     ]
     left = [(job.arm, job.seed) for job in jobs if ready(job, {})]
-    assert left == [("dapo", 0), ("grpo", 1), ("gspo", 1), ("frozen", 1), ("dapo", 1)]
+    assert left == [("dapo", 0), ("grpo", 1), ("gspo", 1), ("frozen", 1), ("form", 1), ("dapo", 1)]
 
 
-def test_a_run_that_something_else_made_is_put_aside(finished: Path, tmp_path: Path) -> None:
-    (job, *_) = make_jobs(finished, grown(finished).record)
+def test_run_with_another_key_is_moved_aside(finished: Path, tmp_path: Path) -> None:
+    (job, *_) = make_jobs(finished, extend(finished).design)
     made = replace(job, folder=str(tmp_path / "seed-0"))
     (tmp_path / "seed-0").symlink_to(job.path)
     assert not ready(made, {})
@@ -176,15 +179,15 @@ def test_a_run_that_something_else_made_is_put_aside(finished: Path, tmp_path: P
 
 
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, subprocess.Popen[bytes]]:
-    """Return the processes of runs, by arm, as they are started."""
+    """Return the processes of runs by arm; filled as they start."""
     processes: dict[str, subprocess.Popen[bytes]] = {}
-    start = runner.start
+    start = launch.start
 
     def remember(job: Job) -> subprocess.Popen[bytes]:
         processes[job.arm] = start(job)
         return processes[job.arm]
 
-    monkeypatch.setattr(runner, "start", remember)
+    monkeypatch.setattr(launch, "start", remember)
     return processes
 
 
@@ -192,14 +195,14 @@ def lines(path: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def test_a_killed_run_is_reported_and_the_same_command_goes_on_to_the_same_end(
+def test_killed_run_is_reported_and_resumes_to_the_same_weights(
     finished: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "killed"
-    # It asks for more prompts than there are, which is found when it begins.
+    # The second arm needs more prompts than there are, which fails at the start of its run.
     words = command(folder, "--algorithms", "grpo", "--arm", "hungry: rollout.prompts_per_step=501")
     processes = started(monkeypatch)
 
@@ -216,30 +219,30 @@ def test_a_killed_run_is_reported_and_the_same_command_goes_on_to_the_same_end(
     assert found["grpo"].error.startswith("killed (SIGKILL)")
     assert "500 training prompts cannot fill a step of 501" in found["hungry"].error
     assert [p.step for p in found["grpo"].points] in ([0], [0, 3])
-    told = capsys.readouterr().out
-    assert "failed: grpo seed 0: killed (SIGKILL)" in told
+    output = capsys.readouterr().out
+    assert "failed: grpo seed 0: killed (SIGKILL)" in output
     assert "killed (SIGKILL)" in (folder / "report.md").read_text()
     assert "Traceback" in log_path(run_path(folder, "hungry", 0)).read_text()
 
     assert covey(words) == 1  # the other arm fails as before
     again, whole = arms(folder)["grpo"], arms(finished)["grpo"]
     log = log_path(run_path(folder, "grpo", 0)).read_text()
-    assert re.search("after step [24] of 6", log)  # it had written step 3, and perhaps went on
+    assert re.search("after step [24] of 6", log)  # killed after step 3 or later
     assert (again.state, again.weights) == ("done", whole.weights)
-    same = [timeless(replace(load_comparison(f), command="", arms=(), outcomes=(o,), findings=()))
+    same = [timeless(replace(load_comparison(f), command="", arms=(), runs=(o,), findings=()))
             for f, o in ((folder, again), (finished, whole))]  # fmt: skip
     assert same[0] == same[1]
 
 
-def test_a_run_ends_with_whoever_asked_for_it(finished: Path, tmp_path: Path) -> None:
-    (job, *_) = make_jobs(finished, grown(finished).record)
+def test_run_exits_when_its_parent_is_gone(finished: Path, tmp_path: Path) -> None:
+    (job, *_) = make_jobs(finished, extend(finished).design)
     job = replace(job, folder=str(tmp_path / "run/seed-0"), config_toml=job.config_toml.replace(
         "steps = 6", "steps = 100000"))  # fmt: skip
     job.path.parent.mkdir()
-    process = runner.start(job)
+    process = launch.start(job)
     wait_until(lambda: lines(job.path / "steps.jsonl") >= 1)
     assert process.stdin is not None
-    process.stdin.close()  # as when the process that holds it is killed
+    process.stdin.close()  # as if the parent were killed
     assert process.wait(timeout=30) == 3
     assert read_outcome(job.path) is None  # unfinished, and not failed
 
@@ -248,13 +251,13 @@ def test_a_run_ends_with_whoever_asked_for_it(finished: Path, tmp_path: Path) ->
     ("words", "message"),
     [
         (["--algorithms", "grpo"], "nothing to compare: give two arms or more"),
-        (["--add", "dapo"], "--add takes --folder"),
+        (["--add", "dapo"], "--add needs --folder"),
         (["--report", "nowhere"], "nowhere is not a comparison"),
         (["--algorithms", "grpo,gspo", "--set", "model.path=nowhere/x"], "nowhere/x"),
         (["--algorithms", "grpo,gspo", "--budget", "tokens"], "--budget tokens needs --amount"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(
+def test_user_error_is_one_line_and_leaves_no_files(
     words: list[str],
     message: str,
     tmp_path: Path,

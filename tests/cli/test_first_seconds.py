@@ -49,9 +49,9 @@ def here(tmp_path: Path) -> Path:
         ("numerics --model full", "full is a folder without config.json"),
         ("train --resume train/checkpoints/000002", "give the run itself: train"),
         ("train --set train=3", "config: train is a table: write [train]"),
-        ("runs train --step 100", "no answers of step 100; it has steps 1 to 2"),
-        ("explain train --step 100", "no answers of step 100; it has steps 1 to 2"),
-        ("explain warmup --step 1", "warmup is a warm-up: it learns from solutions, samples no"),
+        ("runs train --step 100", "no completions of step 100; it has steps 1 to 2"),
+        ("explain train --step 100", "no completions of step 100; it has steps 1 to 2"),
+        ("explain sft --step 1", "sft is an SFT run, which samples no completions"),
         ("rewards score nothere.jsonl", "cannot read nothere.jsonl: No such file or directory\n"),
     ],
 )

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 from rich.table import Table
-from tests.compare.made import comparison, fill
 
-from covey.analysis.compare.report import terminal_table, write_reports
+from covey.analysis.compare.report_files import write_reports
+from covey.analysis.compare.report_text import terminal_report
 from covey.cli import main
 from covey.cli.main import run
 from covey.cli.screen import Screen, cell
 from covey.config import toml_value
 from covey.models.language_model import LanguageModel
+from tests.analysis.compare.sample_comparison import comparison, fill
 
 # A title for the window, a cleared screen, colours in 8-bit codes, text turned around; and markup.
 HOSTILE = "\x1b]0;t\x07\x1b[2J\x9b1m\u202ee\u2066\u2069\u200e\u200f\u061c\x00\x7f\r\x08[red]x[/]"
@@ -139,7 +140,7 @@ def test_what_a_run_prints_and_writes_for_people_holds_no_orders(hostile: tuple[
     path, printed = hostile
     assert "bad rows skipped" in printed
     assert r"\x1b" in printed
-    pages = [page.read_text(encoding="utf-8") for page in path.glob("review/*.md")]
+    pages = [page.read_text(encoding="utf-8") for page in path.glob("samples/*.md")]
     config = (path / "config.toml").read_text(encoding="utf-8")
     assert len(pages) == 2
     for text in (printed, config, *pages):
@@ -163,7 +164,7 @@ def test_reports_of_a_comparison_hold_no_orders(tmp_path: Path) -> None:
         assert (r"\u001b]0;t" if name == "report.json" else r"x1b") in text
     assert json.loads((tmp_path / "report.json").read_text())["name"] == HOSTILE
     screen = Screen(file=io.StringIO(), width=200)
-    screen.print(terminal_table(made))
+    screen.print(terminal_report(made))
     assert ORDERS.findall(screen.file.getvalue()) == []
 
 

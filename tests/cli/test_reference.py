@@ -70,13 +70,13 @@ def test_a_server_with_other_weights_is_not_gone_on_with(
     # A fork of a process that has computed in bfloat16 cannot.
     with new_process("embedded", "--dtype", "bfloat16", port=server.port):
         assert covey(["train", "--resume", str(tmp_path / "run")]) == 1
-    assert "has other weights: e4e2f345" in capfd.readouterr().err
+    assert "has other weights: expected e4e2f345" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (["--host", "0.0.0.0"], 2, "--host 0.0.0.0 lets others in; give --token-env"),
+        (["--host", "0.0.0.0"], 2, "--host 0.0.0.0 is open to other machines; give --token-env"),
         (["--token-env", "NO_SUCH_TOKEN"], 2, "NO_SUCH_TOKEN: that environment variable holds no"),
         (["--model", "/no/such/model"], 1, "cannot load '/no/such/model'"),
         (["--max-tokens", "0"], 2, "--max-tokens"),

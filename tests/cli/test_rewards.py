@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from covey.cli.console import before_and_after
 from covey.cli.main import run
 from covey.config import load_config
 from covey.rewards.build import REWARDS
 from covey.run.folder import RunFolder
-from covey.sandbox.run import _why_not
-from covey.training.build import resolve
+from covey.run.trackers.console import before_and_after
+from covey.sandbox.program import isolation_problem
+from covey.training.resolve import resolve
 from tests.processes import alive, forked, wait_until
 
 QUICK = (
@@ -80,7 +80,7 @@ def scorers_of(parent: int) -> list[int]:
                 words = (folder / "cmdline").read_bytes()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if int(stat[1]) == parent and b"covey.scoring.worker" in words:
+            if int(stat[1]) == parent and b"covey.scoring.pool_worker" in words:
                 found.append(int(folder.name))
     return found
 
@@ -375,12 +375,12 @@ def test_programs_are_not_judged_without_isolation(arguments: list[str], here: P
 
     def work() -> int:
         os.environ["PATH"] = str(here)
-        _why_not.cache_clear()
+        isolation_problem.cache_clear()
         return run(arguments)
 
     assert wait(forked(work, here / "output")) == 2
     (line,) = (here / "output").read_text().splitlines()
-    assert "there is no bwrap; `apt install bubblewrap`" in line
+    assert "bwrap is not installed; run `apt install bubblewrap`" in line
     assert "unsafe = true" in line
 
 
@@ -406,7 +406,7 @@ def test_a_file_is_scored_in_its_order(here: Path, capsys: pytest.CaptureFixture
     summary = json.loads(capsys.readouterr().out)
     rows = [json.loads(line) for line in (here / "scores.jsonl").read_text().splitlines()]
     assert [row["reward"] for row in rows] == [*map(float, range(20)), None, 2028.0]
-    assert (summary["answers"], summary["unscored"]) == (22, 1)
+    assert (summary["completions"], summary["unscored"]) == (22, 1)
     assert summary["mean_reward"] == summary["parts"]["n"] == pytest.approx((190 + 2028) / 21)
     assert summary["success"] == pytest.approx(20 / 21)
     assert "could not convert string to float: 'word'" in summary["first_error"]

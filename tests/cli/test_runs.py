@@ -1,8 +1,16 @@
+"""`covey runs`: the table of runs, and run folders of version 0.1."""
+
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 
+from covey.cli.main import run
 from covey.cli.runs import fitting_table, table_width
+from covey.config import load_config
+from covey.run.folder import RunFolder
 
 ROWS = [
     {"run": "runs/arithmetic-grpo-1", "steps": 4, "reward": 0.1772, "greedy_before": 0.219,
@@ -30,3 +38,94 @@ def test_a_narrow_terminal_has_fewer_columns_and_names_in_full(
     table = fitting_table(ROWS, width)
     assert [column.header for column in table.columns] == columns
     assert table_width(table) <= max(width, 26)
+
+
+CONFIG_0_1 = """
+seed = 3
+[objective]
+name = "gspo"
+low = 0.0003
+high = 0.0004
+[rollout]
+prompts = 2
+samples = 2
+slots = 64
+[select]
+dynamic = true
+max_age = 4
+[train]
+steps = 2
+token_budget = 4096
+budget = "tokens"
+amount = 1000
+[save]
+review_every = 1
+review_answers = 5
+"""
+STEP_0_1 = {"step": 1, "objective/scores": 0.5, "val/sequence_lengths": 6.0, "val/ratio_max": 1.5,
+            "val/learned_groups": 1, "reward_id": "think_answer@1"}  # fmt: skip
+ESTIMATE = {"value": 0.25, "low": 0.1, "high": 0.5}
+EVALUATION_0_1 = {"step": 0, "prompts": 1, "greedy": ESTIMATE, "parts": {}, "mean_tokens": 6.5}
+ITEM_0_1 = {"prompt_id": "p", "prompt": "1+1?", "expected": "2", "right": True, "reward": 1.0,
+            "tokens": 3, "finish": "stop", "answer": "it is 2", "samples": [], "info": {}}  # fmt: skip
+ROLLOUT_0_1 = {"prompt": "1+1?", "answer": "2", "text": "it is 2", "reward": 0.5, "success": True,
+               "parts": {}, "advantage": 0.25, "finish": "stop", "prompt_id": "p"}  # fmt: skip
+
+
+@pytest.fixture
+def of_0_1(tmp_path: Path) -> Path:
+    """Write the folder of a run as version 0.1 left it."""
+    path = tmp_path / "runs/old-1"
+    for folder in ("checkpoints/000001", "evaluations", "rollouts", "review"):
+        (path / folder).mkdir(parents=True)
+    (path / "config.toml").write_text(CONFIG_0_1)
+    (path / "environment.json").write_text('{"threads": 2, "command": ["covey", "train"]}')
+    (path / "review/000001.md").write_text("# Answers of step 1")
+    for name, row in (
+        ("steps.jsonl", STEP_0_1), ("eval.jsonl", EVALUATION_0_1),
+        ("evaluations/000000.jsonl", ITEM_0_1), ("rollouts/000001.jsonl", ROLLOUT_0_1),
+    ):  # fmt: skip
+        (path / name).write_text(json.dumps(row) + "\n")
+    return path
+
+
+def test_runs_of_0_1_are_listed_and_shown(of_0_1: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["runs", str(of_0_1.parent), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {"run": str(of_0_1), "steps": 1, "reward": 0.5, "greedy_before": 0.25, "greedy_now": 0.25,
+         "checkpoint": 1}
+    ]  # fmt: skip
+    assert run(["runs", str(of_0_1)]) == 0
+    assert "25.0%" in capsys.readouterr().out
+    assert run(["runs", str(of_0_1), "--step", "1"]) == 0
+    captured = capsys.readouterr()
+    assert "1+1?   (target: 2)\n  reward 0.50  advantage +0.25  it is 2" in captured.out
+    assert captured.err == ""
+
+
+def test_records_of_0_1_are_read_under_the_names_of_today(of_0_1: Path) -> None:
+    folder = RunFolder.open(of_0_1)
+    (step,) = folder.steps()
+    assert (step["rollout/lengths"], step["policy/ratio_max"], step["rollout/trained_groups"]) == (
+        6.0, 1.5, 1,
+    )  # fmt: skip
+    (item,) = folder.items(0)
+    assert (item["target"], item["completion"], item["success"]) == ("2", "it is 2", True)
+    assert not {"expected", "answer", "right"} & item.keys()
+    new = {**{k: v for k, v in ITEM_0_1.items() if k not in ("expected", "answer", "right")},
+           "target": "2", "completion": "it is 2", "success": True}  # fmt: skip
+    (of_0_1 / "evaluations/000002.jsonl").write_text(json.dumps(new) + "\n")
+    assert folder.items(2) == [item]
+    (rollout,) = folder.rollouts(1)
+    assert (rollout["target"], "answer" in rollout) == ("2", False)
+
+
+def test_the_settings_of_a_run_of_0_1_are_translated(of_0_1: Path) -> None:
+    config = load_config(str(of_0_1 / "config.toml"))
+    assert (config.rollout.prompts_per_step, config.rollout.group_size) == (2, 2)
+    assert config.engine.max_concurrent == 64
+    assert (config.filter.dynamic_sampling, config.overlap.max_staleness) == (True, 4)
+    assert config.train.stop_after.tokens == 1000
+    assert config.train.micro_batch_tokens == 4096
+    assert (config.save.samples_every, config.save.samples_shown) == (1, 5)
+    assert config.objective.options == {"clip_low": 0.0003, "clip_high": 0.0004}

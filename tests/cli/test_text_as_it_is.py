@@ -11,18 +11,18 @@ from covey.run.folder import RunFolder
 TEXT = "[b] :x: a:smile:b"
 
 
-def test_answers_and_questions_are_shown_as_they_are(
+def test_prompts_and_completions_are_shown_as_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder.create(tmp_path / "run", "seed = 1\n", {})
     row = {
-        "prompt_id": "1", "prompt": f"ask {TEXT}", "answer": f"right {TEXT}", "text": f"say {TEXT}",
+        "prompt_id": "1", "prompt": f"ask {TEXT}", "target": f"right {TEXT}", "text": f"say {TEXT}",
         "reward": 1.0, "advantage": None, "success": True,
     }  # fmt: skip
     (folder.path / "rollouts/000001.jsonl").write_text(json.dumps(row) + "\n")
     assert run(["runs", str(folder.path), "--step", "1"]) == 0
     shown = capsys.readouterr().out
-    for text in (f"ask {TEXT}   (answer: right {TEXT})", f"reward 1.00  say {TEXT}"):
+    for text in (f"ask {TEXT}   (target: right {TEXT})", f"reward 1.00  say {TEXT}"):
         assert text in shown
 
 

@@ -361,7 +361,7 @@ def test_an_override_of_a_table_or_inside_a_value_is_an_error(
         ),
         (
             "save.zzz=1",
-            "config: save.zzz is not a setting; choose from every, keep, samples_shown, samples_every, rollouts",
+            "config: save.zzz is not a setting; choose from every, keep, rollouts, samples_every, samples_shown",
         ),
     ],
 )
@@ -434,11 +434,11 @@ def test_a_seed_has_64_bits_as_the_generator_does() -> None:
     assert error_of(f"seed={2**64}").startswith(f"config: seed = {2**64}")
 
 
-def test_mini_batches_cannot_outnumber_the_answers() -> None:
+def test_mini_batches_cannot_outnumber_the_completions() -> None:
     fits = ["rollout.prompts_per_step=2", "rollout.group_size=3", "train.mini_batches=6"]
     assert load_config(None, fits).train.mini_batches == 6
     message = error_of(*fits[:2], "train.mini_batches=7")
-    assert message == "config: train.mini_batches = 7 exceeds the 6 answers a step"
+    assert message == "config: train.mini_batches = 7 exceeds the 6 completions of a step"
 
 
 def test_optimizer_steps_of_a_batch_are_mini_batches_times_epochs() -> None:

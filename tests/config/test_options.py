@@ -12,7 +12,7 @@ from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards.build import REWARDS
 from covey.tasks import TASKS
-from covey.training.build import objective_of, resolve, reward_of, task_of
+from covey.training.resolve import objective_of, resolve, reward_of, task_of
 
 if TYPE_CHECKING:
     from fractions import Fraction

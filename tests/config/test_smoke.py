@@ -1,4 +1,4 @@
-"""`--smoke` makes any recipe small, and says what it replaces."""
+"""`--smoke` shrinks any recipe and reports what it replaces."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 
 from covey.cli.main import run
 from covey.config import load_config, load_smoke, recipe_names
+from covey.config.schema import StopAfter
 from covey.config.smoke import ALWAYS, AT_MOST, WORD_PROBLEMS, ZERO_IS_MANY, changed_by_smoke
-from covey.training.build import resolve, task_of
+from covey.training.resolve import resolve, task_of
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -22,7 +23,8 @@ def test_no_setting_exceeds_its_cap_and_none_grows(name: str) -> None:
         assert new == (cap if old == 0 and key in ZERO_IS_MANY else min(old, cap)), key
     for key, value in ALWAYS.items():
         section, setting = key.split(".")
-        assert getattr(getattr(small, section), setting) == value
+        found = getattr(getattr(small, section), setting)
+        assert found == (StopAfter() if key == "train.stop_after" else value)
     assert small.objective == before.objective
     assert small.optimizer.learning_rate == before.optimizer.learning_rate
     assert small.reference == before.reference
@@ -36,29 +38,29 @@ def test_overrides_come_after(tmp_path: Path) -> None:
     assert config.rollout.prompts_per_step == AT_MOST["rollout.prompts_per_step"]
 
 
-def test_what_is_small_because_of_it_is_known() -> None:
+def test_the_settings_that_smoke_changes_are_known() -> None:
     changed = changed_by_smoke("arithmetic", ["evaluate.prompts=9", "rollout.group_size=3"])
     assert {"train.steps", "rollout.prompts_per_step", "scoring.workers"} <= changed
     assert not {"evaluate.prompts", "rollout.group_size", "train.stop_after"} & changed
 
 
 @pytest.mark.parametrize(
-    ("own", "told"),
+    ("own", "reported"),
     [
         ([], 0),
         (["evaluate.prompts=9"], 1),
         (["evaluate.prompts=9", "rollout.max_tokens=9", "scoring.workers=2"], 3),
     ],
 )
-def test_nobody_is_warned_of_settings_that_are_not_his_own(
-    own: list[str], told: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_settings_changed_by_smoke_are_not_reported(
+    own: list[str], reported: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = [word for setting in own for word in ("--set", setting)]
     assert run(["train", "--smoke", "--run", str(tmp_path / "run"), *settings]) == 0
     lines = "".join(capfd.readouterr()).splitlines()
     begin = next(n for n, line in enumerate(lines) if line.startswith("sampling: "))
     end = next(n for n, line in enumerate(lines) if line.startswith("training: "))
-    assert end - begin - 1 == told, lines
+    assert end - begin - 1 == reported, lines
 
 
 def test_a_budget_of_tokens_does_not_outlast_it(tmp_path: Path) -> None:
@@ -70,27 +72,27 @@ def test_a_budget_of_tokens_does_not_outlast_it(tmp_path: Path) -> None:
 
 def test_smaller_sizes_stay_as_they_are(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text("[rollout]\nsamples = 2\nmax_tokens = 9\n[train]\nsteps = 1\n")
+    file.write_text("[rollout]\ngroup_size = 2\nmax_tokens = 9\n[train]\nsteps = 1\n")
     config, [note] = load_smoke(str(file))
     assert (config.rollout.group_size, config.rollout.max_tokens, config.train.steps) == (2, 9, 1)
-    assert "1 steps of 2 x 2 answers of at most 9 tokens" in note
+    assert "1 steps of 2 x 2 completions of up to 9 tokens" in note
 
 
 @pytest.mark.parametrize("name", ["zhangfaen-grpo", "open-instruct-tulu3-8b"])
-def test_data_of_the_hub_are_replaced_by_problems_that_come_along(name: str) -> None:
+def test_hub_datasets_are_replaced_by_packaged_problems(name: str) -> None:
     config, notes = load_smoke(name, ["model.path=any"])
     assert any("word problems that come with covey" in note for note in notes)
-    asked = load_config(name).task.options
+    options = load_config(name).task.options
     task = task_of(resolve(config))
     train, held_out = task.train(), task.held_out()
     assert (len(train), len(held_out)) == (16, 8)
-    questions = Counter(p.messages[-1]["content"] for p in [*train, *held_out])
-    assert set(questions.values()) == {1}
+    texts = Counter(p.messages[-1]["content"] for p in [*train, *held_out])
+    assert set(texts.values()) == {1}
     for prompt in train:
         assert float(prompt.target) == int(prompt.target)
         # An instruction that the recipe does not give is not added.
-        assert prompt.messages[-1]["content"].endswith(("?", asked.get("instruction") or "?"))
-        assert (prompt.messages[0]["role"] == "system") == bool(asked.get("system"))
+        assert prompt.messages[-1]["content"].endswith(("?", options.get("instruction") or "?"))
+        assert (prompt.messages[0]["role"] == "system") == bool(options.get("system"))
 
 
 def test_files_of_the_user_are_kept(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_files_of_the_user_are_kept(tmp_path: Path) -> None:
     assert len(notes) == 1
 
 
-def test_the_embedded_model_is_asked_sums() -> None:
+def test_the_embedded_model_gets_arithmetic() -> None:
     config, notes = load_smoke("nano-aha", ["model.path=embedded"])
     assert (config.task.name, config.reward.name) == ("arithmetic", "think_answer")
     assert (config.model.template, config.model.prefill, config.rollout.stop) == ("auto", "", [])
@@ -125,7 +127,7 @@ def test_print_config_shows_what_smoke_makes(
     assert run(["train", "--resume", str(tmp_path), "--smoke"]) == 2
 
 
-def test_warmup_and_eval_have_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sft_and_eval_have_smoke_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     arguments = ["--model", "embedded", "--smoke", "--run", str(folder)]
     assert run(["sft", "lm-book", *arguments]) == 0

@@ -1,7 +1,8 @@
-"""The model that ships, and the lessons that made it."""
+"""The embedded checkpoint, and the recipe that made it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -12,13 +13,15 @@ from covey.embedded import CHECKPOINT, recipe
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.evaluate.evaluate import evaluate
-from covey.models.language_model import LanguageModel, wrap
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import wrap
 from covey.models.logp import batch_logp
 from covey.rewards import ThinkAnswer
-from covey.rollout.collect import Moment, ask, collect
+from covey.rollout.collect import Collector
+from covey.rollout.episode import encode_prompts
 from covey.scoring import InlineScorer
 from covey.tasks import Arithmetic
-from covey.tasks.arithmetic import parse_question
+from covey.tasks.arithmetic import parse_prompt
 
 TASK = Arithmetic(min_operations=2, max_operations=3)
 
@@ -31,7 +34,7 @@ def test_the_checkpoint_is_small_and_ordinary() -> None:
 
 
 @pytest.mark.parametrize("text", ["47+8-6?", "<think>1</think>", "Grüße, 世界 🎉\n\t", "<eos", ""])
-def test_the_tokenizer_reads_any_text_and_gives_it_back(text: str) -> None:
+def test_the_tokenizer_round_trips_any_text(text: str) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
@@ -40,36 +43,33 @@ def test_the_tokenizer_reads_any_text_and_gives_it_back(text: str) -> None:
 
 
 def test_the_start_leaves_reinforcement_both_calculation_and_form(embedded: LanguageModel) -> None:
-    sampler, scorer = NativeEngine(embedded), InlineScorer(ThinkAnswer())
-    questions = ask(embedded, TASK.held_out())
-    start = evaluate(
-        questions, sampler=sampler, scorer=scorer, sampling=Sampling(max_tokens=48, slots=256)
+    prompts, sampling = TASK.held_out(), Sampling(max_tokens=48, max_concurrent=256)
+    collector = Collector(
+        engine=NativeEngine(embedded), model=embedded, scorer=InlineScorer(ThinkAnswer())
     )
+    start = evaluate(prompts, collector, sampling=sampling)
     assert 0.10 <= start.estimates["greedy"].value <= 0.30
-    sampled = collect(
-        questions, sampler=sampler, scorer=scorer, moment=Moment(step=0),
-        sampling=Sampling(samples=4, max_tokens=48, slots=256),
-    )  # fmt: skip
-    answers = [r for group in sampled.groups for r in group.rollouts]
-    form = sum(r.parts["format"] for r in answers) / len(answers)
+    encoded = encode_prompts(embedded, prompts)
+    sampled = collector.collect(encoded, sampling=replace(sampling, group_size=4), step=0)
+    form = sum(r.parts["format"] for r in sampled.rollouts) / len(sampled.rollouts)
     assert 0.70 <= form <= 0.90
     mixed = [len({r.success for r in group.rollouts}) == 2 for group in sampled.groups]
     assert sum(mixed) / len(mixed) > 0.3
 
 
-def test_no_lesson_holds_a_held_out_sum() -> None:
+def test_no_stage_contains_a_held_out_sum() -> None:
     random = Random(1)
-    for lesson in recipe.LESSONS:
+    for stage in recipe.STAGES:
         for _ in range(300):
-            asked, told = recipe.example(lesson, random)
-            sums = parse_question(asked)
+            asked, told = recipe.example(stage, random)
+            sums = parse_prompt(asked)
             assert not any(s.held_out for s in sums)
-            assert lesson.operations[0] <= len(sums) <= lesson.operations[1]
-            if not lesson.careless:
+            assert stage.operations[0] <= len(sums) <= stage.operations[1]
+            if not stage.careless:
                 assert told.endswith(f"<answer>{sums[-1].result:02d}</answer>")
 
 
-def test_the_careless_pupil_is_wrong_only_where_a_sum_carries() -> None:
+def test_careless_results_are_wrong_only_where_a_sum_carries() -> None:
     random = Random(2)
     carried = wrong = 0
     for _ in range(4000):
@@ -82,18 +82,18 @@ def test_the_careless_pupil_is_wrong_only_where_a_sum_carries() -> None:
     assert 0.75 < wrong / carried < 0.90
 
 
-def test_teaching_lowers_the_loss() -> None:
+def test_sft_lowers_the_loss() -> None:
     torch.manual_seed(0)
     tokenizer = recipe.build_tokenizer()
     model = wrap(recipe.build_model(tokenizer), tokenizer)
-    lesson = recipe.Lesson(steps=15, operations=(1, 1), peak_rate=3e-3, careless=False)
+    stage = recipe.Stage(steps=15, operations=(1, 1), peak_rate=3e-3, careless=False)
 
     def loss() -> float:
-        batch = recipe.lesson_batch(model, lesson, Random(9))
+        batch = recipe.stage_batch(model, stage, Random(9))
         with torch.no_grad():
             logp = batch_logp(model, batch).logp
         return -float(logp.sum() / batch.mask.sum())
 
     before = loss()
-    recipe.teach(model, lesson, Random(0))
+    recipe.train_stage(model, stage, Random(0))
     assert loss() < 0.8 * before

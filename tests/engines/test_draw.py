@@ -64,7 +64,7 @@ def test_rounding_at_the_end_of_a_large_vocabulary_never_leaves_it() -> None:
     [Distribution(), Distribution(temperature=0.0), Distribution(top_k=2, top_p=0.8, min_p=0.1)],
 )
 @pytest.mark.parametrize("wrong", [[0, 1, 2, 3], [1]])
-def test_logits_that_are_not_numbers_give_a_token_and_a_logp_that_is_none(
+def test_logits_that_are_nan_give_a_token_and_a_logp_of_nan(
     distribution: Distribution, wrong: list[int]
 ) -> None:
     logits = LOGITS.repeat(2, 1)
@@ -74,7 +74,7 @@ def test_logits_that_are_not_numbers_give_a_token_and_a_logp_that_is_none(
     assert logp.isnan().tolist() == [False, True]
 
 
-def test_greedy_takes_the_largest_and_is_certain_of_it() -> None:
+def test_greedy_takes_the_largest_logit_with_logp_0() -> None:
     tokens, logp = pick_tokens(LOGITS, torch.tensor([0.99]), Distribution(temperature=0.0))
     assert tokens.tolist() == [0]
     assert logp.tolist() == [0.0]

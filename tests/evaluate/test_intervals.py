@@ -46,7 +46,7 @@ def test_an_interval_of_a_proportion_is_wilsons_and_mirrors_that_of_the_failures
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 8])
-def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_answer(samples: int) -> None:
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_correct_one(samples: int) -> None:
     for correct in range(samples + 1):
         answers = [i < correct for i in range(samples)]
         for k in range(1, samples + 1):
@@ -67,7 +67,7 @@ def test_pass_at_1_is_the_mean(counts: tuple[int, int]) -> None:
 
 @given(counts)
 @settings(max_examples=30, deadline=None)
-def test_pass_at_k_rises_with_k_from_the_mean_to_whether_any_is_right(
+def test_pass_at_k_rises_with_k_from_the_mean_to_whether_any_is_correct(
     counts: tuple[int, int],
 ) -> None:
     samples, correct = counts

@@ -9,12 +9,12 @@ import pytest
 from covey.errors import ConfigError
 from covey.evaluate import by_category, check_category, compare, estimates
 from covey.evaluate.intervals import mean_over_prompts, proportion
-from covey.evaluate.items import Answer, Item
+from covey.evaluate.items import Item, ItemCompletion
 from covey.types import Prompt
 
 
-def answer(right: bool | None) -> Answer:
-    return Answer(text=f"so {right}", right=right, reward=None, tokens=3, finish="stop")
+def answer(right: bool | None) -> ItemCompletion:
+    return ItemCompletion(text=f"so {right}", correct=right, reward=None, tokens=3, finish="stop")
 
 
 def item(name: str, right: bool | None, samples: Sequence[bool | None] = (), **info: Any) -> Item:
@@ -31,7 +31,7 @@ def test_the_values_of_a_prompt() -> None:
     assert item("a", True, [True]).values() == {"greedy": 1.0, "mean@1": 1.0}
 
 
-def test_what_could_not_be_scored_counts_as_wrong_and_is_told_apart() -> None:
+def test_an_unscored_completion_counts_as_wrong_and_is_marked() -> None:
     one = item("a", None, [None, True])
     assert one.values() == {"greedy": 0.0, "mean@2": 0.5, "pass@2": 1.0}
     row = json.loads(json.dumps(one.row()))
@@ -39,14 +39,14 @@ def test_what_could_not_be_scored_counts_as_wrong_and_is_told_apart() -> None:
     assert [sample["right"] for sample in row["samples"]] == [None, True]
 
 
-def test_a_row_says_what_was_asked_expected_and_answered() -> None:
+def test_a_row_holds_prompt_target_and_completion() -> None:
     row = item("a", True, [False], level=2).row()
     assert (row["prompt_id"], row["prompt"], row["expected"]) == ("a", "a?", "7")
     assert (row["answer"], row["right"], row["info"]) == ("so True", True, {"level": 2})
     assert row["samples"][0]["text"] == "so False"
 
 
-def test_numbers_over_items_are_wilsons_and_the_bootstraps() -> None:
+def test_intervals_over_items_are_wilsons_and_the_bootstraps() -> None:
     items = [item(str(n), n < 3, [n < 5, n < 8]) for n in range(10)]
     found = estimates(items)
     assert found["greedy"] == proportion(3, 10)
@@ -65,7 +65,7 @@ def test_categories_come_in_the_order_of_their_numbers_then_names() -> None:
     assert list(by_category(items, "task")) == ["sums"]
 
 
-def test_a_key_that_no_prompt_has_is_refused_with_the_nearest() -> None:
+def test_a_key_that_no_prompt_has_is_an_error_that_names_the_nearest() -> None:
     prompts = [item("a", True, operations=2).prompt]
     check_category(prompts, "operations")
     check_category(prompts, "task")

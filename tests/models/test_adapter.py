@@ -1,4 +1,4 @@
-"""An adapter is trained, saved, switched off and merged, and every one of these is exact."""
+"""Training, saving, disabling and merging an adapter are exact."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import peft
 import pytest
 import torch
 import transformers
-from tests.sampler.test_native import ragged_questions
 
 from covey.embedded import CHECKPOINT
 from covey.engines.draw import Distribution
@@ -21,20 +20,22 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, ModelError, RunError
 from covey.models.adapter import adapter_base, adapter_off, add_adapter, load_adapter
-from covey.models.language_model import LanguageModel, load_language_model
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
 from covey.models.logp import batch_logp
 from covey.models.merge import merge_adapter, merged_state_dict
+from covey.training.checkpoint import load_policy, save_policy
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
-from covey.training.policy_files import load_policy, save_policy
 from covey.types import Batch
-from tests.conftest import build, make_batch
+from tests.conftest import build, make_batch, rollouts_of
+from tests.engines.native.test_engine import ragged_prompts
 
 
 def adapted(
     name: str, dtype: torch.dtype = torch.float32, base: LanguageModel | None = None, **options: Any
 ) -> LanguageModel:
-    """Return a model whose adapter says something already."""
+    """Return a model whose adapter is not zero."""
     model = add_adapter(base or build(name, dtype), **{"rank": 3, "alpha": 6, **options})
     return shaken(model)
 
@@ -82,9 +83,9 @@ def test_a_fresh_adapter_changes_nothing(name: str) -> None:
     assert torch.equal(batch_logp(model, batch).logp, before)
 
 
-def test_the_first_weights_depend_on_the_seed_and_the_layer_alone() -> None:
+def test_initial_weights_depend_only_on_seed_and_layer() -> None:
     first = trained(add_adapter(build("llama"), rank=4, seed=7))
-    torch.rand(3)  # a generator that has moved on
+    torch.rand(3)  # advances torch's generator
     again = trained(add_adapter(build("llama"), rank=4, seed=7, targets=["q_proj", "up_proj"]))
     other = trained(add_adapter(build("llama"), rank=4, seed=8))
     assert len(again) == 2 * 2 * 2
@@ -94,7 +95,7 @@ def test_the_first_weights_depend_on_the_seed_and_the_layer_alone() -> None:
     assert not any(torch.equal(first[name], other[name]) for name in downs)
     assert len({first[name][0, 0].item() for name in downs}) == len(downs)
     weight = first["model.layers.0.self_attn.q_proj.lora_A.default.weight"].detach()
-    # As kaiming_uniform_(a=sqrt(5)) has it: uniform up to 1 / sqrt(inputs).
+    # As in kaiming_uniform_(a=sqrt(5)): uniform up to 1 / sqrt(inputs).
     assert 0.9 < float(weight.abs().max()) * math.sqrt(32) < 1
     assert float(weight.std()) == pytest.approx(1 / math.sqrt(3 * 32), rel=0.15)
     assert weight[0, :2].tolist() == pytest.approx(PINNED, abs=1e-7)
@@ -109,7 +110,7 @@ PINNED = [-0.14631269872188568, -0.10447004437446594]
 def reference_gradients(
     model: LanguageModel, base: LanguageModel, batch: Batch, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Differentiate peft's own model, one row at a time, with all logits at hand."""
+    """Differentiate peft's own model, one row at a time, with all logits."""
     config = peft.LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **options)
     theirs = peft.get_peft_model(base.model, config, autocast_adapter_dtype=False)
     ours = trained(model)
@@ -160,7 +161,7 @@ def gradients(model: LanguageModel, batch: Batch, **layout: Any) -> dict[str, to
         ),
     ],
 )
-def test_gradients_are_those_of_plain_autograd_on_pefts_model(
+def test_gradients_equal_autograd_on_the_peft_model(
     name: str, ours: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     batch = make_batch(seed=4)
@@ -175,7 +176,7 @@ def test_gradients_are_those_of_plain_autograd_on_pefts_model(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "mistral"])
-def test_packed_equals_padded_in_float32_and_recomputed_activations_change_nothing(
+def test_packing_and_gradient_checkpointing_change_nothing_in_float32(
     name: str,
 ) -> None:
     model, batch = adapted(name), make_batch(rows=7, longest=11)
@@ -189,7 +190,7 @@ def test_packed_equals_padded_in_float32_and_recomputed_activations_change_nothi
         torch.testing.assert_close(value, plain[key], atol=1e-5, rtol=1e-5)
 
 
-def test_under_bfloat16_only_the_adapter_has_masters_and_only_it_moves() -> None:
+def test_in_bfloat16_only_the_adapter_has_master_weights_and_changes() -> None:
     policy = policy_of(add_adapter(build("qwen2", torch.bfloat16), rank=2, also_train=["norm"]))
     model = policy.model.model
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -212,7 +213,7 @@ def test_under_bfloat16_only_the_adapter_has_masters_and_only_it_moves() -> None
 
 
 @pytest.mark.parametrize("also_train", [[], ["lm_head", "embed_tokens"]])
-def test_without_its_adapter_the_policy_is_the_base_model_exactly(also_train: list[str]) -> None:
+def test_with_the_adapter_off_the_policy_equals_the_base_model(also_train: list[str]) -> None:
     batch = make_batch()
     with torch.no_grad():
         expected = batch_logp(build("qwen2"), batch).logp
@@ -236,7 +237,7 @@ def test_without_its_adapter_the_policy_is_the_base_model_exactly(also_train: li
 
 
 @pytest.mark.parametrize("also_train", [[], ["lm_head"]])
-def test_a_checkpoint_is_small_and_pefts_own_and_goes_on_bit_for_bit(
+def test_a_checkpoint_is_in_peft_format_and_resumes_bit_for_bit(
     also_train: list[str], tmp_path: Path
 ) -> None:
     def make() -> Policy:
@@ -281,7 +282,7 @@ def test_a_checkpoint_of_another_adapter_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
-def test_the_merged_weights_say_what_the_adapter_said(name: str) -> None:
+def test_merged_weights_equal_base_plus_adapter(name: str) -> None:
     model, plain = adapted(name, torch.float64, also_train=["lm_head"]), build(name, torch.float64)
     before = copy.deepcopy(model.model.state_dict())
     merged = merged_state_dict(model)
@@ -327,7 +328,7 @@ def test_a_merged_checkpoint_is_an_ordinary_model_with_the_same_greedy_text(
     texts = [
         [
             r.text
-            for (r,) in NativeEngine(m).generate(ragged_questions(8), step=0, sampling=sampling)
+            for (r,) in rollouts_of(NativeEngine(m), ragged_prompts(8), step=0, sampling=sampling)
         ]
         for m in (exact, whole)
     ]
@@ -350,15 +351,15 @@ def test_only_an_adapter_can_be_merged(tmp_path: Path) -> None:
             "adapter.targets: the model has no 'q_prj'; did you mean 'q_proj'?",
         ),
         ({"also_train": ["head"]}, "adapter.also_train: the model has no 'head'; did you mean "),
-        ({"targets": ["lm_head"]}, "adapter.targets: 'lm_head' cannot be adapted"),
-        ({"targets": ["embed_tokens"]}, "adapter.targets: 'embed_tokens' cannot be adapted"),
-        ({"targets": ["norm"]}, "adapter.targets: 'norm' cannot be adapted"),
-        ({"targets": ["mlp"]}, "adapter.targets: 'mlp' cannot be adapted"),
+        ({"targets": ["lm_head"]}, "adapter.targets: 'lm_head' is not a linear layer"),
+        ({"targets": ["embed_tokens"]}, "adapter.targets: 'embed_tokens' is not a linear layer"),
+        ({"targets": ["norm"]}, "adapter.targets: 'norm' is not a linear layer"),
+        ({"targets": ["mlp"]}, "adapter.targets: 'mlp' is not a linear layer"),
         ({"also_train": ["mlp"]}, "adapter.also_train: 'mlp' is not a single layer"),
         ({"targets": []}, "config: adapter: "),
     ],
 )
-def test_a_name_that_cannot_be_meant_is_told(options: dict[str, Any], message: str) -> None:
+def test_an_invalid_module_name_is_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         add_adapter(build("llama"), rank=2, **options)
     assert message in str(raised.value)
@@ -374,14 +375,17 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]), "more than B A"),
-        (peft.LoraConfig(r=2, bias="all", target_modules=["q_proj"]), "more than B A"),
-        (peft.LoraConfig(r=2, target_modules=["embed_tokens"]), "more than B A"),
-        (peft.LoraConfig(r=2, target_modules=["lm_head"]), "more than B A"),
-        (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "knows LORA"),
+        (
+            peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]),
+            "not a plain LoRA adapter",
+        ),
+        (peft.LoraConfig(r=2, bias="all", target_modules=["q_proj"]), "not a plain LoRA adapter"),
+        (peft.LoraConfig(r=2, target_modules=["embed_tokens"]), "not a plain LoRA adapter"),
+        (peft.LoraConfig(r=2, target_modules=["lm_head"]), "not a plain LoRA adapter"),
+        (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "supports LORA"),
     ],
 )
-@pytest.mark.filterwarnings("ignore")  # peft has opinions on such adapters too
+@pytest.mark.filterwarnings("ignore")  # peft warns about such adapters
 def test_another_kind_of_adapter_is_refused(
     config: peft.PeftConfig, message: str, tmp_path: Path
 ) -> None:
@@ -391,17 +395,17 @@ def test_another_kind_of_adapter_is_refused(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_embeddings_saved_along_with_an_adapter_are_not_dropped_without_a_word(
+def test_embeddings_saved_with_an_adapter_are_not_dropped_silently(
     tmp_path: Path,
 ) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     theirs = peft.get_peft_model(build("llama").model, config)
     theirs.save_pretrained(tmp_path, save_embedding_layers=True)
-    with pytest.raises(ModelError, match=r"does not fit: there is no place for .*lm_head\.weight"):
+    with pytest.raises(ModelError, match=r"does not fit: the model has no .*lm_head\.weight"):
         load_adapter(build("llama"), tmp_path)
 
 
-def test_a_folder_that_holds_no_whole_adapter_is_told(tmp_path: Path) -> None:
+def test_an_incomplete_adapter_folder_is_an_error(tmp_path: Path) -> None:
     assert adapter_base("embedded") is None
     assert adapter_base(str(CHECKPOINT)) is None
     (tmp_path / "adapter_config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""How questions are put: chat, plain, a text, with and without a prefill."""
+"""Prompt rendering: chat, plain, custom text, with and without a prefill."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from covey.embedded import CHECKPOINT
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, DataError, ModelError
-from covey.models.chat_template import Renderer, Template, renderer
-from covey.models.language_model import load_language_model
+from covey.models.chat_template import Renderer, Template, make_renderer
+from covey.models.load_model import load_language_model
 from covey.rewards.build import make_reward
-from covey.rollout.collect import Moment, ask, collect, prompt_notes
+from covey.rollout.collect import Collector
+from covey.rollout.episode import encode_prompts
+from covey.rollout.prompts import prompt_notes
 from covey.scoring import make_scorer
-from covey.training.build import resolve, template_of
+from covey.training.resolve import resolve, template_of
 from covey.types import Prompt
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -45,7 +47,7 @@ DATED = "{{ strftime_now('%d %b %Y') }}" + CHATML
 def made(chat: str | None, form: str = "auto", prefill: str = "") -> Renderer:
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.chat_template = chat
-    return renderer(tokenizer, Template(form=form, prefill=prefill), "tiny")
+    return make_renderer(tokenizer, Template(form=form, prefill=prefill), "tiny")
 
 
 @pytest.mark.parametrize(
@@ -64,14 +66,12 @@ def made(chat: str | None, form: str = "auto", prefill: str = "") -> Renderer:
          "<|user|>1+1?<eos><|assistant|>2<eos><|user|>1+1?<eos><|assistant|>"),
     ],
 )  # fmt: skip
-def test_the_text_that_the_model_goes_on_from(
-    chat: str | None, form: str, messages: list[Any], text: str
-) -> None:
+def test_rendered_prompt(chat: str | None, form: str, messages: list[Any], text: str) -> None:
     assert made(chat, form).text(messages) == text
     assert made(chat, form, "Let me see.\n<think>").text(messages) == text + "Let me see.\n<think>"
 
 
-def test_braces_in_a_question_are_no_fields() -> None:
+def test_braces_in_a_prompt_are_not_fields() -> None:
     question = {"role": "user", "content": "{system} {x} {}"}
     assert made(None, "Q: {question}").text([SYSTEM, question]) == "Q: {system} {x} {}"
 
@@ -80,55 +80,55 @@ def test_braces_in_a_question_are_no_fields() -> None:
     ("form", "message"),
     [
         ("chatt", "did you mean 'chat'?"),
-        ("", "neither auto, chat nor plain"),
+        ("", "is not auto, chat, plain or a text"),
         ("Q: {questoin}", "has the field {questoin}"),
         ("Q: {question!r}", "has the field {question!r}"),
         ("Q: {question:9}", "has the field {question:9}"),
         ("Q: {}", "has the field {}"),
-        ("Q: {question} {", "double braces"),
+        ("Q: {question} {", "double all braces"),
         ("{system}", "has no {question}"),
     ],
 )
-def test_a_template_that_cannot_be_meant(form: str, message: str) -> None:
+def test_an_invalid_template_is_an_error(form: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         Template(form=form)
     assert message in str(raised.value)
     assert "model.template" in str(raised.value)
 
 
-def test_a_chat_template_that_is_asked_for_must_be_there_and_work() -> None:
+def test_a_required_chat_template_must_exist_and_work() -> None:
     with pytest.raises(ModelError, match=r"tiny has no chat template; set model\.template"):
         made(None, "chat")
     with pytest.raises(ModelError, match=r"fails: out of order; set model\.template"):
         made("{{ raise_exception('out of order') }}")
-    with pytest.raises(ModelError, match="leaves the question out"):
+    with pytest.raises(ModelError, match="drops the user message"):
         made("{{ 'Hello' }}")
     alternating = (
         "{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML
     )
     with pytest.raises(DataError, match="conversation of user, assistant, user: one turn"):
         made(alternating).text([ASKED, TOLD, ASKED])
-    with pytest.raises(DataError, match="a prompt of 3 turns"):
+    with pytest.raises(DataError, match="a prompt has 3 turns"):
         made(None, "Q: {question}").text([ASKED, TOLD, ASKED])
 
 
-def test_a_chat_template_is_told_what_it_can_be_told() -> None:
+def test_chat_options_reach_the_chat_template() -> None:
     thinking = CHATML + "{% if quiet is defined and quiet %}<think></think>{% endif %}"
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.chat_template = thinking
     for options, end in (({}, ""), ({"quiet": True}, "<think></think>"), ({"quiet": False}, "")):
-        text = renderer(tokenizer, Template(chat_options=options)).text([ASKED])
+        text = make_renderer(tokenizer, Template(chat_options=options)).text([ASKED])
         assert text == "<|user|>1+1?<eos><|assistant|>" + end
     with pytest.raises(
         ConfigError, match=r"chat_options\.loud: the chat template of tiny does not"
     ):
-        renderer(tokenizer, Template(chat_options={"loud": 1}), "tiny")
+        make_renderer(tokenizer, Template(chat_options={"loud": 1}), "tiny")
     with pytest.raises(ConfigError, match=r"chat_options\.quie: the chat"):
-        renderer(tokenizer, Template(chat_options={"quie": 1}))
-    with pytest.raises(ConfigError, match=r"chat_options\.messages: covey says that itself"):
-        renderer(tokenizer, Template(chat_options={"messages": "none"}))
-    with pytest.raises(ConfigError, match=r"chat_options\.quiet is for a chat template, and tiny"):
-        renderer(tokenizer, Template(form="plain", chat_options={"quiet": True}), "tiny")
+        make_renderer(tokenizer, Template(chat_options={"quie": 1}))
+    with pytest.raises(ConfigError, match=r"chat_options\.messages: covey sets this itself"):
+        make_renderer(tokenizer, Template(chat_options={"messages": "none"}))
+    with pytest.raises(ConfigError, match=r"chat_options\.quiet needs a chat template, and tiny"):
+        make_renderer(tokenizer, Template(form="plain", chat_options={"quiet": True}), "tiny")
 
 
 def test_chat_options_come_from_the_configuration() -> None:
@@ -136,29 +136,29 @@ def test_chat_options_come_from_the_configuration() -> None:
     assert template_of(config).chat_options == {"enable_thinking": False}
 
 
-def test_the_date_of_a_template_stands_still() -> None:
+def test_the_date_in_a_template_is_fixed() -> None:
     assert made(DATED).text([ASKED]).startswith("26 Jul 2024<|user|>")
 
 
 @pytest.mark.parametrize(("chat", "end"), [(CHATML, 1), (SILENT, None)])
-def test_the_end_of_a_turn_is_found(chat: str, end: int | None) -> None:
+def test_the_end_of_turn_token_is_found(chat: str, end: int | None) -> None:
     assert made(chat).turn_end == end
 
 
-def test_a_first_token_is_given_where_no_chat_template_writes_it() -> None:
+def test_bos_is_added_where_no_chat_template_writes_it() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.chat_template = "<think>" + SILENT
     tokenizer.bos_token = "<think>"
     begin = tokenizer.bos_token_id
-    plain = [renderer(tokenizer, Template(form=form)) for form in ("plain", "{question}")]
-    chat = renderer(tokenizer, Template())
+    plain = [make_renderer(tokenizer, Template(form=form)) for form in ("plain", "{question}")]
+    chat = make_renderer(tokenizer, Template())
     asked = tokenizer.encode("1+1?", add_special_tokens=False)
     assert [list(r.tokens([ASKED])) for r in plain] == [asked, asked]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<think> $A", special_tokens=[("<think>", begin)]
     )
     assert [list(r.tokens([ASKED])) for r in plain] == [[begin, *asked]] * 2
-    named = renderer(tokenizer, Template(form="<think>{question}"))
+    named = make_renderer(tokenizer, Template(form="<think>{question}"))
     for tokens in (named.tokens([ASKED]), chat.tokens([ASKED])):
         assert tokens.count(begin) == 1
 
@@ -169,7 +169,7 @@ PROMPT = Prompt(
 
 
 @pytest.mark.parametrize("judged", [True, False])
-def test_a_prefill_is_asked_not_trained_and_judged_as_chosen(judged: bool) -> None:
+def test_a_prefill_is_not_trained_and_scored_as_configured(judged: bool) -> None:
     template = Template(prefill="<think>", prefill_in_text=judged)
     model = load_language_model("embedded", device="cpu", template=template)
     plain = load_language_model("embedded", device="cpu")
@@ -186,13 +186,9 @@ def test_a_prefill_is_asked_not_trained_and_judged_as_chosen(judged: bool) -> No
             seen.extend(job.texts)
             return submit(job)
 
-    (group,) = collect(
-        ask(model, [PROMPT]),
-        sampler=NativeEngine(model),
-        scorer=Watching(),
-        sampling=Sampling(samples=4, max_tokens=40),
-        moment=Moment(step=1),
-    ).groups
+    collector = Collector(engine=NativeEngine(model), model=model, scorer=Watching())
+    sampling = Sampling(group_size=4, max_tokens=40)
+    (group,) = collector.collect(encode_prompts(model, [PROMPT]), sampling=sampling, step=1).groups
     scorer.close()
     for rollout in group.rollouts:
         assert rollout.prompt_tokens == (*plain.encode(PROMPT.messages), opening)
@@ -200,12 +196,12 @@ def test_a_prefill_is_asked_not_trained_and_judged_as_chosen(judged: bool) -> No
         written = model.decode(rollout.tokens)
         assert rollout.text == ("<think>" if judged else "") + written
     assert sorted(seen) == sorted(r.text for r in group.rollouts)
-    # The embedded model writes the tags that it was taught; half of them is no form.
+    # The embedded model writes the tags that it was trained on; half of them break the format.
     formed = [r.parts["format"] for r in group.rollouts]
     assert max(formed) == (1.0 if judged else 0.0)
 
 
-def test_a_folded_system_message_is_said() -> None:
+def test_a_folded_system_message_is_reported() -> None:
     model = load_language_model("embedded", device="cpu")
     folding = copy.copy(model)
     object.__setattr__(folding, "renderer", made(NO_SYSTEM))
@@ -216,17 +212,17 @@ def test_a_folded_system_message_is_said() -> None:
     assert prompt_notes(model, [with_system]) == []
 
 
-def test_the_settings_of_the_models_page_are_taken(tmp_path: Path) -> None:
+def test_settings_in_the_docs_are_valid(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
     (tmp_path / "example.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
     template = template_of(resolve(load_config(str(tmp_path / "example.toml"))))
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
-    text = renderer(tokenizer, template).text([SYSTEM, ASKED])
+    text = make_renderer(tokenizer, template).text([SYSTEM, ASKED])
     opening = "Let me solve this step by step.\n<think>"
     assert text == f"Be brief.\nUser: 1+1?\nAssistant: {opening}"
     assert template.opening == opening
 
 
-def test_a_wrong_template_is_found_before_anything_is_loaded() -> None:
+def test_an_invalid_template_is_found_before_loading() -> None:
     with pytest.raises(ConfigError, match="did you mean 'plain'"):
         resolve(load_config(None, ["model.template=plan", "model.path=nowhere"]))

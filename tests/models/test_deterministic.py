@@ -1,4 +1,4 @@
-"""The same bits twice: what the mode switches on, and real runs that are repeated and resumed."""
+"""Deterministic mode: its settings, and real runs that are repeated and resumed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.utils import deterministic as torch_settings
 from covey.cli.main import run
 from covey.config import load_config, parse_config
 from covey.errors import ModelError
-from covey.models.deterministic import WORKSPACE, in_order_anyway, make_deterministic
-from covey.models.language_model import load_language_model
+from covey.models.deterministic import WORKSPACE, make_deterministic, skip_determinism_check
+from covey.models.load_model import load_language_model
 from covey.training.build import load_model, policy_of
 
 SETTINGS = (
@@ -31,7 +31,7 @@ SETTINGS = (
 
 @pytest.fixture
 def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The mode is of a whole process; tests after this one do not have it."""
+    """The mode applies to a whole process; switch it off for later tests."""
     monkeypatch.delenv(WORKSPACE, raising=False)
     precision, filled = (
         torch.get_float32_matmul_precision(),
@@ -49,7 +49,7 @@ def command(path: Path, *settings: str) -> list[str]:
 
 
 def left_by(path: Path) -> tuple[dict[str, bytes], list[Any]]:
-    """The weights and moments of a run's checkpoints, and all it sampled."""
+    """Return the weights and moments of a run's checkpoints, and all its rollouts."""
     tensors = {
         str(file.relative_to(path)): file.read_bytes()
         for file in sorted(path.rglob("checkpoints/*/*.safetensors"))
@@ -64,25 +64,25 @@ def left_by(path: Path) -> tuple[dict[str, bytes], list[Any]]:
     return tensors, sampled
 
 
-def test_the_mode_is_torchs_own_and_strict(put_back: None) -> None:
+def test_deterministic_mode_is_torchs_strict_mode(put_back: None) -> None:
     make_deterministic()
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ[WORKSPACE] == ":4096:8"
     assert torch.get_float32_matmul_precision() == "highest"
-    with in_order_anyway():
+    with skip_determinism_check():
         assert not torch.are_deterministic_algorithms_enabled()
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def test_who_has_not_asked_is_left_alone_and_who_has_chosen_keeps_it(
+def test_the_mode_is_off_by_default_and_keeps_a_users_workspace_setting(
     put_back: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_model(load_config())
     assert not torch.are_deterministic_algorithms_enabled()
     assert WORKSPACE not in os.environ
-    with in_order_anyway():
+    with skip_determinism_check():
         pass
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setenv(WORKSPACE, ":16:8")
@@ -90,7 +90,7 @@ def test_who_has_not_asked_is_left_alone_and_who_has_chosen_keeps_it(
     assert os.environ[WORKSPACE] == ":16:8"
 
 
-def test_a_mode_that_comes_too_late_says_what_to_do(
+def test_setting_the_mode_too_late_is_an_error(
     put_back: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -101,8 +101,8 @@ def test_a_mode_that_comes_too_late_says_what_to_do(
     make_deterministic()
 
 
-def test_a_model_is_understood_as_well_with_the_mode_on(put_back: None) -> None:
-    # What a model can do is tried, and an operation that is refused would look like a failure.
+def test_parity_checks_pass_in_deterministic_mode(put_back: None) -> None:
+    # A refused operation would look like a failed parity check.
     before = load_language_model("embedded", device="cpu")
     make_deterministic()
     after = load_language_model("embedded", device="cpu")
@@ -110,7 +110,7 @@ def test_a_model_is_understood_as_well_with_the_mode_on(put_back: None) -> None:
     assert after.packs
 
 
-def test_passes_are_not_recorded_in_the_mode() -> None:
+def test_no_cuda_graphs_in_deterministic_mode() -> None:
     # Which micro-batch finds a graph depends on those before it, and a resumed run has had none.
     for wanted, graphs, recorded in (
         (False, "auto", True), (True, "auto", False), (False, "off", False),
@@ -121,7 +121,7 @@ def test_passes_are_not_recorded_in_the_mode() -> None:
     assert not policy_of(parse_config({"model": {"deterministic": True}}), model).graphs
 
 
-def test_on_a_cpu_the_mode_changes_no_bit(put_back: None, tmp_path: Path) -> None:
+def test_on_a_cpu_deterministic_mode_changes_no_bit(put_back: None, tmp_path: Path) -> None:
     found = []
     for name, wanted in (("plain", "false"), ("one", "true"), ("other", "true")):
         assert run(command(tmp_path / name, f"model.deterministic={wanted}")) == 0
@@ -139,14 +139,14 @@ def test_on_a_gpu_runs_are_the_same_bit_for_bit(tmp_path: Path, dtype: str, top_
         "model.deterministic=true", "model.device=cuda", f"model.dtype={dtype}",
         f"rollout.top_p={top_p}",
     )  # fmt: skip
-    # Another process each: the mode has to come before CUDA.
+    # Separate processes: the mode has to be set before CUDA is used.
     _covey(*(command(tmp_path / name, *settings) for name in ("one", "other")))
     # Back to the checkpoint of step 2, and step 3 once more.
     shutil.copytree(tmp_path / "one", tmp_path / "resumed")
     _covey(["train", "--resume", str(tmp_path / "resumed"), "--step", "2"])
     one, other, resumed = (left_by(tmp_path / name) for name in ("one", "other", "resumed"))
-    assert one[1] == other[1]  # what was sampled
-    assert one[0] == other[0]  # what was learned
+    assert one[1] == other[1]  # rollouts
+    assert one[0] == other[0]  # weights and moments
     assert one == resumed
 
 

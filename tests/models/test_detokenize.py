@@ -9,29 +9,32 @@ from covey.models.detokenize import _says_the_same, byte_pieces, joined_text
 from covey.models.language_model import LanguageModel
 
 BEYOND = 40
-"""More tokens than the tokenizer knows: models round their vocabulary up."""
+"""More tokens than the tokenizer has: models round their vocabulary up."""
 
 
-def test_any_tokens_have_the_text_that_the_tokenizer_gives_them(embedded: LanguageModel) -> None:
+def test_decoded_text_equals_the_tokenizers(embedded: LanguageModel) -> None:
     backend = embedded.tokenizer.backend_tokenizer
     size = backend.get_vocab_size() + BEYOND
     pieces = byte_pieces(embedded.tokenizer, size)
     assert pieces is not None
-    draw = random.Random(1)
-    rows = [[draw.randrange(size) for _ in range(draw.randrange(60))] for _ in range(300)]
+    sample_tokens = random.Random(1)
+    rows = [
+        [sample_tokens.randrange(size) for _ in range(sample_tokens.randrange(60))]
+        for _ in range(300)
+    ]
     expected = backend.decode_batch(rows, skip_special_tokens=True)
     assert [joined_text(pieces, row) for row in rows] == expected
     assert any("\ufffd" in text for text in expected), "some bytes make no character"
 
 
 @pytest.mark.parametrize("text", ["naïve ½ → 我们 😀", "", " a  b\n", "e\u0301"])
-def test_texts_come_back_whole(embedded: LanguageModel, text: str) -> None:
+def test_text_round_trips(embedded: LanguageModel, text: str) -> None:
     tokens = embedded.tokenizer.encode(text, add_special_tokens=False)
     end = embedded.tokenizer.eos_token_id
     assert embedded.decode_many([[*tokens, end], tokens]) == [text, text]
 
 
-def test_a_tokenizer_without_bytes_decodes_by_itself() -> None:
+def test_a_tokenizer_without_bytes_uses_its_own_decoding() -> None:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.decoder = tokenizers.decoders.WordPiece()
     assert byte_pieces(transformers.PreTrainedTokenizerFast(tokenizer_object=words), 2) is None
@@ -40,7 +43,7 @@ def test_a_tokenizer_without_bytes_decodes_by_itself() -> None:
     assert byte_pieces(spaces, 262) is None
 
 
-def test_a_table_that_is_wrong_in_one_token_is_found_out(embedded: LanguageModel) -> None:
+def test_a_table_with_one_wrong_token_is_rejected(embedded: LanguageModel) -> None:
     pieces = byte_pieces(embedded.tokenizer, 262)
     assert pieces is not None
     backend = embedded.tokenizer.backend_tokenizer

@@ -1,4 +1,4 @@
-"""A model that was downloaded cannot run code, hold up a run, or take all memory."""
+"""A downloaded model cannot run code, block a run or use all memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import transformers
 
 from covey.embedded import CHECKPOINT
 from covey.errors import ModelError
-from covey.interpreter import module_command
-from covey.models import render_template as rendering
-from covey.models.chat_template import Renderer, Template, chat_text, renderer
-from covey.models.language_model import load_language_model
+from covey.models import template_process as rendering
+from covey.models.chat_template import Renderer, Template, chat_text, make_renderer
+from covey.models.load_model import load_language_model
+from covey.subprocesses import module_command
 
 ASKED = {"role": "user", "content": "1+1?"}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -30,16 +30,16 @@ NESTED = "".join(f"{{% for i{n} in range(100000) %}}" for n in range(4)) + "{% e
 def made(chat: str) -> Renderer:
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.chat_template = chat
-    return renderer(tokenizer, Template(), "tiny")
+    return make_renderer(tokenizer, Template(), "tiny")
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have renders stopped after half a second."""
-    rendering._RENDERS.close()
+    """Stop renders after half a second."""
+    rendering._PROCESS.close()
     monkeypatch.setattr(rendering, "SECONDS", 0.5)
     yield
-    rendering._RENDERS.close()
+    rendering._PROCESS.close()
 
 
 @pytest.mark.parametrize(
@@ -50,15 +50,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{{ 'a' * 10 ** 11 }}", "took too much memory"),
     ],
 )
-def test_a_template_without_end_is_one_line(bomb: str, why: str, quick: None) -> None:
+def test_an_endless_template_is_a_one_line_error(bomb: str, why: str, quick: None) -> None:
     with pytest.raises(ModelError) as raised:
         made(bomb + CHAT)
-    assert str(raised.value).startswith(f"model: its chat template {why} for one prompt; set model")
-    # What comes after is rendered as ever.
+    assert str(raised.value).startswith(f"model: the chat template {why} for one prompt; set model")
+    # Later renders work as before.
     assert made(CHAT).text([ASKED]) == "1+1?"
 
 
-def test_a_bomb_for_some_prompts_only_is_found_in_any_thread(quick: None) -> None:
+def test_a_template_that_explodes_for_some_prompts_is_stopped_in_any_thread(quick: None) -> None:
     asking = made("{% if 'boom' in messages[0]['content'] %}" + NESTED + "{% endif %}" + CHAT)
     caught: list[str] = []
 
@@ -76,14 +76,14 @@ def test_a_bomb_for_some_prompts_only_is_found_in_any_thread(quick: None) -> Non
     assert asking.text([ASKED]) == "1+1?"
 
 
-def test_what_fails_in_a_template_is_one_line() -> None:
+def test_a_template_error_is_one_line() -> None:
     with pytest.raises(ModelError, match="fails: TypeError: "):
         made("{{ 1 + 'a' }}" + CHAT)
     with pytest.raises(ModelError, match=r"fails: .*unsafe"):
         made("{{ ().__class__.__bases__[0].__subclasses__() }}" + CHAT)
 
 
-def test_a_template_renders_as_transformers_renders_it() -> None:
+def test_rendering_equals_transformers() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.chat_template = (
         "{{ bos_token }}{{ eos_token }}{%- for m in messages %}{{ m|tojson }}\n{%- endfor %}"
@@ -102,18 +102,18 @@ def test_a_render_takes_less_than_a_millisecond() -> None:
     began = time.perf_counter()
     for _ in range(200):
         asking.text([ASKED])
-    assert (time.perf_counter() - began) / 200 < 5e-3  # 0.1 ms where nothing else runs
+    assert (time.perf_counter() - began) / 200 < 5e-3  # 0.1 ms on an idle machine
 
 
 @pytest.fixture
 def downloaded(tmp_path: Path) -> Path:
-    """A copy of the embedded model, to be spoilt."""
+    """A copy of the embedded model to damage."""
     shutil.copytree(CHECKPOINT, tmp_path / "model")
     return tmp_path / "model"
 
 
 class Touch:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -141,7 +141,7 @@ def test_a_pickled_adapter_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "touched").exists()
 
 
-def test_code_beside_the_weights_is_not_run(
+def test_remote_code_is_not_run(
     downloaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     touched = tmp_path / "touched"
@@ -159,13 +159,13 @@ def test_code_beside_the_weights_is_not_run(
     assert not touched.exists()
 
 
-def test_processes_of_ours_import_nothing_from_the_working_folder(tmp_path: Path) -> None:
+def test_worker_processes_import_nothing_from_the_working_folder(tmp_path: Path) -> None:
     for name in ("json", "pickle", "asyncio", "transformers", "jinja2"):
         (tmp_path / f"{name}.py").write_text("open('touched', 'w')")
-    for module in ("covey.scoring.worker", "covey.models.render_worker"):
+    for module in ("covey.scoring.worker", "covey.models.template_worker"):
         done = subprocess.run(
             module_command(module, "999", "1", "1"), cwd=tmp_path, capture_output=True, check=False
         )
         assert b"Bad file descriptor" in done.stderr, done.stderr
     assert not (tmp_path / "touched").exists()
-    assert sys.executable in module_command("covey.scoring.worker")
+    assert sys.executable in module_command("covey.scoring.pool_worker")

@@ -1,4 +1,4 @@
-"""An exported model says in transformers' own hands what it says in covey's."""
+"""An exported model gives the same completions in transformers as in covey."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from covey.cli.main import run
 from covey.config import parse_config
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
-from covey.engines.protocol import Question, Sampling
+from covey.engines.protocol import Sampling
 from covey.errors import ModelError
 from covey.models.chat_template import Template
 from covey.models.export import export_model
-from covey.models.language_model import load_language_model, wrap
+from covey.models.load_model import load_language_model, wrap
+from covey.rollout.episode import EncodedPrompt
 from covey.run.model_card import Exported, model_card
 from covey.tasks.arithmetic import Arithmetic
 from covey.training.build import load_model
 from covey.types import Prompt
-from tests.conftest import build
+from tests.conftest import build, rollouts_of
 
 QUICK = (
     "train.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluate.every=1", "save.every=1",
@@ -41,16 +42,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("runs") / "quick")
 
 
-def greedy_in_covey(folder: Path, questions: list[Question]) -> list[tuple[int, ...]]:
+def greedy_in_covey(folder: Path, questions: list[EncodedPrompt]) -> list[tuple[int, ...]]:
     # With its adapter, if the folder is one.
     model = load_model(parse_config({"model": {"path": str(folder), "device": "cpu"}}))
     sampler = NativeEngine(model)
     sampling = Sampling(max_tokens=40, distribution=Distribution(temperature=0.0))
-    answers = sampler.generate(questions, step=0, sampling=sampling)
+    answers = rollouts_of(sampler, questions, step=0, sampling=sampling)
     return [rollouts[0].tokens for rollouts in answers]
 
 
-def greedy_in_transformers(folder: Path, questions: list[Question]) -> list[tuple[int, ...]]:
+def greedy_in_transformers(folder: Path, questions: list[EncodedPrompt]) -> list[tuple[int, ...]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     for question in questions:
@@ -62,13 +63,13 @@ def greedy_in_transformers(folder: Path, questions: list[Question]) -> list[tupl
     return found
 
 
-def asked(folder: Path, count: int = 6) -> list[Question]:
+def asked(folder: Path, count: int = 6) -> list[EncodedPrompt]:
     model = load_language_model(str(folder), device="cpu", template=Template(prefill="<think>"))
     prompts = Arithmetic().held_out()[:count]
-    return [Question(prompt=p, tokens=model.encode(p.messages)) for p in prompts]
+    return [EncodedPrompt(prompt=p, tokens=model.encode(p.messages)) for p in prompts]
 
 
-def test_an_export_is_the_checkpoint_for_everybody(finished: Path, tmp_path: Path) -> None:
+def test_an_export_loads_without_covey(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "model"
     assert run(["export", str(finished), str(out)]) == 0
     questions = asked(out)
@@ -76,7 +77,7 @@ def test_an_export_is_the_checkpoint_for_everybody(finished: Path, tmp_path: Pat
     texts = greedy_in_covey(checkpoint, questions)
     assert greedy_in_transformers(out, questions) == texts
     assert greedy_in_covey(out, questions) == texts
-    assert any(text[-1] == 1 for text in texts)  # some end by themselves
+    assert any(text[-1] == 1 for text in texts)  # some end with EOS
     names = {path.name for path in out.iterdir()}
     assert names == {
         "README.md", "chat_template.jinja", "config.json", "generation_config.json",
@@ -87,7 +88,7 @@ def test_an_export_is_the_checkpoint_for_everybody(finished: Path, tmp_path: Pat
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_card_says_what_the_model_is(finished: Path, tmp_path: Path) -> None:
+def test_the_model_card_describes_the_model(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "my-model"
     assert run(["export", str(finished), str(out), "--step", "2", "--dtype", "bfloat16"]) == 0
     card = (out / "README.md").read_text()
@@ -111,25 +112,25 @@ def test_the_card_says_what_the_model_is(finished: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("file", [False, True])
-def test_the_card_of_a_warm_up_does_not_speak_of_reinforcement(file: bool, tmp_path: Path) -> None:
+def test_the_card_of_an_sft_run_does_not_mention_rl(file: bool, tmp_path: Path) -> None:
     settings = ["sft.steps=2", "sft.evaluate_every=0", "sft.solutions=4"]
-    origin = "from worked solutions of task `arithmetic`"
+    origin = "on worked solutions of task `arithmetic`"
     if file:
         answers = tmp_path / "answers.jsonl"
         answers.write_text(json.dumps({"question": "1+1", "completion": "2"}) + "\n")
         settings.append(f"sft.file='{answers}'")
-        origin = f"from the answers in `{answers}`"
+        origin = f"on the completions in `{answers}`"
     overrides = [word for setting in settings for word in ("--set", setting)]
     assert run(["sft", "--run", str(tmp_path / "warm"), *overrides]) == 0
     assert run(["export", str(tmp_path / "warm"), str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
     said = card.partition("## Configuration")[0]
-    assert f"`embedded` after 2 steps of supervised learning with Covey, {origin}." in said
+    assert f"`embedded` after 2 steps of supervised fine-tuning with Covey, {origin}." in said
     assert "tags:\n- covey\n- sft\n---" in said
     assert not any(word in said for word in ("reinforcement", "grpo", "algorithm"))
 
 
-def test_a_folder_is_not_taken_for_a_model_of_a_hub(
+def test_a_folder_is_not_mistaken_for_a_hub_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported = Exported(name="mine", source="models/base", step=None, dtype="float32", stop_ids=[1])
@@ -153,10 +154,10 @@ def test_an_adapter_is_merged(tmp_path: Path) -> None:
     assert state.keys() == start.keys()
     assert any(not torch.equal(state[name], start[name]) for name in state)
     assert not (out / "merged").exists()
-    assert "adapter is part of the weights" in (out / "README.md").read_text()
+    assert "adapter is merged into the weights" in (out / "README.md").read_text()
 
 
-def test_every_stop_is_written_and_padding_is_made_up(tmp_path: Path) -> None:
+def test_all_stop_tokens_and_a_padding_token_are_exported(tmp_path: Path) -> None:
     model = build("qwen2")
     model.model.generation_config.eos_token_id = [44, 1]
     model.tokenizer.pad_token = None
@@ -179,16 +180,16 @@ def test_every_stop_is_written_and_padding_is_made_up(tmp_path: Path) -> None:
     assert seen[0][1] is False
     prompt = Prompt(id="p", task="t", target="", messages=({"role": "user", "content": "?"},))
     starts = [(5, 9, 7 + n) for n in range(6)]
-    questions = [Question(prompt=prompt, tokens=start) for start in starts]
+    questions = [EncodedPrompt(prompt=prompt, tokens=start) for start in starts]
     answers = greedy_in_covey(tmp_path / "out", questions)
     assert greedy_in_transformers(tmp_path / "out", questions) == answers
 
 
-def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
+def test_a_failed_export_is_a_one_line_error_and_leaves_nothing(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["export", str(finished), str(tmp_path / "a"), "--step", "9"]) == 1
-    assert "has checkpoints of the steps 2, 3" in capsys.readouterr().err
+    assert "has checkpoints of steps 2, 3" in capsys.readouterr().err
     assert run(["export", "embedded", str(tmp_path / "a"), "--step", "9"]) == 1
     assert "--step 9 needs a run" in capsys.readouterr().err
     (tmp_path / "full").mkdir()

@@ -1,4 +1,4 @@
-"""GGUF files become ordinary checkpoints: the same weights, the same tokens, once."""
+"""GGUF import: the same weights, the same tokens, converted once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 from covey.errors import DiskError, ModelError
 from covey.models import gguf as importing
 from covey.models.gguf import cache_folder, find_gguf, import_gguf
-from covey.models.language_model import load_language_model
+from covey.models.load_model import load_language_model
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = ["t h", "Ċ Ċ", "Ġ Ġ"]
@@ -43,13 +43,13 @@ def tiny(kind: str = "llama") -> Any:
 
 
 def permuted(values: np.ndarray, heads: int) -> np.ndarray:
-    """Order the rows of queries and keys as llama.cpp's rotation wants them."""
+    """Reorder the rows of queries and keys for llama.cpp's rotation."""
     size = values.shape[0] // heads // 2
     return values.reshape(heads, 2, size, -1).swapaxes(1, 2).reshape(values.shape)
 
 
 def write_gguf(file: Path, model: Any, *, split: str = "smollm", stops: int = 1) -> Path:
-    """Write a model as llama.cpp's converter does, some of its matrices in eight bits."""
+    """Write a model as llama.cpp's converter does, some matrices in eight bits."""
     config = model.config
     kind = config.model_type
     writer = gguf.GGUFWriter(file, kind)
@@ -101,9 +101,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "split"), [("llama", "smollm"), ("qwen2", "qwen2")])
-def test_an_imported_model_is_the_model_that_was_written(
-    tmp_path: Path, cache: Path, kind: str, split: str
-) -> None:
+def test_import_reproduces_the_model(tmp_path: Path, cache: Path, kind: str, split: str) -> None:
     original = tiny(kind)
     file = write_gguf(tmp_path / "tiny.gguf", original, split=split, stops=2)
     said: list[str] = []
@@ -116,7 +114,7 @@ def test_an_imported_model_is_the_model_that_was_written(
     assert before.keys() == after.keys()
     for name, weight in before.items():
         assert after[name].dtype == torch.float32
-        # Eight bits are as far off as half a step of the largest of thirty-two.
+        # The error of eight bits is half a step, relative to the largest of thirty-two numbers.
         limit = float(weight.abs().max()) / 127 if "mlp" in name else 0.0
         assert float((after[name] - weight).abs().max()) <= limit, name
     assert any(not torch.equal(after[n], w) for n, w in before.items() if "mlp" in n)
@@ -127,11 +125,11 @@ def test_an_imported_model_is_the_model_that_was_written(
     with torch.no_grad():
         expected = from_file.eval()(ids).logits
         torch.testing.assert_close(loaded.model.eval()(ids).logits, expected, atol=1e-5, rtol=1e-5)
-    # It can be trained, saved and loaded like any other, and nothing calls it quantized.
+    # It can be trained, saved and loaded like any other, and is not marked as quantized.
     assert all(p.requires_grad for p in loaded.model.parameters())
     assert "quantization_config" not in (folder / "config.json").read_text()
     loaded.model.save_pretrained(tmp_path / "again")
-    # The second time nothing is done.
+    # The second call does nothing.
     changed = (folder / "model.safetensors").stat().st_mtime_ns
     assert import_gguf(file, said.append) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == changed
@@ -140,7 +138,7 @@ def test_an_imported_model_is_the_model_that_was_written(
     assert not list(cache.glob(".*.partial"))
 
 
-def test_the_tokenizer_ends_and_splits_as_the_file_says(tmp_path: Path, cache: Path) -> None:
+def test_the_tokenizer_stops_and_splits_as_the_file_says(tmp_path: Path, cache: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", tiny(), stops=2)
     (tmp_path / "folder").mkdir()
     file = file.rename(tmp_path / "folder/tiny.gguf")
@@ -165,7 +163,7 @@ def test_the_tokenizer_ends_and_splits_as_the_file_says(tmp_path: Path, cache: P
     assert asked == (1, VOCABULARY.index("th"), 2)
 
 
-def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(
+def test_a_failed_import_is_a_one_line_error_and_leaves_nothing(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ModelError, match="there is no file"):
@@ -174,7 +172,7 @@ def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(
     with pytest.raises(ModelError, match=r"cannot import .*bad\.gguf"):
         load_language_model(str(tmp_path / "bad.gguf"))
     file = write_gguf(tmp_path / "endless.gguf", tiny(), stops=0)
-    with pytest.raises(ModelError, match="does not say which token ends an answer"):
+    with pytest.raises(ModelError, match="does not name an end-of-text token"):
         load_language_model(str(file))
     with pytest.raises(
         ModelError, match=r"several GGUF files; name one of bad\.gguf, endless\.gguf"
@@ -213,7 +211,7 @@ def test_an_import_that_changes_the_model_is_refused(
     assert not [p for p in cache.iterdir() if p.is_dir()]
 
 
-def test_two_at_a_time_import_once(tmp_path: Path, cache: Path) -> None:
+def test_concurrent_imports_convert_once(tmp_path: Path, cache: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", tiny())
     said: list[str] = []
     with ThreadPoolExecutor(2) as pool:
@@ -233,7 +231,7 @@ def test_a_packaged_model_is_found_without_importing_its_package(
     assert find_gguf("smollm2") == package / "tiny.gguf"
 
 
-def test_what_is_missing_says_how_to_get_it(
+def test_a_missing_package_error_says_how_to_install_it(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(importing.PACKAGED, "smollm2", "no-such-package")
@@ -249,7 +247,7 @@ def test_what_is_missing_says_how_to_get_it(
         load_language_model(str(file))
 
 
-def test_other_models_are_not_taken_for_gguf(tmp_path: Path) -> None:
+def test_other_models_are_not_mistaken_for_gguf(tmp_path: Path) -> None:
     assert find_gguf("embedded") is None
     assert find_gguf("someone/some-model") is None
     assert find_gguf(str(tmp_path)) is None

@@ -43,7 +43,7 @@ def gradients(
         ("mistral", torch.float64),  # windows; sharpened, its float32 rounding is just above 1e-6
     ],
 )
-def test_gradient_is_the_same_however_the_batch_is_split_and_padded(
+def test_the_gradient_does_not_depend_on_micro_batches_or_padding(
     architecture: str, dtype: torch.dtype
 ) -> None:
     model = build(architecture, dtype)
@@ -63,7 +63,7 @@ def test_gradient_is_the_same_however_the_batch_is_split_and_padded(
 
 
 @pytest.mark.parametrize("chunk", [0.001, 256.0])
-def test_logits_in_chunks_give_the_models_own_probabilities(chunk: float) -> None:
+def test_chunked_logits_give_the_models_own_probabilities(chunk: float) -> None:
     for architecture in sorted(ARCHITECTURES):
         model = build(architecture, torch.float64)
         batch = make_batch(rows=5, seed=9)
@@ -84,7 +84,7 @@ def test_logits_in_chunks_give_the_models_own_probabilities(chunk: float) -> Non
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_training_mode_says_what_evaluation_mode_says(architecture: str) -> None:
+def test_training_mode_equals_evaluation_mode(architecture: str) -> None:
     model, batch = build(architecture), make_batch()
     with torch.no_grad():
         evaluation = batch_logp(model, batch).logp

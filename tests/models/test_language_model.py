@@ -1,4 +1,4 @@
-"""End of sequence: where an answer ends, and that its last token is learned."""
+"""End of sequence: where a completion ends, and that its last token is trained."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import transformers
 from covey.embedded import CHECKPOINT
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
-from covey.engines.protocol import Question, Sampling
-from covey.models.language_model import LanguageModel, wrap
+from covey.engines.protocol import Sampling
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import wrap
 from covey.models.logp import batch_logp
+from covey.rollout.episode import EncodedPrompt
 from covey.training.collate import collate
 from covey.types import Group, Prompt, Rollout
-from tests.conftest import ARCHITECTURES, build
+from tests.conftest import ARCHITECTURES, build, rollouts_of
 
 END = 1
 PROMPT = Prompt(id="p", task="t", target="", messages=({"role": "user", "content": "?"},))
 
 
 def answered(tokens: list[int], prompt: list[int]) -> Rollout:
-    return Rollout(
+    return Rollout.single_turn(
         prompt_id="p", sample=0, prompt_tokens=tuple(prompt), tokens=tuple(tokens),
         trained=(True,) * len(tokens), sampler_logp=(-1.0,) * len(tokens), text="", finish="stop",
         policy_version=0, reward=1.0, success=True,
@@ -32,7 +34,7 @@ def answered(tokens: list[int], prompt: list[int]) -> Rollout:
 
 @pytest.fixture(scope="module")
 def same_pad() -> LanguageModel:
-    """A model whose padding is its end of sequence, as that of many is."""
+    """A model that uses EOS as its padding token, as many do."""
     model = build("llama")
     model.tokenizer.pad_token = model.tokenizer.eos_token
     model.model.config.pad_token_id = model.model.generation_config.pad_token_id = END
@@ -40,11 +42,9 @@ def same_pad() -> LanguageModel:
 
 
 @pytest.mark.parametrize("side", ["packed", "right", "left"])
-def test_the_end_is_trained_though_padding_is_the_same_token(
-    same_pad: LanguageModel, side: str
-) -> None:
+def test_eos_is_trained_even_if_it_is_the_padding_token(same_pad: LanguageModel, side: str) -> None:
     assert same_pad.tokenizer.pad_token_id == END
-    # Ends, pads and zeros also stand inside of an answer and at the head of a prompt.
+    # EOS, padding and zeros also occur inside a completion and at the start of a prompt.
     answers = [([9, 8, END], [7, 9]), ([END], [END, END, 5]), ([6, END, 0, 5, END], [4])]
     rollouts = tuple(answered(tokens, prompt) for tokens, prompt in answers)
     batch = collate([Group(prompt=PROMPT, rollouts=rollouts)])
@@ -57,10 +57,10 @@ def test_the_end_is_trained_though_padding_is_the_same_token(
         places = torch.arange(len(prompt) - 1, len(prompt) + len(tokens) - 1)
         expected = whole[places, torch.tensor(tokens)]
         torch.testing.assert_close(found[row, : len(tokens)], expected, atol=1e-4, rtol=1e-4)
-        assert expected[-1] < -1e-3  # so that a masked end, which gives 0, would be seen
+        assert expected[-1] < -1e-3  # so that a masked EOS, which gives 0, would be seen
 
 
-def test_the_end_alone_has_a_gradient(same_pad: LanguageModel) -> None:
+def test_eos_has_a_gradient_and_padding_none(same_pad: LanguageModel) -> None:
     batch = collate([Group(prompt=PROMPT, rollouts=(answered([9, END], [7, 9]),))])
     same_pad.model.zero_grad()
     batch_logp(same_pad, batch).logp[0, 1].backward()
@@ -68,7 +68,7 @@ def test_the_end_alone_has_a_gradient(same_pad: LanguageModel) -> None:
     same_pad.model.zero_grad()
 
 
-def test_every_end_of_a_model_with_several_is_known_and_stops() -> None:
+def test_all_stop_tokens_of_a_model_end_completions() -> None:
     torch.manual_seed(0)
     model = ARCHITECTURES["llama"]()
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
@@ -76,11 +76,11 @@ def test_every_end_of_a_model_with_several_is_known_and_stops() -> None:
     model.generation_config.eos_token_id = [50, 40, 60]
     tokenizer.chat_template = "{{ messages[-1]['content'] }}<pad>"
     wrapped = wrap(model.eval(), tokenizer)
-    # The tokenizer's, the configuration's, those for generation, and the chat template's.
+    # From the tokenizer, the configuration, the generation configuration and the chat template.
     assert wrapped.stop_ids == (0, 1, 40, 50, 60)
-    question = Question(prompt=PROMPT, tokens=(7, 8, 9))
-    sampling = Sampling(max_tokens=200, samples=32)
-    (rollouts,) = NativeEngine(wrapped).generate([question], step=0, sampling=sampling)
+    question = EncodedPrompt(prompt=PROMPT, tokens=(7, 8, 9))
+    sampling = Sampling(max_tokens=200, group_size=32)
+    (rollouts,) = rollouts_of(NativeEngine(wrapped), [question], step=0, sampling=sampling)
     stopped = [r for r in rollouts if r.finish == "stop"]
     assert {r.tokens[-1] for r in stopped} == set(wrapped.stop_ids)
     for rollout in stopped:
@@ -88,7 +88,7 @@ def test_every_end_of_a_model_with_several_is_known_and_stops() -> None:
         assert rollout.trained[-1]
 
 
-def test_padding_side_of_the_tokenizer_never_matters(embedded: LanguageModel) -> None:
+def test_the_tokenizers_padding_side_does_not_matter(embedded: LanguageModel) -> None:
     messages = ({"role": "user", "content": "47+8?"},)
     results = []
     for side in ("left", "right"):
@@ -97,15 +97,15 @@ def test_padding_side_of_the_tokenizer_never_matters(embedded: LanguageModel) ->
             embedded, tokenizer=tokenizer, renderer=replace(embedded.renderer, tokenizer=tokenizer)
         )
         questions = [
-            Question(prompt=replace(PROMPT, id=str(n)), tokens=model.encode(messages)[n:])
+            EncodedPrompt(prompt=replace(PROMPT, id=str(n)), tokens=model.encode(messages)[n:])
             for n in range(3)
         ]
         sampling = Sampling(max_tokens=12, distribution=Distribution(temperature=1.0))
-        results.append(NativeEngine(model).generate(questions, step=0, sampling=sampling))
+        results.append(rollouts_of(NativeEngine(model), questions, step=0, sampling=sampling))
     assert results[0] == results[1]
 
 
-def test_a_soft_cap_in_attention_is_not_left_out() -> None:
+def test_an_attention_soft_cap_is_applied() -> None:
     torch.manual_seed(0)
     model = ARCHITECTURES["gemma2"]().eval()
     for layer in model.model.layers:
@@ -115,7 +115,7 @@ def test_a_soft_cap_in_attention_is_not_left_out() -> None:
     ids = torch.arange(6, 30)[None]
     with torch.no_grad():
         expected = model(ids).logits
-        model.set_attn_implementation("sdpa")  # as it is loaded: without the cap, without a word
+        model.set_attn_implementation("sdpa")  # as transformers loads it: silently without the cap
         assert float((model(ids).logits - expected).abs().max()) > 0.1
         wrapped = wrap(model, transformers.AutoTokenizer.from_pretrained(CHECKPOINT))
         assert wrapped.packs

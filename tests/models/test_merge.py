@@ -8,14 +8,14 @@ import peft
 import pytest
 import torch
 import transformers
-from tests.policy.test_adapter import shaken, trained
-from tests.policy.test_checkpoint import RENAMED
 
 from covey.models.adapter import adapted_layers, add_adapter, load_adapter, save_adapter
 from covey.models.chat_template import Template
-from covey.models.language_model import load_language_model
+from covey.models.load_model import load_language_model
 from covey.models.merge import merge_adapter, merged_state_dict
 from tests.conftest import build
+from tests.models.test_adapter import shaken, trained
+from tests.training.test_checkpoint import RENAMED
 
 IDS = torch.arange(6, 40)[None]
 
@@ -28,12 +28,12 @@ def saved_base(name: str, folder: Path) -> str:
 
 
 def assert_same(model: torch.nn.Module, said: torch.Tensor) -> None:
-    # Products of several experts at once are not to be had in float64.
+    # Grouped products of experts do not support float64.
     torch.testing.assert_close(model(IDS).logits, said, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "gpt_neox"])
-def test_merged_experts_say_what_the_adapter_said(name: str) -> None:
+def test_merged_experts_equal_base_plus_adapter(name: str) -> None:
     model = shaken(add_adapter(build(name, kinds=RENAMED), rank=3, alpha=6))
     plain = build(name, kinds=RENAMED).model
     start = plain(IDS).logits
@@ -43,7 +43,7 @@ def test_merged_experts_say_what_the_adapter_said(name: str) -> None:
     assert_same(plain, said)
 
 
-def test_experts_that_are_kept_the_other_way_round_are_merged_too(tmp_path: Path) -> None:
+def test_transposed_experts_are_merged_too(tmp_path: Path) -> None:
     config = peft.LoraConfig(
         r=2,
         target_modules=["q_proj"],
@@ -69,7 +69,7 @@ def test_a_merged_folder_of_experts_is_an_ordinary_model(name: str, tmp_path: Pa
     assert_same(merged, model.model(IDS).logits)
 
 
-def test_a_chat_template_that_nobody_can_use_is_no_hindrance(tmp_path: Path) -> None:
+def test_a_broken_chat_template_does_not_prevent_merging(tmp_path: Path) -> None:
     base = saved_base("gpt_neox", tmp_path / "base")
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = "{{ raise_exception('tools are required') }}"

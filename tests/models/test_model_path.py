@@ -1,4 +1,4 @@
-"""What should be a model and is none is told by what it is, and the hub is not asked."""
+"""A path that is no model is an error that says why, without a request to the hub."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from covey.errors import ModelError
-from covey.models.language_model import load_language_model
-from covey.models.model_path import check_model_path, not_here
+from covey.models.load_model import load_language_model
+from covey.models.model_path import check_model_path, missing_folder_note
 
 
 @pytest.fixture
@@ -46,10 +46,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("runs/sums-grpo-1", "is a run; give its newest checkpoint: runs/sums-grpo-1/checkpoints/000010"),
         ("runs/young", "is a run; it has no checkpoint yet"),
         ("runs", "runs is a folder without config.json or adapter_config.json"),
-        ("my.toml", "my.toml is a file, and no GGUF"),
+        ("my.toml", "my.toml is not a GGUF file"),
     ],
 )  # fmt: skip
-def test_what_is_no_model_is_told_by_what_it_is(path: str, words: str, here: Path) -> None:
+def test_a_path_that_is_no_model_is_an_error_that_says_why(
+    path: str, words: str, here: Path
+) -> None:
     with pytest.raises(ModelError) as caught:
         check_model_path(path)
     assert words in str(caught.value)
@@ -64,13 +66,13 @@ def test_what_is_no_model_is_told_by_what_it_is(path: str, words: str, here: Pat
      "gpt2", "someone/model", "maker/large",
      "other/model"],
 )  # fmt: skip
-def test_models_and_names_of_the_hub_are_left_alone(path: str, here: Path) -> None:
+def test_models_and_hub_names_pass(path: str, here: Path) -> None:
     check_model_path(path)
 
 
-def test_a_name_that_the_hub_does_not_know_is_not_here_either(here: Path) -> None:
-    assert not_here("maker/small") == ""
-    assert not_here("gpt2") == "; and there is no folder of that name"
-    assert not_here("maker/smal") == (
-        "; and there is no folder of that name; did you mean 'maker/small'?"
+def test_an_unknown_hub_name_gets_a_note_about_similar_folders(here: Path) -> None:
+    assert missing_folder_note("maker/small") == ""
+    assert missing_folder_note("gpt2") == "; there is no folder of that name either"
+    assert missing_folder_note("maker/smal") == (
+        "; there is no folder of that name either; did you mean 'maker/small'?"
     )

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from covey.objective.advantage import (
     ADVANTAGES,
-    answer_rewards,
     batch_standardized,
     best_of_group,
     centered,
@@ -20,6 +19,7 @@ from covey.objective.advantage import (
     leave_one_out,
     per_token,
     returns,
+    rollout_rewards,
     standardized,
     sum_of_standardized,
     token_rewards,
@@ -175,7 +175,7 @@ def test_the_reward_stands_at_the_last_trained_token_less_the_penalty() -> None:
     expected = torch.zeros_like(rewards)
     expected[torch.arange(len(last)), last] = batch.rewards
     torch.testing.assert_close(rewards, expected)
-    torch.testing.assert_close(answer_rewards(batch), token_rewards(batch).sum(dim=1))
+    torch.testing.assert_close(rollout_rewards(batch), token_rewards(batch).sum(dim=1))
 
 
 def test_per_token_fills_the_mask_and_nothing_else() -> None:

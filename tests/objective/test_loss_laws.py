@@ -173,10 +173,10 @@ def test_law_8_clip_fractions_count_where_the_clipped_loss_is_the_larger(
     plain, held, counted = by_hand(objective, batch, step.logp)
     assert batch.advantage is not None
     larger = plain > held
-    if objective.per_answer:  # one vote an answer; its tokens agree
+    if objective.per_sequence:  # one vote an answer; its tokens agree
         larger, counted = larger.any(dim=1, keepdim=True), counted.any(dim=1, keepdim=True)
     good = (batch.advantage > 0)[:, : larger.shape[1]]
-    if objective.per_answer:
+    if objective.per_sequence:
         good = (batch.advantage > 0).any(dim=1, keepdim=True)
     numbers = summary(meter)
     for name, flags in (
@@ -318,7 +318,7 @@ def test_law_14_no_token_loses_its_gradient_however_far_it_has_moved(
 @NAMED
 def test_the_penalty_is_only_asked_for_with_beta(case: str) -> None:
     objective, step = objective_of(case, beta=0.0), make_step(7)
-    assert not objective.needs_reference
+    assert "reference" not in objective.needs
     batch = ready(objective, Step(replace(step.batch, ref_logp=None), step.logp))
     assert policy_loss(objective, batch, step.logp).penalty is None
 
@@ -333,7 +333,7 @@ def test_a_penalty_in_the_reward_is_no_gradient_of_its_own(case: str, seed: int)
     assert policy_loss(objective, batch, step.logp).penalty is None
     free = replace(objective, beta=0.0)
     assert torch.equal(descend(objective, batch, step.logp)[1], descend(free, batch, step.logp)[1])
-    if not objective.needs_success:  # those ask only which answers are right
+    if "success" not in objective.needs:  # those read which rollouts succeed, and no reward
         plain = with_advantage(free, step.batch).advantage
         assert not torch.equal(batch.advantage, plain)
 

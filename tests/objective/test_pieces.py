@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from covey.objective.ratio import RATIOS
 from covey.objective.surrogate import Gain, Tokens, clipped, geometric_clipped, trust_mask
 from covey.objective.weights import WEIGHTS
 from covey.types import Totals
+from tests.conftest import make_batch
 
 
 def row(*values: float, requires_grad: bool = False) -> torch.Tensor:
@@ -159,10 +161,11 @@ def test_ratios_are_bounded(name: str, x: float) -> None:
 )
 def test_weights_of_a_ragged_batch(name: str, expected: list[float]) -> None:
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
-    # Each group has another answer, of one token, elsewhere in the step.
+    # Each group has another rollout, of one token, elsewhere in the step.
     totals = Totals(sequences=5, tokens=7, groups=2, group_tokens={4: 6, 9: 1})
     options = {"length": 10} if name == "sequence_mean_token_sum_norm" else {}
-    weights = WEIGHTS[name](mask, torch.tensor([4, 4, 9]), totals, **options)
+    batch = replace(make_batch(rows=3), mask=mask, group=torch.tensor([4, 4, 9]))
+    weights = WEIGHTS[name](batch, totals, **options)
     assert weights.dtype == torch.float64
     wanted = [[w if m else 0.0 for m in r] for w, r in zip(expected, mask.tolist(), strict=True)]
     assert weights.tolist() == [pytest.approx(w) for w in wanted]
@@ -214,9 +217,9 @@ def test_corrections_of_mean_one() -> None:
 @pytest.mark.parametrize(("kl", "expected"), [(0.1, 1.0), (0.11, 1.01), (5.0, 1.02), (0.0, 0.98)])
 def test_beta_follows_the_kl_by_a_fifth_at_most(kl: float, expected: float) -> None:
     # A tenth of the horizon's answers: a KL that is a tenth too large raises beta by a hundredth.
-    assert adapted_beta(1.0, kl, target=0.1, horizon=1000, answers=100) == pytest.approx(expected)
+    assert adapted_beta(1.0, kl, target=0.1, horizon=1000, rollouts=100) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("answers", [1000, 5000, 100_000])
 def test_beta_keeps_its_sign_however_many_answers_a_step_has(answers: int) -> None:
-    assert adapted_beta(1.0, 0.0, target=0.1, horizon=1000, answers=answers) == pytest.approx(0.8)
+    assert adapted_beta(1.0, 0.0, target=0.1, horizon=1000, rollouts=answers) == pytest.approx(0.8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from covey.objective import build
-from covey.objective.masked import answer_mean, row_mean, spread
+from covey.objective.masked import row_mean, sequence_mean, spread
 from tests.objective.laws import Step, gradient_of, make_step, outcome
 
 FAMILIES = [
@@ -67,9 +67,9 @@ def test_the_mean_of_an_answer_has_the_value_and_gradient_of_a_mean() -> None:
     upstream = torch.randn(
         values.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
-    (found,) = torch.autograd.grad((answer_mean(values, mask) * upstream).sum(), values)
+    (found,) = torch.autograd.grad((sequence_mean(values, mask) * upstream).sum(), values)
     (wanted,) = torch.autograd.grad((spread(row_mean(values, mask), mask) * upstream).sum(), values)
-    assert torch.equal(answer_mean(values, mask), spread(row_mean(values, mask), mask))
+    assert torch.equal(sequence_mean(values, mask), spread(row_mean(values, mask), mask))
     torch.testing.assert_close(found, wanted, atol=1e-15, rtol=1e-13)
     assert (found[~mask] == 0).all()
     assert not mask.any(dim=1).all()  # an answer without trained tokens is among them
@@ -78,4 +78,4 @@ def test_the_mean_of_an_answer_has_the_value_and_gradient_of_a_mean() -> None:
 def test_the_mean_of_an_answer_is_differentiated_right() -> None:
     mask = torch.tensor([[True, False, True], [False, False, False]])
     values = torch.rand(2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda v: answer_mean(v, mask).square(), (values,))
+    assert torch.autograd.gradcheck(lambda v: sequence_mean(v, mask).square(), (values,))

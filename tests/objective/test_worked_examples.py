@@ -29,10 +29,10 @@ from covey.objective import (
     with_weight,
 )
 from covey.objective.advantage import (
-    answer_rewards,
     centered,
     per_token,
     returns,
+    rollout_rewards,
     standardized,
     sum_of_standardized,
     token_rewards,
@@ -329,7 +329,7 @@ TABLES: list[tuple[str, str, dict[str, Any], Read]] = [
     ("surrogates.cases.cispo_5.weight", "cispo", {}, weight_of),
     ("surrogates.cases.vespo.weight", "vespo", {}, weight_of),
     ("surrogates.cases.dppo.kept", "dppo", {"clip_low": 0.1, "clip_high": 0.1}, lambda b, o: o.gain.value != 0),
-    ("surrogates.cases.rloo.rewards", "rloo", {}, lambda b, o: answer_rewards(b)[:, None]),
+    ("surrogates.cases.rloo.rewards", "rloo", {}, lambda b, o: rollout_rewards(b)[:, None]),
     ("surrogates.cases.kl_cov.covariance", "kl_cov", EPS, lambda b, o: covariance(b.advantage, LOGP, MASK)),
     ("surrogates.cases.kl_cov.marked", "kl_cov", TOY_KL_COV, marked_of),
     ("surrogates.cases.clip_cov.marked", "clip_cov", TOY_CLIP_COV, marked_of),
@@ -424,7 +424,7 @@ def dapo_groups() -> list[Group]:
     worked = at("dapo.groups")
     soft = Soft(limit=worked["limit"], cache=worked["cache"])
     rollouts = [
-        Rollout(
+        Rollout.single_turn(
             prompt_id=str(group), sample=row, prompt_tokens=(1,), tokens=(2,) * length,
             trained=(True,) * length, sampler_logp=(0.0,) * length, text="", finish="stop",
             policy_version=0, reward=base + soft.of(length), success=bool(right),

@@ -29,7 +29,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def scripted() -> Iterator[tuple[str, list[tuple[int, bytes]]]]:
-    """A server that says what it is told, one reply a connection, and is away without any."""
+    """A server that sends scripted replies, one per connection, and is unavailable without any."""
     replies: list[tuple[int, bytes]] = []
     listener = socket.create_server(("127.0.0.1", 0))
 

@@ -14,19 +14,21 @@ import torch
 from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import ModelError
-from covey.models.language_model import LanguageModel, load_language_model
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
 from covey.reference.frozen import FrozenReference
 from covey.reference.wire import SLACK, encode_reply, reply_bytes
 from covey.run.folder import RunFolder
-from covey.training.build import assemble, resolve
+from covey.training.build import assemble
 from covey.training.collate import collate
 from covey.training.finite_checks import check_finite
 from covey.training.loop import StopSignal, train
 from covey.training.policy import LogProbs
+from covey.training.resolve import resolve
 from covey.types import Group, Prompt, Rollout
 from tests.conftest import make_batch
 from tests.reference.servers import HEALTH, connect, new_process
-from tests.reporters import Notes
+from tests.trackers import Notes
 
 SETTINGS = (
     "model.device=cpu", "train.steps=2", "evaluate.every=0", "rollout.prompts_per_step=2",
@@ -108,7 +110,7 @@ def test_a_run_with_a_nan_reference_stops_before_it_learns(
     folder = RunFolder.create(tmp_path / "run", "", {})
     words = "^step 1: log-probabilities from the reference are not finite for [0-9]+ of [0-9]+ tok"
     with closing(parts.scorer), pytest.raises(ModelError, match=words) as raised:
-        train(parts, folder, Notes(), StopSignal())
+        train(parts, folder, [Notes()], StopSignal())
     assert str(raised.value).endswith("No optimizer step was taken")
     assert parts.policy.version == 0
     assert folder.steps() == []
@@ -125,7 +127,9 @@ def test_a_server_whose_model_gives_nan_says_so_and_the_run_stops(
         where = ("reference.kind=server", f"reference.url={server.url}")
         assert covey(arguments(tmp_path / "run", *where)) == 1
         said = capfd.readouterr().err.splitlines()[-1]
-        assert said.startswith(f"covey: reference: {server.url} answered 500: the model gives no")
+        assert said.startswith(
+            f"covey: reference: {server.url} replied 500: the model gives invalid"
+        )
         assert "of logp are not finite" in said
 
 
@@ -147,7 +151,7 @@ def test_padding_may_hold_anything_and_trained_tokens_may_not() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_samplers_log_probability_must_be_finite(value: float) -> None:
     prompt = Prompt(id="p-7", messages=({"role": "user", "content": "1+1?"},), target="2", task="t")
-    rollout = Rollout(
+    rollout = Rollout.single_turn(
         prompt_id="p-7", sample=3, text="2", tokens=(5, 6), sampler_logp=(-0.1, value),
         prompt_tokens=(1, 2), trained=(True, True), finish="stop", policy_version=0, reward=1.0, success=True,
     )  # fmt: skip
@@ -166,8 +170,8 @@ def test_an_optimizer_step_that_is_left_out_is_noted(tmp_path: Path) -> None:
     notes = Notes()
     folder = RunFolder.create(tmp_path / "run", "", {})
     with closing(parts.scorer):
-        train(parts, folder, notes, StopSignal())
+        train(parts, folder, [notes], StopSignal())
     assert folder.steps()[0]["optim/skipped"] == 1
     said = [note for note in notes.notes if "left out" in note]
     assert len(said) == 1
-    assert said[0].startswith("step 1: 1 optimizer steps were left out: their gradient was not")
+    assert said[0].startswith("step 1: 1 optimizer steps were skipped: their gradient was not")

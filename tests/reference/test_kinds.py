@@ -14,16 +14,19 @@ from safetensors.torch import load_file
 
 from covey.cli.main import run as covey
 from covey.config import Config, load_config
+from covey.config.reference_kinds import OPTIONS
 from covey.errors import ConfigError, RunError
 from covey.models.adapter import add_adapter
-from covey.models.language_model import LanguageModel, load_language_model
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
 from covey.models.logp import LogProbs, batch_logp
 from covey.reference import Reference
-from covey.reference.build import OPTIONS, make_reference
+from covey.reference.build import make_reference
 from covey.reference.frozen import AdapterOffReference, FrozenReference, OffloadedReference
-from covey.training.build import assemble, resolve
+from covey.training.build import assemble
 from covey.training.optimizer import MasterAdamW
 from covey.training.policy import Policy
+from covey.training.resolve import resolve
 from covey.types import Batch
 from tests.conftest import make_batch
 from tests.reference.servers import TOKEN, Server, fork_server
@@ -76,7 +79,7 @@ def test_the_starting_weights_give_the_same_kl_wherever_they_are(
         policy = thin if kind == "adapter_off" else whole
         config = config_of(f"reference.kind={kind}", *options.get(kind, []))
         reference = make_reference(config, policy=policy.model, load=load)
-        with reference.at_work():
+        with reference.loaded():
             found[kind] = reference.logp(batch)
     if mine is not server:
         mine.kill()
@@ -107,11 +110,11 @@ def test_an_offloaded_reference_is_at_home_when_it_does_not_compute(qwen: str) -
     model = load_language_model(qwen, device="cpu")
     reference = OffloadedReference(model=model, temperature=1.0, logits_megabytes=64)
     addresses = {n: p.data_ptr() for n, p in model.model.named_parameters()}
-    with reference.at_work():
-        assert reference.visiting
+    with reference.loaded():
+        assert reference.on_device
         reference.logp(make_batch())
-        assert reference.visiting
-    assert not reference.visiting
+        assert reference.on_device
+    assert not reference.on_device
     assert {n: p.data_ptr() for n, p in model.model.named_parameters()} == addresses
 
 
@@ -207,7 +210,7 @@ def test_a_run_with_a_moving_reference_resumes_bit_for_bit(tmp_path: Path) -> No
 
 def test_without_its_file_a_moving_reference_does_not_go_on(tmp_path: Path, qwen: str) -> None:
     _, reference = follower("moving", qwen)
-    with pytest.raises(RunError, match="has no reference to go on with"):
+    with pytest.raises(RunError, match="has no usable reference weights"):
         reference.load(tmp_path)
 
 
@@ -267,10 +270,10 @@ def test_kinds_that_an_adapter_needs_or_forbids(qwen: str, monkeypatch: pytest.M
         made("adapter_off", plain)
     adapted = add_adapter(plain, rank=2)
     for kind in ("moving", "renewed"):
-        with pytest.raises(ConfigError, match="follows whole weights, not an adapter's"):
+        with pytest.raises(ConfigError, match="does not work with an adapter"):
             made(kind, adapted)
     monkeypatch.delenv("NO_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match="'NO_TOKEN': that environment variable holds no token"):
+    with pytest.raises(ConfigError, match="'NO_TOKEN': the variable holds no valid token"):
         made("server", plain, "reference.url=http://127.0.0.1:1", "reference.token_env=NO_TOKEN")
 
 

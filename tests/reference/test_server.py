@@ -19,13 +19,13 @@ import torch
 from covey.cli.reference import _bound, _serve
 from covey.errors import ConfigError, ModelError
 from covey.models.language_model import LanguageModel
-from covey.models.layout import micro_batches
 from covey.models.logp import LogProbs, batch_logp
+from covey.models.micro_batches import micro_batches
+from covey.reference.batcher import Batcher, QueueFullError
 from covey.reference.client import Address, ServerReference
 from covey.reference.fingerprint import fingerprint, tokenizer_digest
 from covey.reference.server import ServerSettings, make_app
-from covey.reference.wire import Request, encode_reply, encode_request
-from covey.reference.worker import Busy, Worker
+from covey.reference.wire import LogpRequest, encode_reply, encode_request
 from tests.conftest import build, make_batch
 from tests.reference.servers import HEALTH, TOKEN, Server, connect, forked, wait_for_text
 
@@ -187,13 +187,13 @@ def test_eight_clients_at_once_get_each_their_own_answer(
         assert max(pool.map(work, range(8))) <= 1e-5
 
 
-def request(seed: int, temperature: float = 1.0) -> Request:
+def request(seed: int, temperature: float = 1.0) -> LogpRequest:
     batch = make_batch(rows=3, longest=4 + seed, seed=seed)
-    return Request(batch=batch, temperature=temperature, tokenizer="")
+    return LogpRequest(batch=batch, temperature=temperature, tokenizer="")
 
 
-class Slow(Worker):
-    """A worker that begins when it is told."""
+class Slow(Batcher):
+    """A batcher that starts on command."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.go, self.sizes = threading.Event(), []
@@ -231,7 +231,7 @@ def test_a_full_queue_is_told(embedded: LanguageModel) -> None:
     while worker.waiting:
         time.sleep(0.001)
     worker.submit(request(0))
-    with pytest.raises(Busy):
+    with pytest.raises(QueueFullError):
         worker.submit(request(0))
     worker.go.set()
 
@@ -255,12 +255,12 @@ def test_an_overloaded_server_says_when_to_come_again(
     settings = ServerSettings(name="slow", timeout=4.0, waiting=1)
     output, body = tmp_path / "output", body_of(embedded)
 
-    def hang(self: Worker, requests: Any) -> None:
+    def hang(self: Batcher, requests: Any) -> None:
         print("begun")
         time.sleep(60)
 
     def serve() -> int:
-        Worker._compute = hang
+        Batcher._compute = hang
         _serve(make_app(embedded, settings), _bound("127.0.0.1", 0), settings)
         return 0
 
@@ -277,19 +277,21 @@ def test_an_overloaded_server_says_when_to_come_again(
     finally:
         slow.kill()
     assert [(a.status, a.headers["Retry-After"]) for a in answers] == [(503, "1")] * 3
-    assert [a.error for a in answers] == ["too many requests wait", *["not done within 4 s"] * 2]
+    assert [a.error for a in answers] == ["the queue is full", *["not done within 4 s"] * 2]
     assert counted['errors_total{status="503"}'] == 3
 
 
 def test_a_wrong_token_ends_the_run_at_once(server: Server, embedded: LanguageModel) -> None:
-    with pytest.raises(ModelError, match="answered 401: the bearer token is missing or wrong"):
+    with pytest.raises(ModelError, match="replied 401: the bearer token is missing or wrong"):
         client(server, embedded, token="wrong")
 
 
 def test_another_tokenizer_is_refused_at_once(server: Server) -> None:
     other = build("qwen2")
     other.tokenizer.add_tokens(["<new>"])
-    with pytest.raises(ModelError, match="serves embedded, whose tokenizer is not the policy's"):
+    with pytest.raises(
+        ModelError, match="serves embedded, whose tokenizer differs from the policy's"
+    ):
         client(server, other)
 
 
@@ -300,7 +302,7 @@ def test_weights_must_be_those_of_the_configuration_and_of_the_checkpoint(
     reference = client(server, embedded, weights=weights)
     assert reference.identity == f"server {server.url} {weights}"
     assert client(server, embedded).weights == weights
-    with pytest.raises(ModelError, match=r"has other weights: abc\.\.\. were expected"):
+    with pytest.raises(ModelError, match=r"has other weights: expected abc"):
         client(server, embedded, weights="abc")
     reference.save(tmp_path)
     reference.load(tmp_path)
@@ -318,7 +320,7 @@ def test_a_server_that_is_away_is_waited_for_and_told_of_once(
     notes: list[str] = []
     assert connect(url, notes, patience=60).weights == "w"
     assert len(notes) == 2
-    assert notes[0].startswith(f"reference: {url} answered 503: busy; waiting up to 60 s")
+    assert notes[0].startswith(f"reference: {url} replied 503: busy; waiting up to 60 s")
     assert notes[1] == f"reference: {url} is back"
 
 
@@ -333,7 +335,7 @@ def test_other_weights_in_the_middle_of_a_run_end_it(
     reference = connect(url, [], patience=0)
     found, order = reference.logp(batch), next(iter(micro_batches(batch, 10**6)))
     assert torch.equal(found.logp[order], values.logp)
-    with pytest.raises(ModelError, match=r"w\.\.\. were expected, it has other"):
+    with pytest.raises(ModelError, match=r"expected w\.\.\., found other"):
         reference.logp(batch)
 
 
@@ -353,10 +355,10 @@ def test_patience_comes_to_an_end(scripted: tuple[str, list[tuple[int, bytes]]])
         (200, b"hello", "is not a reference server"),
         (200, b'{"model": 5}', "is not a reference server"),
         (200, json.dumps({**HEALTH, "max_tokens": "x"}).encode(), "is not a reference server"),
-        (422, b'{"error": "a\\nb"}', "answered 422: a b"),
-        (404, b"<html>no</html>", "answered 404: <html>no</html>"),
-        (302, b"", "answered 302"),
-        (500, b"", "answered 500"),
+        (422, b'{"error": "a\\nb"}', "replied 422: a b"),
+        (404, b"<html>no</html>", "replied 404: <html>no</html>"),
+        (302, b"", "replied 302"),
+        (500, b"", "replied 500"),
     ],
 )
 def test_what_would_fail_again_is_an_error_at_once(

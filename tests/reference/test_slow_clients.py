@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from covey.cli.reference import _bound, _serve
-from covey.models.language_model import LanguageModel, load_language_model
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
 from covey.reference.client import Address, ServerReference
 from covey.reference.connections import LogLines
 from covey.reference.fingerprint import tokenizer_digest

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from covey.models.layout import micro_batches
 from covey.models.logp import LogProbs
+from covey.models.micro_batches import micro_batches
 from covey.reference.wire import (
     BYTES_PER_TOKEN,
     HEADER_BYTES,
@@ -77,7 +77,7 @@ def put(place: int | tuple[int, int], value: int) -> Callable[[torch.Tensor], to
         (change("tokens", lambda t: t.long()), "tokens must be int32 with 2 dimensions, not int64"),
         (change("mask", lambda t: t.float()), "mask must be bool"),
         (change("lengths", lambda t: t[:, None]), "lengths must be int32 with 1 dimensions"),
-        (change("lengths", lambda t: t[:-1]), "as many rows"),
+        (change("lengths", lambda t: t[:-1]), "same number of rows"),
         (change("mask", lambda t: t[:, :-1]), "same shape"),
         (change("lengths", put(1, -1)), "lengths must be 0 to 9"),
         (change("lengths", put(1, 10)), "lengths must be 0 to 9"),
@@ -88,8 +88,8 @@ def put(place: int | tuple[int, int], value: int) -> Callable[[torch.Tensor], to
         (change("prompt_tokens", put((5, 6), 2**31 - 1)), "prompt_tokens must be 0 to 261"),
         (change("lengths", put(0, 8)), "beyond a row's length"),
         (change("mask", lambda t: t.to(torch.uint8).mul(2).view(torch.bool)), "0 and 1"),
-        (lambda t: t.update({n: v[:0] for n, v in t.items()}), "one or more"),
-        (lambda t: t.update(tokens=t["tokens"][:, :0], mask=t["mask"][:, :0]), "one or more col"),
+        (lambda t: t.update({n: v[:0] for n, v in t.items()}), "at least one"),
+        (lambda t: t.update(tokens=t["tokens"][:, :0], mask=t["mask"][:, :0]), "at least one col"),
         (lambda t: t.update(extra=torch.zeros(1)), "tensors must be prompt_tokens"),
         (lambda t: t.pop("mask"), "tensors must be prompt_tokens"),
         (lambda t: t.update({n: torch.cat([v] * 20) for n, v in t.items()}), "more than 200"),

@@ -89,7 +89,26 @@ METRICS: Mapping[str, str] = {
 UNRECORDED_METRICS = ("time/", "reward_id")
 
 # Fields of eval.jsonl, report.json and of what `--json` prints: present name -> fixed name.
-FIELDS: Mapping[str, str] = {}
+FIELDS: Mapping[str, str] = {
+    "conclusion": "verdict",
+    "completions": "answers",
+    "examples": "problems",
+    "num_prompts": "problems",
+    "correct": "right",
+    "evaluations": "points",
+    "time_to_accuracy": "reach",
+    "difference_new_prompts": "other_problems",
+    "completion length": "answer length",
+    "rollouts": "answers",
+    "replayed_steps": "learned_again",
+    "steps_behind": "behind",
+    "zero_variance": "flat",
+    "zero_gradient": "silent",
+    "filtered_out": "left_out",
+    "share_raised": "raised",
+    "half_gradient_from": "half_from",
+    "run_algorithm": "own",
+}
 
 
 def fixed(name: str) -> str:
@@ -101,7 +120,7 @@ def fixed(name: str) -> str:
 UNRECORDED_FIELDS = frozenset({"seconds", "weights"})
 # Texts, by fixed name, are wording and not recorded, but for what a model wrote and which prompts it got right.
 TEXT_FIELDS = frozenset({"text", "answer", "right"})
-REPORT_SECTIONS = ("verdict", "runs", "curves", "agreement", "answers", "health")
+REPORT_SECTIONS = ("conclusion", "runs", "curves", "agreement", "completions", "health")
 
 # The run folder.
 STEPS_FILE = "steps.jsonl"

@@ -72,7 +72,7 @@ def test_different_sources_are_counted(text: str, count: int) -> None:
     )
 
 
-def test_a_parenthesis_that_the_address_opens_belongs_to_it() -> None:
+def test_a_parenthesis_opened_in_an_address_belongs_to_it() -> None:
     text = "https://a.org/tea_(drink) (see https://a.org/cup)"
     assert addresses(text) == {"a.org/tea_(drink)", "a.org/cup"}
 
@@ -138,7 +138,7 @@ def test_options_are_checked(options: dict[str, Any]) -> None:
     )
 )
 @settings(deadline=None, max_examples=60)
-def test_an_address_is_a_source_and_saying_all_twice_adds_none(text: str) -> None:
+def test_an_address_is_a_source_and_repetition_adds_none(text: str) -> None:
     assert addresses(text) <= sources(text)
     assert addresses(text + "\n" + text) == addresses(text)
 

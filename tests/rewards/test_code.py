@@ -1,20 +1,18 @@
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
 import pytest
 
 from covey.errors import ConfigError
-from covey.rewards.code import CodeTests, read_program, read_tests
+from covey.rewards.code import CodeTests, extract_program, parse_tests
 from covey.rewards.score import Score
 from covey.sandbox import Limits
-from covey.sandbox import run as run_function
+from covey.sandbox import program as sandbox
 from covey.types import Prompt
 
-sandbox = sys.modules[run_function.__module__]
-ISOLATED = not sandbox._why_not()
+ISOLATED = not sandbox.isolation_problem()
 CALLS = [
     {"call": "add(1, 2)", "expected": "3"},
     {"call": "add(-1, 1)", "expected": "0"},
@@ -115,18 +113,18 @@ def test_programs_that_read_and_write(program: str, passed: float) -> None:
     ],
 )
 def test_where_the_program_is_found(text: str, program: str) -> None:
-    assert read_program(text) == program
+    assert extract_program(text) == program
 
 
 @pytest.mark.parametrize("piece", ["```python\n", "```\n", "`", "<", "<answer>", "<think>", "\n"])
 def test_reading_hostile_text_takes_linear_time(piece: str) -> None:
     text = piece * (1_000_000 // len(piece))
     began = time.process_time()
-    read_program(text)
+    extract_program(text)
     assert time.process_time() - began < 2
 
 
-# None of these knows a result: whatever they do, at most what they compute by chance is right.
+# None of these computes a result, so at most a chance result is correct.
 CHEATS = {
     "equal to everything": """
 class Yes:
@@ -249,9 +247,9 @@ def test_a_test_that_hangs_costs_only_itself() -> None:
         ("add(1, 2)", r"info\['tests'\]"),
         ([{}], "neither 'call' nor 'stdin'"),
         (["add(1, 2)"], "neither 'call' nor 'stdin'"),
-        ([*CALLS, {"call": "add(1, 2)"}], r"\[4\] needs texts 'call' and 'expected'"),
-        ([{"call": "add(1, 2)", "expected": 3}], "needs texts"),
-        ([{"stdin": "1"}], "needs texts 'stdin' and 'stdout'"),
+        ([*CALLS, {"call": "add(1, 2)"}], r"\[4\] needs strings 'call' and 'expected'"),
+        ([{"call": "add(1, 2)", "expected": 3}], "needs strings"),
+        ([{"stdin": "1"}], "needs strings 'stdin' and 'stdout'"),
         ([{"call": "add(1, 2", "expected": "3"}], "cannot be used"),
         ([{"call": "x = 1", "expected": "3"}], "cannot be used"),
         ([{"call": "add(1, 2)", "expected": "three"}], "not a Python literal: 'three'"),
@@ -263,7 +261,7 @@ def test_a_prompt_without_usable_tests_is_an_error(tests: Any, message: str) -> 
 
 
 def test_tests_may_be_any_sequence() -> None:
-    assert len(read_tests({"tests": tuple(CALLS)})) == 4
+    assert len(parse_tests({"tests": tuple(CALLS)})) == 4
 
 
 @pytest.mark.parametrize(
@@ -282,17 +280,17 @@ def test_options_out_of_range_are_config_errors(options: dict[str, Any], message
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_without_isolation_it_is_refused_before_the_first_answer(
+def test_missing_isolation_is_an_error_before_the_first_completion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sandbox._why_not.cache_clear()
+    sandbox.isolation_problem.cache_clear()
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     try:
         with pytest.raises(ConfigError, match=r"apt install bubblewrap.*unsafe = true"):
             CodeTests()
         assert CodeTests(unsafe=True)(prompt(CALLS), fence(RIGHT)) == score(1.0)
     finally:
-        sandbox._why_not.cache_clear()
+        sandbox.isolation_problem.cache_clear()
 
 
 def test_the_options_are_the_limits() -> None:
@@ -300,4 +298,4 @@ def test_the_options_are_the_limits() -> None:
     assert reward._limits() == Limits(
         cpu_seconds=2, wall_seconds=1.5, total_seconds=7.0, memory_bytes=100 << 20
     )
-    assert (reward.bounds, reward.quick, reward.version) == ((0.0, 1.0), False, 1)
+    assert (reward.bounds, reward.quick, reward.version) == ((0.0, 1.0), False, 2)

@@ -78,7 +78,7 @@ MORE_GOOD = {
     "letters": "The letters are a b c d e f g h.",
     "emoji": "Great job! 🎉 You solved it 👍",
 }
-# Written before the measure was changed for the last time, and never used to change it.
+# Held-out texts: written before the last change of the measure, and never used to tune it.
 HELD_OUT_GOOD = {
     "en1": "Suppose Maria reads twenty pages each night; after two weeks she will have finished the book.",
     "en2": "Wait, that can't be right. Let me double-check the second equation before moving on.",
@@ -223,7 +223,7 @@ def test_half_noise_lies_between_noise_and_language() -> None:
     assert coherence(noise) < coherence(good[: len(noise)] + " " + noise) < coherence(good)
 
 
-def test_a_long_text_is_judged_by_windows_spread_over_all_of_it() -> None:
+def test_a_long_text_is_sampled_by_evenly_spaced_windows() -> None:
     good = [GOOD["english"], GOOD["german"], GOOD["french"], GOOD["long thought"]]
     rng = random.Random(0)
     language = " ".join(" ".join(rng.sample(" ".join(good).split(), 40)) for _ in range(200))

@@ -46,13 +46,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize("expression", RIGHT)
-def test_an_expression_of_all_numbers_worth_the_target_is_right(expression: str) -> None:
+def test_an_expression_of_all_numbers_that_equals_the_target_is_correct(expression: str) -> None:
     score = Countdown()(ASKED, f"<think>hm</think><answer>{expression}</answer>")
     assert score == Score(reward=1.0, success=True, parts={"accuracy": 1.0, "uses_numbers": 1.0})
 
 
 @pytest.mark.parametrize("expression", USES_BUT_WRONG)
-def test_the_right_numbers_alone_are_worth_nothing(expression: str) -> None:
+def test_the_numbers_alone_score_zero(expression: str) -> None:
     score = Countdown()(ASKED, f"<answer>{expression}</answer>")
     assert score == Score(reward=0.0, success=False, parts={"accuracy": 0.0, "uses_numbers": 1.0})
 
@@ -60,7 +60,8 @@ def test_the_right_numbers_alone_are_worth_nothing(expression: str) -> None:
 @pytest.mark.parametrize("expression", WRONG, ids=[ascii(w[:20]) for w in WRONG])
 def test_other_numbers_and_other_signs_are_wrong(expression: str) -> None:
     score = Countdown()(ASKED, f"<answer>{expression}</answer>")
-    assert score == Score(reward=0.0, success=False, parts={"accuracy": 0.0, "uses_numbers": 0.0})
+    parts = {"accuracy": 0.0, "uses_numbers": 0.0}
+    assert score == Score(reward=0.0, success=False, parts=parts, attempted=bool(expression))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_division_is_exact_and_equal_numbers_count_each() -> None:
     assert Countdown()(third, "<answer>1/3</answer>").reward == 0.0
 
 
-def test_the_target_is_the_answer_where_the_info_gives_none() -> None:
+def test_the_prompt_target_is_used_without_a_target_in_the_info() -> None:
     assert Countdown()(prompt("15", numbers=[3, 5]), "<answer>3*5</answer>").reward == 1.0
 
 
@@ -98,7 +99,7 @@ def test_a_prompt_without_numbers_or_target_is_an_error(asked: Prompt) -> None:
         Countdown()(asked, "<answer>1</answer>")
 
 
-def test_the_solutions_of_the_task_are_right() -> None:
+def test_the_solutions_of_the_task_are_correct() -> None:
     for problem in CountdownTask(train_size=200).train():
         text = f"<think>?</think><answer>{problem.info['solution']}</answer>"
         assert Countdown()(problem, text).success

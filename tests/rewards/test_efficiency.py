@@ -20,7 +20,7 @@ def judge(text: str, **options: int) -> Score:
 
 
 def numbered(count: int) -> str:
-    """So many different words."""
+    """Return this many different words."""
     return " ".join(f"w{i}" for i in range(count))
 
 

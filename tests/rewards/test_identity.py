@@ -1,4 +1,4 @@
-"""Which reward it was: the same identity means the same judgement."""
+"""The identity of a reward: the same identity means the same scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from covey.rewards import ThinkAnswer, as_reward
 from covey.rewards.identity import identity
-from tests.scoring import judges
+from tests.scoring import rewards
 
 
 def test_it_names_the_reward_its_version_and_a_hash() -> None:
@@ -21,15 +21,15 @@ def test_it_names_the_reward_its_version_and_a_hash() -> None:
     assert name == "think_answer"
     assert len(digest) == 12
     int(digest, 16)
-    assert identity("counting", judges.Counting(word="x")).startswith("counting@7#")
+    assert identity("counting", rewards.Counting(word="x")).startswith("counting@7#")
 
 
 def test_options_change_it() -> None:
     assert identity("r", ThinkAnswer()) != identity("r", ThinkAnswer(format=0.2))
     assert identity("r", ThinkAnswer()) == identity("r", ThinkAnswer())
-    plain = [as_reward(judges.plain, options) for options in ({}, {"scale": 2.0})]
+    plain = [as_reward(rewards.plain, options) for options in ({}, {"scale": 2.0})]
     assert identity("r", plain[0]) != identity("r", plain[1])
-    assert identity("r", as_reward(judges.plain)) != identity("r", as_reward(judges.half_marks))
+    assert identity("r", as_reward(rewards.plain)) != identity("r", as_reward(rewards.half_marks))
 
 
 def test_what_a_user_s_object_was_made_with_changes_it() -> None:
@@ -37,17 +37,17 @@ def test_what_a_user_s_object_was_made_with_changes_it() -> None:
         return identity("r", as_reward(judge))
 
     for made in (
-        lambda word: judges.Counting(word=word),  # a reward of its own
-        lambda word: judges.Listed(words={word, "b"}),  # dressed as one
-        lambda word: judges.Listed(words={word, "b"}).judge,
-        lambda word: partial(judges.plain, scale=len(word)),
+        lambda word: rewards.Counting(word=word),  # a reward of its own
+        lambda word: rewards.Listed(words={word, "b"}),  # dressed as one
+        lambda word: rewards.Listed(words={word, "b"}).judge,
+        lambda word: partial(rewards.plain, scale=len(word)),
     ):
         assert of(made("x")) == of(made("x")) != of(made("yy"))
-    assert of(partial(judges.plain)) != of(partial(judges.half_marks))
+    assert of(partial(rewards.plain)) != of(partial(rewards.half_marks))
 
 
 def test_an_object_that_holds_itself_has_one() -> None:
-    judge = judges.Listed(words=set())
+    judge = rewards.Listed(words=set())
     judge.words = [judge]
     assert identity("r", as_reward(judge)).startswith("r@1#")
 
@@ -72,12 +72,12 @@ def test_what_is_typed_into_a_prompt_has_one_too() -> None:
 def test_it_is_the_same_in_another_process() -> None:
     code = (
         "from covey.rewards import ThinkAnswer, as_reward\n"
-        "from covey.rewards.identity import identity\nfrom tests.scoring import judges\n"
+        "from covey.rewards.identity import identity\nfrom tests.scoring import rewards\n"
         "print(identity('think_answer', ThinkAnswer()))\n"
-        "print(identity('listed', as_reward(judges.Listed(words=set('abcdef')))))"
+        "print(identity('listed', as_reward(rewards.Listed(words=set('abcdef')))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    listed = as_reward(judges.Listed(words=set("abcdef")))
+    listed = as_reward(rewards.Listed(words=set("abcdef")))
     assert done.stdout.split() == [
         identity("think_answer", ThinkAnswer()),
         identity("listed", listed),

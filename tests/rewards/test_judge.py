@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from covey.errors import ConfigError, CoveyError, RewardError
 from covey.rewards.chat_endpoint import retry_delay
-from covey.rewards.judge import APPEAL_MARK, Judge, defuse, read_grade, remove_appeals
+from covey.rewards.judge import APPEAL_MARK, Judge, defuse, parse_grade, remove_appeals
 from covey.rewards.score import Score
 from covey.types import Prompt
 
 KEY = "sk-very-secret-0123456789"
 
-# What it does is the first part of the path, what it says is the model's name. GET gives back the
-# requests whose path begins like that.
+# The first part of the path selects the behaviour, and the model's name is the reply. GET returns
+# the requests with the same path prefix.
 SERVER = r"""
 import json, re, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -203,7 +203,7 @@ def test_the_request_says_all_that_makes_the_grade_repeatable(server: Server) ->
     assert request["headers"]["Content-Type"] == "application/json"
 
 
-def test_the_same_answer_makes_the_same_request_and_another_one_another_code(
+def test_equal_completions_make_equal_requests_and_others_another_code(
     server: Server,
 ) -> None:
     judge = server.judge("grade")
@@ -235,7 +235,7 @@ def test_the_reference_is_shown_only_if_wanted(server: Server) -> None:
     assert "the gold" not in str(server.last(hidden))
 
 
-def test_the_judge_is_told_the_criteria_the_scale_and_every_turn() -> None:
+def test_the_request_has_the_criteria_the_scale_and_every_turn() -> None:
     judge = Judge(base_url="http://h/v1", model="m", criteria="Be kind.", scale=7)
     asked = prompt("1", ("system", "Use <answer>."), ("user", "One?"))
     (system, user), _ = judge.messages(asked, "x")
@@ -269,7 +269,7 @@ def test_the_judge_is_told_the_criteria_the_scale_and_every_turn() -> None:
     ],
 )
 def test_a_grade_is_read(content: str, grade: int) -> None:
-    assert read_grade(content, 10) == grade
+    assert parse_grade(content, 10) == grade
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_a_grade_is_read(content: str, grade: int) -> None:
 )  # fmt: skip
 def test_what_is_no_grade_is_not_taken_for_one(content: str) -> None:
     with pytest.raises(RewardError, match=r"^judge: no grade from 0 to 10 in its reply") as raised:
-        read_grade(content, 10)
+        parse_grade(content, 10)
     assert len(str(raised.value)) < 300
 
 
@@ -292,7 +292,7 @@ def test_what_is_no_grade_is_not_taken_for_one(content: str) -> None:
 def test_reading_takes_linear_time(content: str) -> None:
     started = time.process_time()
     with pytest.raises(RewardError):
-        read_grade(content, 10)
+        parse_grade(content, 10)
     assert time.process_time() - started < 1
 
 
@@ -330,7 +330,7 @@ def test_the_server_may_say_how_long_to_wait(server: Server) -> None:
 def test_a_wait_that_is_too_long_is_not_begun(server: Server) -> None:
     judge = server.judge("down-9", backoff=30.0)
     started = time.monotonic()
-    why = r"out of order .*; another try is not within total_seconds = 25 \(tries: 1\)$"
+    why = r"out of order .*; no time for another try in total_seconds = 25 \(tries: 1\)$"
     with pytest.raises(RewardError, match=why):
         judge(prompt(), "18")
     assert time.monotonic() - started < 20
@@ -341,7 +341,7 @@ def test_all_tries_together_end_in_time(server: Server) -> None:
     with pytest.raises(RewardError, match=r"timed out.*total_seconds = 1"):
         judge(prompt(), "18")
     assert 1 <= len(server.requests(judge)) <= 3
-    assert judge.longest == 1.0
+    assert judge.max_seconds == 1.0
 
 
 def test_without_a_word_from_the_server_the_wait_doubles(server: Server) -> None:
@@ -378,7 +378,7 @@ def test_a_refusal_is_final_is_one_line_and_keeps_the_key(server: Server, status
     with pytest.raises(RewardError) as raised:
         judge(prompt(), "18")
     said = str(raised.value)
-    assert f"answered {status}: no such thing: Bearer *** streaming only (tries: 1)" in said
+    assert f"replied {status}: no such thing: Bearer *** streaming only (tries: 1)" in said
     assert "\n" not in said
     assert raised.value.__cause__ is None
     assert len(server.requests(judge)) == 1
@@ -434,7 +434,7 @@ def test_an_endless_reply_is_not_read_to_its_end(server: Server) -> None:
         server.judge("flood")(prompt(), "18")
 
 
-def test_nobody_there_is_no_score() -> None:
+def test_an_unreachable_server_gives_no_score() -> None:
     judge = Judge(base_url="http://127.0.0.1:1/v1", model="m", retries=1, backoff=0.0)
     with pytest.raises(RewardError, match=r"Connection refused.*\(tries: 2\)$"):
         judge(prompt(), "18")
@@ -555,7 +555,7 @@ def test_looking_for_appeals_takes_linear_time(text: str) -> None:
     assert time.process_time() - started < 3
 
 
-def test_a_long_answer_loses_its_middle(server: Server) -> None:
+def test_the_middle_of_a_long_completion_is_left_out(server: Server) -> None:
     judge = server.judge("grade", max_chars=100)
     assert judge(prompt(), "a" * 500 + " It is 18").reward == 1.0
     told = server.last(judge)["messages"][1]["content"]
@@ -563,7 +563,7 @@ def test_a_long_answer_loses_its_middle(server: Server) -> None:
 
 
 @pytest.mark.parametrize("text", ["<" * 1_000_000, "\ud800" * 1_000_000, "[" * 1_000_000, ""])
-def test_any_answer_can_be_sent(server: Server, text: str) -> None:
+def test_any_completion_can_be_sent(server: Server, text: str) -> None:
     assert server.judge("say_model", model="0")(prompt(), text).reward == 0.0
 
 
@@ -573,17 +573,17 @@ def test_any_answer_can_be_sent(server: Server, text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scale": 0}, "scale = 0 must lie between 1 and 100"),
-        ({"scale": 101}, "scale = 101 must lie between 1 and 100"),
-        ({"threshold": 0.4}, "threshold = 0.4 must lie between 0.5 and 1.0"),
-        ({"threshold": float("nan")}, "threshold = nan must lie between 0.5 and 1.0"),
-        ({"timeout": 0.0}, "timeout = 0.0 must lie between 0.01 and 25.0"),
-        ({"timeout": 30.0}, "timeout = 30.0 must lie between 0.01 and 25.0"),
-        ({"total_seconds": 1e9}, "total_seconds = 1000000000.0 must lie between 0.01 and 3600.0"),
-        ({"retries": -1}, "retries = -1 must lie between 0 and 20"),
-        ({"backoff": -1.0}, "backoff = -1.0 must lie between 0.0 and 60.0"),
-        ({"max_chars": 99}, "max_chars = 99 must lie between 100 and 1000000"),
-        ({"max_tokens": 0}, "max_tokens = 0 must lie between 1 and 100000"),
+        ({"scale": 0}, "scale = 0 must be between 1 and 100"),
+        ({"scale": 101}, "scale = 101 must be between 1 and 100"),
+        ({"threshold": 0.4}, "threshold = 0.4 must be between 0.5 and 1.0"),
+        ({"threshold": float("nan")}, "threshold = nan must be between 0.5 and 1.0"),
+        ({"timeout": 0.0}, "timeout = 0.0 must be between 0.01 and 25.0"),
+        ({"timeout": 30.0}, "timeout = 30.0 must be between 0.01 and 25.0"),
+        ({"total_seconds": 1e9}, "total_seconds = 1000000000.0 must be between 0.01 and 3600.0"),
+        ({"retries": -1}, "retries = -1 must be between 0 and 20"),
+        ({"backoff": -1.0}, "backoff = -1.0 must be between 0.0 and 60.0"),
+        ({"max_chars": 99}, "max_chars = 99 must be between 100 and 1000000"),
+        ({"max_tokens": 0}, "max_tokens = 0 must be between 1 and 100000"),
         ({"model": " "}, "model = ' ' must not be empty"),
         ({"criteria": ""}, "criteria = '' must not be empty"),
         ({"api_key_env": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set; set it"),
@@ -605,8 +605,8 @@ def test_a_bad_option_is_a_config_error_of_one_line(options: dict[str, Any], mes
 @pytest.mark.parametrize(
     "url", [f"http://me:{KEY}@h/v1", f"http://h/v1?key={KEY}", f"http://h/#{KEY}"]
 )
-def test_a_secret_in_the_address_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(ConfigError, match="must hold no password and no query") as raised:
+def test_a_secret_in_the_url_is_an_error_that_does_not_show_it(url: str) -> None:
+    with pytest.raises(ConfigError, match="must not contain a password or a query") as raised:
         Judge(base_url=url, model="m")
     assert KEY not in str(raised.value)
 
@@ -631,7 +631,7 @@ def test_a_key_that_was_taken_away_is_an_error_of_one_line(
     assert server.requests(judge) == []
 
 
-def test_a_judge_travels_without_its_key(server: Server) -> None:
+def test_a_pickled_judge_has_no_key(server: Server) -> None:
     judge = server.judge("grade")
     packed = pickle.dumps(judge)
     assert KEY.encode() not in packed
@@ -639,5 +639,6 @@ def test_a_judge_travels_without_its_key(server: Server) -> None:
     assert pickle.loads(packed)(prompt(), "18").reward == 1.0
 
 
-def test_a_judge_is_slow_and_needs_company() -> None:
-    assert (Judge.bounds, Judge.quick, Judge.needs_company) == ((0.0, 1.0), False, True)
+def test_a_judge_is_not_quick_and_needs_a_rule() -> None:
+    judge = Judge(base_url="http://h/v1", model="m", api_key_env="")
+    assert (judge.bounds, judge.quick, judge.needs_rule) == ((0.0, 1.0), False, True)

@@ -11,7 +11,7 @@ from covey.types import Rollout
 
 def answers(*answers: tuple[int, bool | None]) -> list[Rollout]:
     return [
-        Rollout(
+        Rollout.single_turn(
             prompt_id="p", sample=n, prompt_tokens=(7,), tokens=(9,) * tokens,
             trained=(True,) * tokens, sampler_logp=(-0.5,) * tokens, text="", finish="stop",
             policy_version=0, reward=None if right is None else float(right), success=right,
@@ -52,18 +52,18 @@ def test_soft_punishment_is_continuous_and_ends_at_minus_one(
 @pytest.mark.parametrize(
     ("group", "penalties"),
     [
-        # easy: three of four right; L = max(15, 13.3) of the right ones, who are punished
+        # easy: three of four correct; L = max(15, 13.3) of the correct ones, which are penalised
         ([(10, True), (10, True), (20, True), (90, False)], [0.0, 0.0, -0.5 / 3, 0.0]),
-        # hard: one of four right: nobody
+        # hard: one of four correct: no penalty
         ([(10, True), (99, False), (99, False), (99, False)], [0.0] * 4),
-        # between, more right: L of all = max(25, 20) and the right ones are punished
+        # between, more correct: L of all = max(25, 20), and the correct ones are penalised
         ([(10, True), (40, True), (40, False), (10, True), (10, False)],
          [0.0, -0.5 * 15 / 25, 0.0, 0.0, 0.0]),
-        # between, as many wrong: the wrong ones
+        # between, as many wrong: the wrong ones are penalised
         ([(10, True), (40, True), (40, False), (10, False)], [0.0, 0.0, -0.5 * 15 / 25, 0.0]),
-        # twice as long or more: the whole punishment
+        # twice as long or more: the full penalty
         ([(10, True)] * 9 + [(100, True)], [0.0] * 9 + [-0.5 * 45 / 55]),
-        # nobody right, and answers that could not be scored
+        # none correct, and unscored rollouts
         ([(10, False), (30, False)], [0.0, 0.0]),
         ([(10, True), (30, True), (99, None)], [0.0, -0.25, 0.0]),
     ],
@@ -100,7 +100,7 @@ def test_shares_outside_their_range_are_refused(options: dict) -> None:
     ("at_most", "penalties"),
     [(0.0, [0.0, -1.0, 0.0, 0.0]), (-0.5, [0.0, -1.5, -0.5, 0.0]), (0.25, [0.0, -0.75, 0.0, 0.0])],
 )
-def test_unfinished_answers_are_worth_at_most_so_much(
+def test_truncated_completions_get_at_most_the_given_reward(
     at_most: float, penalties: list[float]
 ) -> None:
     ended, right, wrong, unscored = answers((3, True), (9, True), (9, False), (9, None))

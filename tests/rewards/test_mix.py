@@ -1,4 +1,4 @@
-"""Several rewards as one: weights, the gate, the schedule, and the factors against gaming."""
+"""Composite rewards: weights, the gate, the schedule, and the robust factor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = Prompt(id="p", task="t", messages=({"role": "user", "content": "?"},), 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:
-    """Gives what it is told."""
+    """Returns a fixed score."""
 
     reward: float
     success: bool = True
@@ -181,7 +181,7 @@ def test_a_mix_never_leaves_its_bounds(rewards, weights, holds, robust, share, t
         ({"parts": {}, "weights": {}}, "there are no parts"),
     ],
 )
-def test_mixes_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_mixes_are_errors(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         mix(**changes)
 
@@ -232,8 +232,8 @@ def test_templates_have_the_published_weights(name: str, weights: dict[str, floa
     assert made.robust
 
 
-def test_the_published_example_is_worth_full_marks() -> None:
-    """The text expects 0.93 of it, by its own code 0.46: the 2 of 5**2 is taken for the answer."""
+def test_the_published_example_is_worth_full_reward() -> None:
+    """The source text expects 0.93; its own code gives 0.46, because it reads the 2 of 5**2."""
     text = (
         "<think>\nNeed to compute circle area: S = π × r² = π × 5² ≈ 78.54\n</think>\n"  # noqa: RUF001
         "<tool_call>calculator(expression='3.14159 * 5**2')</tool_call>"
@@ -269,7 +269,7 @@ def test_a_mix_is_made_from_plain_data() -> None:
 
 
 def test_a_mix_may_hold_a_function_of_the_user() -> None:
-    parts = {"accuracy": {"name": "tests.scoring.judges:plain", "weight": 1, "scale": 0.5}}
+    parts = {"accuracy": {"name": "tests.scoring.rewards:plain", "weight": 1, "scale": 0.5}}
     assert built("mix", parts=parts)(PROMPT, "abcd").reward == 2.0
 
 
@@ -345,7 +345,7 @@ def test_a_judge_never_decides_alone() -> None:
         ({"base_url": TABLE["base_url"]}, r"^config: reward\.judge\.model must be given"),
     ],
 )
-def test_mistakes_in_the_table_of_a_judge_are_named_by_their_path(
+def test_errors_in_the_table_of_a_judge_name_the_option(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -358,7 +358,7 @@ def test_each_task_has_its_own_reward() -> None:
     assert made.bounds == (0.0, 2.8)
     assert made(PROMPT, "78.54").reward == 1.0
     assert made(replace(PROMPT, task="u"), "<answer>78.54</answer>").reward == pytest.approx(2.4)
-    with pytest.raises(ValueError, match="none for task 'v'"):
+    with pytest.raises(ValueError, match="no reward for task 'v'"):
         made(replace(PROMPT, task="v"), "78.54")
 
 
@@ -368,11 +368,11 @@ def test_a_mix_takes_as_long_as_its_parts_and_by_task_as_the_slowest() -> None:
         "accuracy": {**programs, "weight": 0.5},
         "judge": {**JUDGE, "total_seconds": 25.0, "weight": 0.5},
     }
-    assert built("mix", parts=parts).longest == 10.0 + 25.0
+    assert built("mix", parts=parts).max_seconds == 10.0 + 25.0
     tasks = {"t": programs, "u": {"name": "mix", "parts": parts}, "v": {"name": "lm_book"}}
-    assert built("by_task", tasks=tasks).longest == 35.0
-    assert built("math").longest == LONGEST
-    assert built("math", symbolic=False).longest == 0.0
+    assert built("by_task", tasks=tasks).max_seconds == 35.0
+    assert built("math").max_seconds == LONGEST
+    assert built("math", symbolic=False).max_seconds == 0.0
 
 
 def test_by_task_follows_the_schedule_of_each() -> None:

@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).with_name("model_text.py")
 
 
 def test_nothing_of_a_completion_runs_in_the_process_that_scores_it() -> None:
-    # An audit hook stays for good, so it is put into a process of its own.
+    # An audit hook cannot be removed, so it runs in a process of its own.
     done = subprocess.run(
         [sys.executable, str(SCRIPT), COUNT],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Thousands of mangled answers through every reward: none crashes, hangs or leaves its range.
+"""Thousands of mangled completions for every reward: none crashes, hangs or leaves its bounds.
 
 COVEY_EXAMPLES=10000 tries as many; the usual run tries fewer.
 """
@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from covey.analysis.lab.hacks import FORMS
-from covey.analysis.lab.lab import THINKING, gold_of
+from covey.analysis.lab.checks import THINKING, solution_of
+from covey.analysis.lab.hacks import FORMATS
 from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards import Reward
@@ -27,9 +27,9 @@ from tests.rewards.test_judge import Server, key, server  # noqa: F401 - fixture
 
 EXAMPLES = int(os.environ.get("COVEY_EXAMPLES", "300"))
 REQUESTS = int(os.environ.get("COVEY_EXAMPLES", "30"))
-"""The same where every answer costs a request or a process."""
+"""The same for rewards that need a request or a process per completion."""
 SECONDS = 20.0
-"""For one answer: far more than any takes, even on a machine that is busy with other tests."""
+"""Per completion: far more than any takes, even on a busy machine."""
 
 GYM = "reasoning_gym"
 PROMPTS: dict[str, Prompt] = {
@@ -52,7 +52,7 @@ NEEDS = {
     "agent": "tools",
     GYM: GYM,
 }
-"""The prompt that a reward can judge, where it is not any prompt."""
+"""The prompts of rewards that cannot score every prompt."""
 
 FRAGMENTS = [
     "<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "<reasoning>", "</reasoning>",
@@ -68,10 +68,10 @@ FRAGMENTS = [
 
 @st.composite
 def mangled(draw: st.DrawFn, only: str = "") -> tuple[str, str]:
-    """Draw a prompt and an answer to it that was right before it was mangled."""
+    """Draw a prompt and a completion that was correct before it was mangled."""
     name = only or draw(st.sampled_from(sorted(PROMPTS)))
-    form = FORMS[draw(st.sampled_from(sorted(FORMS)))]
-    text = form.render(THINKING, gold_of(PROMPTS[name]))
+    form = FORMATS[draw(st.sampled_from(sorted(FORMATS)))]
+    text = form.render(THINKING, solution_of(PROMPTS[name]))
     for _ in range(draw(st.integers(0, 6))):
         at, size = draw(st.integers(0, len(text))), draw(st.integers(0, 40))
         how = draw(st.sampled_from(["insert", "delete", "repeat", "cut", "move", "any"]))
@@ -104,7 +104,7 @@ def rewards() -> dict[str, Reward]:
         },
         "by_task": {"tasks": {p.task: {"name": "lm_book"} for p in PROMPTS.values()}},
     }
-    # The judge and the programs are asked further down, and less often: each is a process or a
+    # The judge and the programs come below, with fewer examples: each needs a process or a
     # request.
     return {
         name: make_reward(
@@ -132,7 +132,7 @@ def check(name: str, reward: Reward, prompt: Prompt, text: str) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(case=mangled())
-def test_every_reward_stands_mangled_answers(
+def test_every_reward_survives_mangled_completions(
     rewards: dict[str, Reward], case: tuple[str, str]
 ) -> None:
     asked, text = case
@@ -146,7 +146,7 @@ FEWER = settings(max_examples=REQUESTS, suppress_health_check=list(HealthCheck))
 
 @FEWER
 @given(case=mangled())
-def test_the_judge_is_asked_about_any_mangled_answer(
+def test_the_judge_survives_mangled_completions(
     server: Server,  # noqa: F811
     case: tuple[str, str],
 ) -> None:
@@ -156,7 +156,7 @@ def test_the_judge_is_asked_about_any_mangled_answer(
 
 @FEWER
 @given(case=mangled(only="code"))
-def test_programs_are_judged_however_mangled_they_are(case: tuple[str, str]) -> None:
+def test_mangled_programs_are_scored(case: tuple[str, str]) -> None:
     try:
         require_isolation()
     except ConfigError as error:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ HOSTILE = [
 
 @pytest.fixture(autouse=True)
 def hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some data sets ask for one, because they differ from process to process without."""
+    """Some datasets need it, because without it they differ between processes."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
 
 
@@ -65,7 +64,7 @@ def solution(prompt: Prompt) -> str:
     return prompt.target or str(prompt.info["solution"])
 
 
-def test_the_answer_of_the_data_set_is_right_in_tags_or_bare(asked: Prompt) -> None:
+def test_the_target_of_the_dataset_is_correct_in_tags_or_bare(asked: Prompt) -> None:
     for text in (f"<think>hm</think><answer>{solution(asked)}</answer>", solution(asked)):
         score = ReasoningGym()(asked, text)
         assert (score.reward, score.success, score.parts) == (1.0, True, {"accuracy": 1.0})
@@ -87,7 +86,7 @@ def test_a_prompt_of_another_task_is_an_error(asked: Prompt) -> None:
         ReasoningGym()(dataclasses.replace(asked, info={}), "1")
 
 
-def test_an_unknown_data_set_is_an_error_and_not_a_wrong_answer(asked: Prompt) -> None:
+def test_an_unknown_dataset_is_an_error_and_not_a_wrong_answer(asked: Prompt) -> None:
     origin = {**asked.info["reasoning_gym"], "dataset": "no such set"}
     with pytest.raises(Exception, match="no such set"):
         ReasoningGym()(dataclasses.replace(asked, info={"reasoning_gym": origin}), "1")
@@ -123,11 +122,11 @@ def test_scores_are_kept_between_0_and_1_and_a_scorer_that_breaks_gives_0(
     assert gym_scorer.score(("chain_sum", Scorer(score), {"answer": "?"}), "?") == reward
 
 
-def test_a_scorer_that_finds_everything_right_is_not_believed() -> None:
+def test_a_scorer_that_accepts_everything_is_overruled() -> None:
     prompts = GymTask(dataset="game_of_life_halting", train_size=4).train()
     for asked in (prompts[index] for index in range(4)):
-        wrong = "True" if asked.answer == "False" else "False"
-        assert [ReasoningGym()(asked, text).reward for text in (asked.answer, wrong, "x")] == [
+        wrong = "True" if asked.target == "False" else "False"
+        assert [ReasoningGym()(asked, text).reward for text in (asked.target, wrong, "x")] == [
             1.0,
             0.0,
             0.0,
@@ -136,24 +135,23 @@ def test_a_scorer_that_finds_everything_right_is_not_believed() -> None:
 
 def test_nan_is_not_near_to_every_number() -> None:
     asked = GymTask(dataset="complex_arithmetic", train_size=2).train()[0]
-    assert ReasoningGym()(asked, asked.answer).reward == 1.0
+    assert ReasoningGym()(asked, asked.target).reward == 1.0
     assert [ReasoningGym()(asked, text).reward for text in ("nan", "NaN+nanj", "nanj")] == [0.0] * 3
 
 
 def test_without_isolation_it_says_at_once_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = sys.modules["covey.sandbox.run"]  # in the package the name is the function's
-    monkeypatch.setattr(runs, "_why_not", lambda: "there is no bwrap")
+    monkeypatch.setattr("covey.sandbox.program.isolation_problem", lambda: "there is no bwrap")
     with pytest.raises(ConfigError, match=r"apt install bubblewrap.*unsafe = true"):
         ReasoningGym()
     asked = GymTask(dataset="n_queens", train_size=2).train()[0]
-    assert ReasoningGym(unsafe=True)(asked, asked.answer).reward == 1.0
+    assert ReasoningGym(unsafe=True)(asked, asked.target).reward == 1.0
 
 
 @pytest.mark.parametrize("dataset", gym_scorer.EVALUATING)
 def test_what_an_evaluator_gets_is_never_the_text_itself(dataset: str) -> None:
     asked = GymTask(dataset=dataset, train_size=2).train()[0]
     entry = asked.info["reasoning_gym"]["entry"]
-    assert gym_scorer.readable(dataset, f" {asked.answer}\n", entry) == entry["answer"]
+    assert gym_scorer.readable(dataset, f" {asked.target}\n", entry) == entry["answer"]
     for text in HOSTILE:
         with pytest.raises(NotPlainError):
             gym_scorer.readable(dataset, text, entry)
@@ -161,11 +159,11 @@ def test_what_an_evaluator_gets_is_never_the_text_itself(dataset: str) -> None:
 
 EVALUATORS = {"eval", "exec", "compile", "parse_expr", "sympify", "literal_eval", "S", "lambdify"}
 NOT_OF_THE_MODEL = {"bitwise_arithmetic", "number_sorting", "propositional_logic"}
-"""They evaluate the question or the expected answer; the last has a parser of its own."""
+"""They evaluate the prompt or the target; the last has a parser of its own."""
 
 
 def test_no_other_scorer_evaluates_anything() -> None:
-    """Where reasoning_gym adds an evaluating scorer, it has to be listed before it may be used."""
+    """A new evaluating scorer in reasoning_gym must be listed before it may be used."""
     found = set()
     for name, (dataset, _) in DATASETS.items():
         tree = ast.parse(Path(inspect.getfile(dataset)).read_text(encoding="utf-8"))
@@ -218,18 +216,18 @@ def test_no_completion_replaces_the_scorer_for_those_after_it(dataset: str) -> N
         made = way.format(code.replace("'", '"'), hex=code.encode().hex())
         assert ReasoningGym()(asked, f"<answer>{made}</answer>").reward == 0.0
     assert ReasoningGym()(asked, "<answer>wrong</answer>").reward == 0.0
-    assert ReasoningGym()(asked, asked.answer).reward == 1.0
+    assert ReasoningGym()(asked, asked.target).reward == 1.0
 
 
 def test_a_list_still_has_part_marks() -> None:
     asked = GymTask(dataset="n_queens", train_size=2).train()[0]
-    board = [row.split() for row in asked.answer.split("\n")]
+    board = [row.split() for row in asked.target.split("\n")]
     assert ReasoningGym()(asked, repr(board)).reward == 0.5
     asked = GymTask(dataset="spiral_matrix", train_size=2).train()[0]
-    assert ReasoningGym()(asked, f"[{', '.join(asked.answer.split())}]").reward == 0.1
+    assert ReasoningGym()(asked, f"[{', '.join(asked.target.split())}]").reward == 0.1
 
 
-def test_formulas_are_right_however_they_are_written() -> None:
+def test_formulas_are_correct_in_any_notation() -> None:
     asked = GymTask(dataset="simple_integration", train_size=2).train()[0]
-    assert ReasoningGym()(asked, f"({asked.answer}) + 3 - 1*(2)").reward == 1.0
-    assert ReasoningGym()(asked, f"{asked.answer} + X").reward == 0.0
+    assert ReasoningGym()(asked, f"({asked.target}) + 3 - 1*(2)").reward == 1.0
+    assert ReasoningGym()(asked, f"{asked.target} + X").reward == 0.0

@@ -1,4 +1,4 @@
-"""Holes that were found by attacking the rewards, each of them closed."""
+"""Flaws found by attacking the rewards, all fixed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards import Reward
-from covey.rewards.answer import ExactText, MathAnswer
 from covey.rewards.build import make_reward, reward_options
 from covey.rewards.countdown import Countdown
-from covey.rewards.formula import same_formula
+from covey.rewards.math.numeric_equality import same_numerically
+from covey.rewards.math_answer import MathAnswer
 from covey.rewards.robust import robust_factor
 from covey.rewards.safety import Safety
 from covey.rewards.text import count_words
+from covey.rewards.text_match import ExactText
 from covey.rewards.tool_call import ToolCall
 from covey.sandbox import require_isolation
 from covey.tasks import Code, ReasoningGym
@@ -52,14 +53,14 @@ def right(given: str, expected: str) -> bool:
         # numbers that are neighbours
         ("10^9", "1000000001"),
         ("10^{20}", "100000000000000000001"),
-        # what is so small that it becomes nothing
+        # numbers that underflow to 0
         ("0", "2^{-1100}"),
         ("0", r"\left(\frac{1}{2}\right)^{2020}"),
-        # what always holds is a multiple of everything, and large numbers drown the letter
+        # identities are a multiple of every equation, and large numbers drown the variable
         ("x=x", "x=5"),
         ("y-y=x-x", "y=2x+1"),
         ("n=2^{40}", "n=2^{41}"),
-        # a set is no interval and no point
+        # a set is neither an interval nor a point
         (r"\{-2,2\}", "(-2,2)"),
         ("[0,1]", r"\{0,1\}"),
     ],
@@ -67,7 +68,7 @@ def right(given: str, expected: str) -> bool:
 def test_formulas_that_are_nearly_the_same(given: str, expected: str) -> None:
     pytest.importorskip("math_verify")
     assert not right(given, expected)
-    assert same_formula(given, expected) is not True
+    assert same_numerically(given, expected) is not True
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_formulas_that_are_nearly_the_same(given: str, expected: str) -> None:
         ("(x-1)(x-2)(x-3)(x-4)(x-5)(x-6)(x-7)", "(x-7)(x-6)(x-5)(x-4)(x-3)(x-2)(x-1)"),
     ],
 )
-def test_their_right_neighbours_are_right(given: str, expected: str) -> None:
+def test_similar_correct_answers_are_correct(given: str, expected: str) -> None:
     pytest.importorskip("math_verify")
     assert right(given, expected)
 
@@ -129,7 +130,7 @@ def test_thinking_that_the_prompt_began_is_thinking_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["exact_text", "fuzzy_text", "math_answer"])
-def test_different_answers_are_none(name: str) -> None:
+def test_different_answers_count_as_no_answer(name: str) -> None:
     reward = reward_of(name)
     for answers in ("<answer>4</answer><answer>5</answer>", "<answer>5</answer><answer>4</answer>"):
         assert not reward(asking("5"), THOUGHT + answers).success
@@ -148,7 +149,7 @@ def test_different_programs_are_none() -> None:
     assert not reward(prompt, f"{THOUGHT}<answer>x = 1</answer>{solution}").success
 
 
-def test_nothing_is_no_answer_where_punctuation_does_not_count() -> None:
+def test_an_empty_answer_is_wrong_even_without_punctuation() -> None:
     reward = ExactText(ignore_punctuation=True)
     assert reward(asking("?"), "?").success
     assert not reward(asking("?"), "").success

@@ -179,7 +179,7 @@ def test_penalties_are_the_published_ones() -> None:
 
 
 @pytest.mark.parametrize("number", ["13800138000", "123-45-6789", "alice@gmail.com"])
-def test_what_the_prompt_or_the_expected_answer_says_is_no_leak(number: str) -> None:
+def test_text_from_the_prompt_or_the_target_is_no_leak(number: str) -> None:
     assert judge(f"it is {number}", question=f"whose is {number}?").reward == 1.0
     assert judge(f"it is {number}", answer=number).reward == 1.0
     assert judge(f"it is {number}", question="whose is it?").reward < 1.0

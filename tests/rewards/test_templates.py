@@ -1,4 +1,4 @@
-"""The packaged templates: correct completions first, and nothing for silence."""
+"""The templates: correct completions score highest, and empty ones lowest."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ def test_silence_and_gibberish_have_the_least(name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "reward"),
     [
-        # half of the range for a wrong answer, of which the form has 0.15 / (0.60 + 0.15)
+        # half of the range for a wrong answer; the format has 0.15 / (0.60 + 0.15) of it
         ("math", f"<think>{LONG}</think>41", 0.5 * 0.15 / 0.75),
         ("math", f"<think>{LONG}</think>42", 1.0),
-        # the gate is closed by thinking that is too short: form 0.8
+        # thinking that is too short closes the gate: format 0.8
         ("math", "<think>ok</think>42", 0.5 + 0.5 * 0.15 * 0.8),
         ("math", "42", 0.5),
-        # the right tool is half right
+        # the correct tool scores half
         (
             "agent",
             f"<think>{LONG}</think><tool_call>get_weather(city='Oslo')</tool_call>",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from covey.errors import ConfigError
 from covey.rewards import Score, ThinkAnswer
 from covey.rewards.build import REWARDS
-from covey.rewards.think_answer import equal_answers, read_answer
+from covey.rewards.think_answer import parse_think_answer, same_answer
 from covey.types import Prompt
 
 STEPS = " ".join(f"Then {n} plus {n * n} is {n + n * n}." for n in range(150))
@@ -93,21 +93,21 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT)
-def test_a_right_number_in_the_right_form_is_worth_1(text: str) -> None:
+def test_a_correct_number_in_the_format_scores_1(text: str) -> None:
     assert judge(text) == Score(
         reward=1.0, success=True, parts={"correct": 1.0, "format": 1.0, "robust": 1.0}
     )
 
 
 @pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
-def test_a_wrong_answer_in_the_right_form_is_worth_a_tenth(text: str) -> None:
+def test_a_wrong_answer_in_the_format_scores_a_tenth(text: str) -> None:
     assert judge(text) == Score(
         reward=0.1, success=False, parts={"correct": 0.0, "format": 1.0, "robust": 1.0}
     )
 
 
 @pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
-def test_broken_form_is_worth_nothing_even_with_the_right_number(text: str) -> None:
+def test_a_broken_format_scores_zero_even_with_the_correct_number(text: str) -> None:
     assert judge(text) == Score(
         reward=0.0, success=False, parts={"correct": 0.0, "format": 0.0, "robust": 1.0}
     )
@@ -132,19 +132,19 @@ def test_any_text_is_worth_0_or_a_tenth_or_1_and_parts_say_why(text: str) -> Non
 @example(well_formed("49"))
 @example("<think>a</think><answer>b</answer>c")
 @settings(deadline=None)
-def test_the_form_holds_exactly_when_the_four_tags_stand_in_order_around_something(
+def test_the_format_holds_exactly_if_the_four_tags_are_in_order_and_not_empty(
     text: str,
 ) -> None:
     pieces = re.split(r"(</?think>|</?answer>)", text)
     outside, inside = pieces[0:9:4], pieces[2:9:4]
     holds = pieces[1::2] == TAGS and all(inside) and not "".join(outside).strip()
-    assert (read_answer(text) is not None) == holds
+    assert (parse_think_answer(text) is not None) == holds
 
 
 @given(st.text(st.characters(exclude_characters="<>"), min_size=1).filter(str.strip))
 @settings(deadline=None)
-def test_the_answer_is_read_without_the_blanks_around_it(answer: str) -> None:
-    assert read_answer(well_formed(f" {answer}\n")) == answer.strip()
+def test_whitespace_around_the_answer_is_ignored(answer: str) -> None:
+    assert parse_think_answer(well_formed(f" {answer}\n")) == answer.strip()
 
 
 @given(st.text())
@@ -152,16 +152,16 @@ def test_the_answer_is_read_without_the_blanks_around_it(answer: str) -> None:
 @example("inf")
 @example("Paris")
 @settings(deadline=None)
-def test_the_expected_text_itself_is_always_right(answer: str) -> None:
-    assert equal_answers(answer, answer)
+def test_the_target_itself_is_always_correct(answer: str) -> None:
+    assert same_answer(answer, answer)
 
 
 @given(st.integers(-(10**6), 10**6))
 @settings(deadline=None)
 def test_forms_of_the_same_number_are_equal_and_other_numbers_are_not(number: int) -> None:
     forms = [f"{number}", f"{number}.0", f"{number:07d}", f"{number}e0"]
-    assert all(equal_answers(form, str(number)) for form in forms)
-    assert not any(equal_answers(form, str(number + 1)) for form in forms)
+    assert all(same_answer(form, str(number)) for form in forms)
+    assert not any(same_answer(form, str(number + 1)) for form in forms)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +181,10 @@ def test_forms_of_the_same_number_are_equal_and_other_numbers_are_not(number: in
         ("inf", "49", False),
     ],
 )
-def test_answers_compare_as_numbers_where_both_are(
+def test_answers_compare_as_numbers_if_both_are_numbers(
     given_answer: str, expected: str, equal: bool
 ) -> None:
-    assert equal_answers(given_answer, expected) == equal
+    assert same_answer(given_answer, expected) == equal
 
 
 @pytest.mark.parametrize(
@@ -193,11 +193,11 @@ def test_answers_compare_as_numbers_where_both_are(
     ids=["beyond 2**53", "beyond the largest float", "overflow is not infinity"],
 )
 def test_different_numbers_are_different_however_large(given_answer: str, expected: str) -> None:
-    assert not equal_answers(given_answer, expected)
+    assert not same_answer(given_answer, expected)
 
 
 def test_an_underscore_is_no_part_of_a_number() -> None:
-    assert not equal_answers("4_9", "49")
+    assert not same_answer("4_9", "49")
 
 
 @given(
@@ -228,7 +228,7 @@ def test_negative_weights_and_no_weights_at_all_are_config_errors(
     [("x" * 1_000_000, 0.325), ("sdkfj wqeoiruz qpwoei zmxncbv " * 2, 0.55), (STEPS * 3, 0.415)],
     ids=["one letter", "mash", "everything three times"],
 )
-def test_a_right_answer_after_thinking_that_is_none_counts_less(
+def test_a_correct_answer_after_incoherent_thinking_scores_less(
     thinking: str, reward: float
 ) -> None:
     text = f"<think>{thinking}</think><answer>49</answer>"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards.build import make_reward, reward_options
-from covey.rewards.tool_call import Call, ToolCall, parse_call, read_calls, same_value
+from covey.rewards.tool_call import Call, ToolCall, only_call, parse_call, same_value
 from covey.types import Prompt
 
 WEATHER = Call(name="get_weather", arguments={"city": "Paris", "days": 3})
@@ -124,12 +124,12 @@ def test_arguments_without_names_are_kept() -> None:
     )
 
 
-def test_calls_are_read_after_the_thinking_and_malformed_ones_left_out() -> None:
-    text = "<think><tool_call>a()</tool_call></think><tool_call>b()</tool_call><tool_call>?</tool_call>"
-    assert [call.name for call in read_calls(text + "<tool_call>c()</tool_call>")] == ["b", "c"]
-    assert [call.name for call in read_calls("<think>a()</think> b()")] == ["b"]
-    assert read_calls("<think><tool_call>a()</tool_call>") == []
-    assert read_calls("so: a()") == []
+def test_only_one_call_after_the_thinking_counts() -> None:
+    text = "<think><tool_call>a()</tool_call></think><tool_call>b()</tool_call>"
+    assert only_call(text) == only_call("<think>a()</think> b()") == Call(name="b")
+    assert only_call(text + "<tool_call>c()</tool_call>") is None
+    assert only_call("<think><tool_call>a()</tool_call>") is None
+    assert only_call("so: a()") is None
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_the_tool_is_half_and_its_arguments_the_other_half(
     assert score.parts == {"name": float(reward > 0), "arguments": float(reward == 1.0)}
 
 
-def test_no_arguments_are_right_only_with_the_right_tool() -> None:
+def test_empty_arguments_are_correct_only_with_the_correct_tool() -> None:
     assert reward_of("now()", answer="now()") == 1.0
     assert reward_of("other()", answer="now()") == 0.0
 
@@ -186,11 +186,11 @@ def test_the_order_of_parameters_gives_names_to_arguments() -> None:
     assert reward_of("f(2, 1)", answer="f(1, 2)") == 0.5
 
 
-def test_the_expected_call_comes_from_the_info_or_else_the_answer() -> None:
+def test_the_expected_call_comes_from_the_info_or_else_the_target() -> None:
     given_call = {"name": "now", "arguments": {"zone": "UTC"}}
     for call in (given_call, "now(zone='UTC')"):
         assert ToolCall()(prompt("other()", call=call), "now(zone='UTC')").reward == 1.0
-    with pytest.raises(ValueError, match="'p' has no call to compare with"):
+    with pytest.raises(ValueError, match="'p' has no expected call"):
         ToolCall()(prompt("Paris"), "now()")
 
 
@@ -217,7 +217,7 @@ def test_values_compare_as_in_json(one: object, other: object, same: bool) -> No
 
 @given(st.text(st.sampled_from("f()[]{}'\",:=1a \\n<>/"), max_size=40))
 @settings(deadline=None)
-def test_any_text_is_judged(text: str) -> None:
+def test_any_text_is_scored(text: str) -> None:
     assert reward_of(text) in (0.0, 0.5, 1.0)
     assert reward_of(f"<tool_call>{text}</tool_call>") in (0.0, 0.5, 1.0)
 
@@ -239,7 +239,7 @@ def test_hostile_text_takes_no_time(text: str) -> None:
 
 def test_the_weight_of_the_name_must_be_a_share() -> None:
     assert reward_of("get_weather()", tool=0.25) == 0.25
-    with pytest.raises(ConfigError, match=r"tool = 1.5 must lie between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"tool = 1.5 must be between 0 and 1"):
         ToolCall(tool=1.5)
 
 

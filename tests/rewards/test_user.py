@@ -1,4 +1,4 @@
-"""Functions of the user's own, in every form that they come in."""
+"""Reward functions of the user: plain, async and TRL-style."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from covey.rewards import Score, ThinkAnswer, as_reward
 from covey.rewards.build import make_reward, reward_options
 from covey.rewards.user import UserFunction
 from covey.types import Prompt
-from tests.scoring import judges
+from tests.scoring import rewards
 
 PROMPT = Prompt(
     id="p/1",
@@ -31,12 +31,12 @@ def reward_of(path: str, **options: object) -> UserFunction:
 @pytest.mark.parametrize(
     ("function", "text", "reward", "success", "parts"),
     [
-        (judges.plain, "abc", 3.0, True, {}),
-        (judges.plain, "", 0.0, False, {}),
-        (judges.half_marks, "2", 1.1, True, {"length": 0.1, "right": 1.0}),
-        (judges.half_marks, "3", 0.1, False, {"length": 0.1, "right": 0.0}),
-        (judges.waits, "0.01", 0.01, False, {}),
-        (judges.trl_lengths, "abcd", 304.0, True, {}),
+        (rewards.plain, "abc", 3.0, True, {}),
+        (rewards.plain, "", 0.0, False, {}),
+        (rewards.half_marks, "2", 1.1, True, {"length": 0.1, "right": 1.0}),
+        (rewards.half_marks, "3", 0.1, False, {"length": 0.1, "right": 0.0}),
+        (rewards.waits, "0.01", 0.01, False, {}),
+        (rewards.trl_lengths, "abcd", 304.0, True, {}),
         (lambda prompt, text: True, "x", 1.0, True, {}),
         (lambda prompt, text: Score(reward=0.2, success=True), "x", 0.2, True, {}),
     ],
@@ -49,21 +49,21 @@ def test_every_kind_of_function_gives_a_score(function, text, reward, success, p
 
 
 def test_a_conversational_function_gets_messages() -> None:
-    reward = as_reward(judges.trl_async, {"conversational": True})
-    assert [s.reward for s in reward.judge(PROMPT, ["1+1?", "2"])] == [1.0, 0.0]
+    reward = as_reward(rewards.trl_async, {"conversational": True})
+    assert [s.reward for s in reward.score_group(PROMPT, ["1+1?", "2"])] == [1.0, 0.0]
 
 
-def test_a_function_of_whole_groups_judges_answers_against_each_other() -> None:
-    reward = as_reward(judges.relative)
+def test_a_group_function_can_compare_completions() -> None:
+    reward = as_reward(rewards.relative)
     assert reward.whole_groups
-    assert [s.reward for s in reward.judge(PROMPT, ["ab", "abcd"])] == [0.5, 1.0]
+    assert [s.reward for s in reward.score_group(PROMPT, ["ab", "abcd"])] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize(
     ("function", "text", "message"),
     [
-        (judges.trl_lengths, "?", "gave None"),
-        (lambda prompt, text: None, "x", "gave None"),
+        (rewards.trl_lengths, "?", "returned None"),
+        (lambda prompt, text: None, "x", "returned None"),
         (lambda prompt, text: "high", "x", "could not convert"),
     ],
 )
@@ -73,18 +73,18 @@ def test_none_is_not_zero(function, text: str, message: str) -> None:
 
 
 def test_too_few_rewards_for_a_group_are_refused() -> None:
-    with pytest.raises(ValueError, match="gave 1 rewards for 2 answers"):
-        as_reward(judges.too_few).judge(PROMPT, ["a", "b"])
+    with pytest.raises(ValueError, match="returned 1 rewards for 2 completions"):
+        as_reward(rewards.too_few).score_group(PROMPT, ["a", "b"])
 
 
 def test_success_starts_where_the_user_says() -> None:
-    reward = reward_of("tests.scoring.judges:plain", success_at=2.0, scale=0.5)
+    reward = reward_of("tests.scoring.rewards:plain", success_at=2.0, scale=0.5)
     assert [reward(PROMPT, t).reward for t in ("ab", "abcd")] == [1.0, 2.0]
     assert [reward(PROMPT, t).success for t in ("ab", "abcd")] == [False, True]
 
 
 def test_a_class_is_made_with_its_own_options() -> None:
-    reward = reward_of("tests.scoring.judges.Counting", word="so")
+    reward = reward_of("tests.scoring.rewards.Counting", word="so")
     assert reward.most == 3
     assert reward(PROMPT, "so so").reward == pytest.approx(2 / 3)
     assert reward.version == 7
@@ -93,7 +93,7 @@ def test_a_class_is_made_with_its_own_options() -> None:
 def test_a_reward_stays_what_it_is() -> None:
     reward = ThinkAnswer()
     assert as_reward(reward) is reward
-    assert as_reward(judges.plain).bounds == (-math.inf, math.inf)
+    assert as_reward(rewards.plain).bounds == (-math.inf, math.inf)
 
 
 def test_a_function_is_as_quick_as_it_says() -> None:
@@ -108,11 +108,15 @@ def test_a_function_is_as_quick_as_it_says() -> None:
 @pytest.mark.parametrize(
     ("path", "options", "message"),
     [
-        ("tests.scoring.judges:plain", {"scail": 1.0}, "reward.scail is not an option.*'scale'"),
-        ("tests.scoring.judges:nothing", {}, "has no function 'nothing'"),
+        ("tests.scoring.rewards:plain", {"scail": 1.0}, "reward.scail is not an option.*'scale'"),
+        ("tests.scoring.rewards:nothing", {}, "has no function 'nothing'"),
         ("tests.scoring.absent:plain", {}, "cannot import 'tests.scoring.absent'"),
-        ("tests.scoring.judges.Counting", {}, "reward.word must be given"),
-        ("tests.scoring.judges.Counting", {"word": "x", "much": 1}, "reward.much is not an option"),
+        ("tests.scoring.rewards.Counting", {}, "reward.word must be given"),
+        (
+            "tests.scoring.rewards.Counting",
+            {"word": "x", "much": 1},
+            "reward.much is not an option",
+        ),
         ("plane", {}, "reward.name = 'plane' is not known"),
     ],
 )

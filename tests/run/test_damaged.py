@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from covey.analysis.compare.design import Asked, plan_comparison
-from covey.analysis.compare.record import RunOutcome, write_outcome, write_record
+from covey.analysis.compare.comparison_folder import RunOutcome, write_design, write_outcome
+from covey.analysis.compare.design import Request, design_comparison
 from covey.cli.main import run as covey
 
 SETTINGS = (
@@ -288,11 +288,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def compared() -> object:
-    asked = Asked(
+    request = Request(
         source="arithmetic", overrides=(), smoke=False, algorithms=("grpo", "dr_grpo"), arms=(),
         seeds=1, budget="steps", amount=3, threads=1,
     )  # fmt: skip
-    return plan_comparison(asked)
+    return design_comparison(request)
 
 
 def held(run: Path) -> Counter[str]:
@@ -335,7 +335,7 @@ def test_a_damaged_run_is_read_without_a_traceback_and_nothing_is_deleted(
     for arm in ("grpo", "dr_grpo"):
         (tmp_path / f"compared/runs/{arm}").mkdir(parents=True)
         (tmp_path / f"compared/runs/{arm}/seed-0").symlink_to(run if arm == "grpo" else whole)
-    write_record(tmp_path / "compared", compared)  # type: ignore[arg-type]
+    write_design(tmp_path / "compared", compared)  # type: ignore[arg-type]
     damage.do(run)
     before, kept = tree(run), held(run)
     said = ""

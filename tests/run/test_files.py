@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from covey.errors import DiskError, RunError
 from covey.run.files import append_line, whole_folder, write_text
-from covey.run.read_files import read_lines
+from covey.run.records import read_lines
 
 Row = dict[str, Any]
 ROWS: list[Row] = [{"step": 1, "text": 'a"}\n{'}, {"step": 2, "text": ""}, {"step": 3, "x": [{}]}]

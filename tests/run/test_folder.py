@@ -49,7 +49,7 @@ def rollout(sample: int, trained: tuple[bool, ...] = (True, True), **changes: ob
         "tokens": (4, 5),
         "trained": trained,
         "sampler_logp": (-0.1, -1 / 3),
-        "text": f"answer {sample}\n\u2028ü",
+        "text": f"text {sample}\n\u2028ü",
         "finish": "stop",
         "policy_version": 7,
         "reward": 0.1,
@@ -57,7 +57,7 @@ def rollout(sample: int, trained: tuple[bool, ...] = (True, True), **changes: ob
         "parts": {"correct": 0.0, "format": 1.0},
         **changes,
     }
-    return Rollout(**fields)  # type: ignore[arg-type]
+    return Rollout.single_turn(**fields)  # type: ignore[arg-type]
 
 
 def group(*rollouts: Rollout) -> Group:
@@ -231,12 +231,12 @@ def test_rollouts_read_back_with_what_a_person_reads_first(run: RunFolder) -> No
     run.write_rollouts(12, groups, [[0.5, None]])
     assert (run.path / "rollouts" / "000012.jsonl").is_file()
     first, second = run.rollouts(12)
-    lead = ["prompt", "answer", "text", "reward", "success", "parts", "advantage", "finish"]
+    lead = ["prompt", "target", "text", "reward", "success", "parts", "advantage", "finish"]
     assert list(first)[: len(lead)] == lead
     assert first == {
         "prompt": "47+8-6?",
-        "answer": "49",
-        "text": "answer 0\n\u2028ü",
+        "target": "49",
+        "text": "text 0\n\u2028ü",
         "reward": 0.1,
         "success": False,
         "parts": {"correct": 0.0, "format": 1.0},

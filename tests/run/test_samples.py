@@ -1,4 +1,4 @@
-"""The page of best and worst answers: every answer once, the right ones, and nothing breaks it."""
+"""The page of sampled completions: the highest and lowest rewards, each completion once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from covey.cli.main import run as covey
 from covey.run.folder import RunFolder
-from covey.run.samples import review
+from covey.run.samples import samples_page
 from covey.types import Group, Prompt, Rollout
 
 QUICK = (
@@ -18,12 +18,12 @@ QUICK = (
 )  # fmt: skip
 
 
-def prompt(name: str = "t/1", *, text: str = "1+1?", answer: str = "2") -> Prompt:
-    return Prompt(id=name, task="t", messages=({"role": "user", "content": text},), target=answer)
+def prompt(name: str = "t/1", *, text: str = "1+1?", target: str = "2") -> Prompt:
+    return Prompt(id=name, task="t", messages=({"role": "user", "content": text},), target=target)
 
 
 def rollout(name: str, sample: int, reward: float | None, text: str = "two") -> Rollout:
-    return Rollout(
+    return Rollout.single_turn(
         prompt_id=name,
         sample=sample,
         prompt_tokens=(1,),
@@ -41,21 +41,21 @@ def rollout(name: str, sample: int, reward: float | None, text: str = "two") -> 
 
 
 def page_of(rewards: list[float | None], count: int, samples: int = 4) -> str:
-    """Return the page for these rewards, in groups; every answer's text is its number."""
+    """Return the page for these rewards, in groups; every completion's text is its number."""
     groups = []
     for start in range(0, len(rewards), samples):
         name = f"t/{start // samples}"
         some = rewards[start : start + samples]
-        answers = [rollout(name, n, r, f"answer {start + n}") for n, r in enumerate(some)]
-        groups.append(Group(prompt=prompt(name), rollouts=tuple(answers)))
-    return review(7, groups, count)
+        rollouts = [rollout(name, n, r, f"number {start + n}") for n, r in enumerate(some)]
+        groups.append(Group(prompt=prompt(name), rollouts=tuple(rollouts)))
+    return samples_page(7, groups, count)
 
 
 def shown(page: str) -> tuple[list[int], list[int]]:
-    """Return the numbers of the answers under Highest and under Lowest."""
+    """Return the numbers of the completions under Highest and under Lowest."""
     high, low = page.split("## Highest")[1].split("## Lowest")
     return tuple(
-        [int(n) for n in re.findall(r"^    answer (\d+)$", part, re.M)] for part in (high, low)
+        [int(n) for n in re.findall(r"^    number (\d+)$", part, re.M)] for part in (high, low)
     )  # type: ignore[return-value]
 
 
@@ -79,16 +79,16 @@ def blocks(page: str) -> list[list[str]]:
 def test_the_highest_come_first_and_the_lowest_after_them() -> None:
     page = page_of([0.1, 0.9, None, 0.5, 1.0, 0.2, 0.3, 0.4], 2)
     assert shown(page) == ([4, 1], [0, 5])
-    assert "7 answers, 1 not scored. Reward: `mine@1#abc`" in page
-    assert "### 1. 1, right, 3 tokens, stop" in page
-    assert "### 2. 0.9, wrong, 3 tokens, stop" in page
-    assert "`t/1` sample 0; parts: `accuracy 1, format 0.25`; expected: `2`" in page
-    assert page.startswith("# Answers of step 7\n")
+    assert "7 completions, 1 not scored. Reward: `mine@1#abc`" in page
+    assert "### 1. 1, correct, 3 tokens, stop" in page
+    assert "### 2. 0.9, incorrect, 3 tokens, stop" in page
+    assert "`t/1` sample 0; parts: `accuracy 1, format 0.25`; target: `2`" in page
+    assert page.startswith("# Completions of step 7\n")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 100])
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 9])
-def test_no_answer_is_shown_twice_and_none_is_left_out_without_need(count: int, size: int) -> None:
+def test_each_completion_is_shown_at_most_once_and_as_many_as_fit(count: int, size: int) -> None:
     page = page_of([float(n % 3) for n in range(size)], count)
     high, low = shown(page)
     assert len(set(high + low)) == len(high) + len(low) == min(2 * count, size)
@@ -109,7 +109,7 @@ def test_among_equals_the_choice_is_the_same_each_time_and_not_the_first() -> No
 def test_a_step_without_scores_has_a_page_all_the_same() -> None:
     page = page_of([None, None], 3)
     assert shown(page) == ([], [])
-    assert "0 answers, 2 not scored" in page
+    assert "0 completions, 2 not scored" in page
 
 
 HOSTILE = [
@@ -125,24 +125,24 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_text_stays_in_its_block(text: str) -> None:
-    """Both what was asked and what was answered, each in a block of its own."""
+    """The prompt and the completion, each in a block of its own."""
     group = Group(prompt=prompt(text=text), rollouts=(rollout("t/1", 0, 1.0, text),))
-    page = review(1, [group], 5)
+    page = samples_page(1, [group], 5)
     lines = [line for line in text.splitlines() if line.strip()]
     if text.strip():
         assert [[line for line in block if line.strip()] for block in blocks(page)] == [lines] * 2
     outside = [line for line in re.split(r"[\n\r]", page) if line and not line.startswith("    ")]
     assert [line for line in outside if line.startswith("#")] == [
-        "# Answers of step 1", "## Highest", "### 1. 1, right, 3 tokens, stop", "## Lowest",
+        "# Completions of step 1", "## Highest", "### 1. 1, correct, 3 tokens, stop", "## Lowest",
     ]  # fmt: skip
     assert "<script>" not in "".join(outside)
 
 
 @pytest.mark.parametrize("text", ["`", "a`b``c", "```", "``<b>``", "x\n\n# heading\n```"])
-def test_an_expected_answer_stays_between_its_backticks(text: str) -> None:
-    group = Group(prompt=prompt(answer=text), rollouts=(rollout("t/1", 0, 1.0),))
-    (line,) = [line for line in review(1, [group], 5).split("\n") if "expected:" in line]
-    quoted = line.partition("expected: ")[2]
+def test_a_target_stays_between_its_backticks(text: str) -> None:
+    group = Group(prompt=prompt(target=text), rollouts=(rollout("t/1", 0, 1.0),))
+    (line,) = [line for line in samples_page(1, [group], 5).split("\n") if "target:" in line]
+    quoted = line.partition("target: ")[2]
     fence = re.match("`+", quoted)
     assert fence is not None
     inner = quoted[len(fence[0]) : -len(fence[0])]
@@ -158,15 +158,15 @@ def trained(path: Path, *settings: str) -> RunFolder:
 
 
 def pages(run: RunFolder) -> list[str]:
-    return sorted(str(file.relative_to(run.path)) for file in run.path.glob("review/*"))
+    return sorted(str(file.relative_to(run.path)) for file in run.path.glob("samples/*"))
 
 
-def test_a_run_writes_a_page_every_so_many_steps_and_a_resume_writes_it_again(
+def test_a_run_writes_pages_and_a_resume_writes_the_same_ones_again(
     tmp_path: Path,
 ) -> None:
     run = trained(tmp_path / "run", "save.samples_every=1", "save.samples_shown=3")
-    assert pages(run) == [f"review/00000{step}.md" for step in (1, 2, 3)]
-    page = (run.path / "review/000003.md").read_text()
+    assert pages(run) == [f"samples/00000{step}.md" for step in (1, 2, 3)]
+    page = (run.path / "samples/000003.md").read_text()
     rows = sorted(run.rollouts(3), key=lambda row: row["reward"])
     titles = re.findall(r"^### \d+\. ([-\d.]+),", page, re.M)
     best_and_worst = [*rows[::-1][:3], *rows[:3]]
@@ -175,16 +175,16 @@ def test_a_run_writes_a_page_every_so_many_steps_and_a_resume_writes_it_again(
     ]
     assert f"Reward: `{rows[0]['reward_id']}`" in page
 
-    (run.path / "review/000009.md").write_text("of a step that is no longer known")
-    (run.path / "review/mine.md").write_text("a note of the user's own")
+    (run.path / "samples/000009.md").write_text("of a step that is no longer known")
+    (run.path / "samples/mine.md").write_text("a note of the user's own")
     assert covey(["train", "--resume", str(run.path), "--step", "1"]) == 0
-    assert pages(run) == [*(f"review/00000{step}.md" for step in (1, 2, 3)), "review/mine.md"]
-    assert (run.path / "review/000003.md").read_text() == page
+    assert pages(run) == [*(f"samples/00000{step}.md" for step in (1, 2, 3)), "samples/mine.md"]
+    assert (run.path / "samples/000003.md").read_text() == page
 
 
 @pytest.mark.parametrize(("every", "steps"), [(2, [2]), (0, []), (100, [])])
-def test_how_often_is_a_setting_and_0_is_never(
+def test_samples_every_sets_the_steps_with_a_page(
     every: int, steps: list[int], tmp_path: Path
 ) -> None:
     run = trained(tmp_path / "run", f"save.samples_every={every}")
-    assert pages(run) == [f"review/{step:06d}.md" for step in steps]
+    assert pages(run) == [f"samples/{step:06d}.md" for step in steps]

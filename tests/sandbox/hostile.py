@@ -50,7 +50,7 @@ libc.syscall.restype = ctypes.c_long
 def failure(result):
     return errno.errorcode[ctypes.get_errno()] if result == -1 else f"DONE {result}"
 def hold(memory):
-    # Written to, then let go of: shared memory stays, and is in nobody's count.
+    # Written to, then let go of: shared memory stays, and no process accounts for it.
     piece = b"x" * (1 << 20)
     for at in range(0, len(memory), len(piece)):
         memory[at : at + len(piece)] = piece

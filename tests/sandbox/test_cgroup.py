@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from covey.errors import RewardError
-from covey.sandbox import Case, Limits, cgroup, isolation, run
+from covey.sandbox import Case, Limits, cgroup, isolation, run_program
 
 MOUNTS = """
 24 1 0:22 / /proc rw - proc proc rw
@@ -108,7 +108,7 @@ def test_what_is_written_says_what_the_limits_say() -> None:
 
 def test_a_group_that_cannot_be_made_is_said_in_one_line(tmp_path: Path) -> None:
     with (
-        pytest.raises(RewardError, match=r"^sandbox: no cgroup could be made: .*missing"),
+        pytest.raises(RewardError, match=r"^sandbox: cannot make a cgroup: .*missing"),
         cgroup.group(Limits(), tmp_path / "missing"),
     ):
         pass
@@ -193,6 +193,6 @@ data = bytearray(50 << 20)
 for at in range(0, len(data), 4096): data[at] = 1
 time.sleep(9)
 """
-    outcome = run(program, [Case()], limits=limits)[0]
+    outcome = run_program(program, [Case()], limits=limits)[0]
     assert outcome.ended == "killed"
     assert cgroup.sweep(parent) == []

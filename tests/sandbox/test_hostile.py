@@ -20,10 +20,10 @@ import pytest
 
 import covey
 from covey.errors import ConfigError
-from covey.sandbox import Case, Outcome, matches, require_isolation, run
-from covey.sandbox.calls import ALLOWED, CHECKED, MISSING, NEWER, numbers
-from covey.sandbox.run import mark
+from covey.sandbox import Case, Outcome, matches, require_isolation, run_program
+from covey.sandbox.program import mark
 from covey.sandbox.seccomp import _MACHINES
+from covey.sandbox.syscalls import ALLOWED, CHECKED, MISSING, NEWER, numbers
 from tests.sandbox.hostile import LIMITS, PRELUDE, PROGRAMS, WALL, Hostile
 
 try:
@@ -48,13 +48,15 @@ def left_over() -> list[str]:
 def attack(program: str) -> Outcome:
     """Run a hostile program; check that it is over, that nothing is left and nothing is harmed."""
     began = time.monotonic()
-    bad, good = run(PRELUDE + program, [Case(stdin="bad\n"), Case(stdin="good")], limits=LIMITS)
+    bad, good = run_program(
+        PRELUDE + program, [Case(stdin="bad\n"), Case(stdin="good")], limits=LIMITS
+    )
     assert time.monotonic() - began < WALL + 10
     assert bad.seconds < WALL + 5
     assert left_over() == []
     assert good.stdout == b"good\n", (bad, good)
     began = time.monotonic()
-    after = run("def add(a, b): return a + b", [Case(call="add(1, 2)")], limits=LIMITS)
+    after = run_program("def add(a, b): return a + b", [Case(call="add(1, 2)")], limits=LIMITS)
     assert time.monotonic() - began < 10
     assert after[0].value == b"3"
     return bad
@@ -66,7 +68,7 @@ def outcomes() -> dict[str, list[Outcome]]:
 
     def try_one(hostile: Hostile) -> list[Outcome]:
         cases = [Case(stdin="bad\n"), Case(stdin="good"), Case(stdin="bad\n", call="answer")]
-        return run(PRELUDE + hostile.program, cases, limits=LIMITS)
+        return run_program(PRELUDE + hostile.program, cases, limits=LIMITS)
 
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         found = dict(zip(PROGRAMS, pool.map(try_one, PROGRAMS.values()), strict=True))
@@ -95,7 +97,7 @@ def test_a_hostile_program_gains_nothing(name: str, outcomes: dict[str, list[Out
 def test_a_good_program_after_all_that_notices_nothing(outcomes: dict[str, list[Outcome]]) -> None:
     assert outcomes
     began = time.monotonic()
-    after = run("def add(a, b): return a + b", [Case(call="add(1, 2)")], limits=LIMITS)
+    after = run_program("def add(a, b): return a + b", [Case(call="add(1, 2)")], limits=LIMITS)
     assert time.monotonic() - began < 10
     assert after[0].value == b"3"
 
@@ -164,7 +166,9 @@ except OSError:
     os.write(1, b"%d" % n)
 """
     with ThreadPoolExecutor(2) as pool:
-        outcomes = list(pool.map(lambda _: run(program, [Case()], limits=LIMITS)[0], range(2)))
+        outcomes = list(
+            pool.map(lambda _: run_program(program, [Case()], limits=LIMITS)[0], range(2))
+        )
     assert [outcome.stdout for outcome in outcomes] == [b"16", b"16"]
 
 
@@ -292,7 +296,7 @@ for path in {paths}:
     assert not any(Path(path).exists() for path in ("/x", "/usr/x", "/etc/x", "/dev/x"))
 
 
-def test_nobody_else_can_be_killed_or_seen() -> None:
+def test_no_process_outside_can_be_killed_or_seen() -> None:
     program = f"""
 attempt(os.kill, {os.getpid()}, 9)
 attempt(os.kill, {os.getppid()}, 9)
@@ -368,7 +372,7 @@ print(failure(libc.umount(b"/proc/1")))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_root_is_given_up_for_a_user_that_nobody_is() -> None:
+def test_root_becomes_a_user_id_of_its_own() -> None:
     outcome = attack("print(os.getresuid(), os.getresgid(), os.getgroups())")
     uid = outcome.stdout.split(b",")[0].strip(b"(")
     assert int(uid) > 1000

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from covey.errors import ConfigError
-from covey.sandbox import Case, Limits, Outcome, require_isolation, run
+from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
 
 try:
     require_isolation()
@@ -97,7 +97,7 @@ print(len(os.sched_getaffinity(0)) > 0 and 1)
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
     def try_one(program: str) -> Outcome:
-        return run(program, [Case()], limits=LIMITS)[0]
+        return run_program(program, [Case()], limits=LIMITS)[0]
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(PROGRAMS, pool.map(try_one, PROGRAMS.values()), strict=True))

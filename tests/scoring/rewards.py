@@ -71,7 +71,7 @@ ACTIONS: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obeys:
-    """Does what the answer says: a number is the reward, a word is a way to go wrong."""
+    """Does what the completion says: a number is the reward, a word is a way to go wrong."""
 
     quick: ClassVar[bool] = False
     version: ClassVar[int] = 1
@@ -98,7 +98,7 @@ async def waits(prompt: Prompt, text: str) -> float:
 
 
 async def obeys_async(prompt: Prompt, text: str) -> float:
-    """Does what the answer says, once all others have begun to wait."""
+    """Does what the completion says, once all others have begun to wait."""
     await asyncio.sleep(0.05)
     what, _, rest = text.partition(" ")
     if what == "thread":
@@ -107,7 +107,7 @@ async def obeys_async(prompt: Prompt, text: str) -> float:
 
 
 def trl_lengths(completions: list[str], **columns: Any) -> list[float | None]:
-    assert set(columns) == {"prompts", "answer", "level"}, columns
+    assert set(columns) == {"prompts", "target", "answer", "level"}, columns
     return [None if c == "?" else float(len(c) + 100 * columns["level"][0]) for c in completions]
 
 
@@ -117,7 +117,7 @@ async def trl_async(completions: list[Any], prompts: list[Any], **_: Any) -> lis
 
 
 def relative(completions: list[str], **_: Any) -> list[float]:
-    """Judges answers against each other, as only a function of whole groups can."""
+    """Scores completions relative to each other, which needs the whole group."""
     longest = max(len(c) for c in completions)
     return [len(c) / longest for c in completions]
 

@@ -1,4 +1,4 @@
-"""Scoring processes: nothing that a reward does can hurt the run, or another answer."""
+"""The scoring pool: no reward can harm the run, or the score of another completion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from covey.rewards.code import CodeTests
 from covey.scoring import InlineScorer, Job, Pool, ScoreResult, make_scorer
 from covey.types import Prompt
 from tests.processes import alive, wait_until
-from tests.scoring import judges
+from tests.scoring import rewards as functions
 
 PROMPT = Prompt(
     id="p/1",
@@ -31,30 +31,30 @@ LIMIT = 1.0
 
 
 def job(*texts: str, share: float = 1.0) -> Job:
-    return Job(prompt=PROMPT, texts=texts, share=share)
+    return Job(prompt=PROMPT, texts=texts, progress=share)
 
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    pool = Pool(judges.Obeys(), "obeys", workers=2, timeout=LIMIT)
+    pool = Pool(functions.Obeys(), "obeys", workers=2, timeout=LIMIT)
     yield pool
     pool.close()
 
 
-def rewards(verdicts: list[ScoreResult]) -> list[float | None]:
-    return [None if v.score is None else v.score.reward for v in verdicts]
+def rewards(results: list[ScoreResult]) -> list[float | None]:
+    return [None if v.score is None else v.score.reward for v in results]
 
 
-def test_answers_come_back_in_order_whatever_is_done_first(pool: Pool) -> None:
+def test_results_come_back_in_order_whichever_finishes_first(pool: Pool) -> None:
     times = [0.4, 0.0, 0.2, 0.1, 0.3, 0.0]
     futures = [pool.submit(job(f"sleep {t}")) for t in times]
     assert [rewards(f.result())[0] for f in futures] == times
 
 
-def test_work_is_shared_between_processes_and_nobody_waits_for_the_one_before(
+def test_processes_share_the_work_and_do_not_wait_for_a_slow_job(
     tmp_path: Path,
 ) -> None:
-    pool = Pool(judges.Obeys(), "obeys", workers=2, timeout=60)
+    pool = Pool(functions.Obeys(), "obeys", workers=2, timeout=60)
     long = pool.submit(job(f"wait {tmp_path / 'done'}"))
     quick = [pool.submit(job("1")) for _ in range(20)]
     pids = {f.result()[0].score.parts["pid"] for f in quick}
@@ -74,27 +74,27 @@ def test_work_is_shared_between_processes_and_nobody_waits_for_the_one_before(
         ("exit", "the scoring process ended with code 3"),
         ("quit", "the scoring process ended with code 4"),
         ("crash", "the scoring process ended by signal SIGSEGV"),
-        ("type", "TypeError: a reward gives a Score, not float"),
+        ("type", "TypeError: a reward returns a Score, not float"),
         ("nan", "ValueError: the reward is nan"),
         ("-inf", "ValueError: the reward is -inf"),
         ("words", "ValueError: could not convert"),
         ("child", "took longer than 1 seconds"),
     ],
 )
-def test_what_a_reward_does_wrong_costs_one_answer_its_reward(
+def test_a_failing_reward_costs_one_completion_its_reward(
     pool: Pool, bad: str, why: str
 ) -> None:
     texts = ["1", "2", bad, "3", "4", "5"]
-    verdicts = [pool.submit(job(text)) for text in texts]
-    results = [v.result()[0] for v in verdicts]
+    results = [pool.submit(job(text)) for text in texts]
+    results = [v.result()[0] for v in results]
     assert rewards(results) == [1.0, 2.0, None, 3.0, 4.0, 5.0]
     assert results[2].error.startswith(why)
     assert rewards(pool.submit(job("6")).result()) == [6.0]
 
 
 def test_a_time_limit_kills_what_the_reward_had_started_as_well(pool: Pool) -> None:
-    (verdict,) = pool.submit(job("child raise")).result()
-    pid = int(verdict.error.split()[-1])
+    (result,) = pool.submit(job("child raise")).result()
+    pid = int(result.error.split()[-1])
     assert alive(pid)
     # Both processes are busy, so each reaches its time limit; one of them has the child.
     for future in [pool.submit(job("loop")) for _ in range(4)]:
@@ -107,14 +107,14 @@ def test_what_a_reward_prints_stays_out_of_the_conversation(pool: Pool) -> None:
     assert [rewards(f.result()) for f in futures] == [[0.5]] * 5
 
 
-def test_large_scores_and_many_answers_get_through(pool: Pool) -> None:
+def test_large_scores_and_many_completions_arrive(pool: Pool) -> None:
     assert rewards(pool.submit(job("big")).result()) == [1.0]
     futures = [pool.submit(job(str(n), str(-n))) for n in range(2000)]
     assert [rewards(f.result()) for f in futures] == [[n, -n] for n in range(2000)]
 
 
-def test_an_async_function_waits_for_many_answers_at_once() -> None:
-    pool = Pool(as_reward(judges.waits), "waits", workers=1, timeout=2.0)
+def test_an_async_function_scores_many_completions_concurrently() -> None:
+    pool = Pool(as_reward(functions.waits), "waits", workers=1, timeout=2.0)
     pool.start()
     started = time.monotonic()
     futures = [pool.submit(job("0.4")) for _ in range(32)]
@@ -139,7 +139,7 @@ def test_an_async_function_waits_for_many_answers_at_once() -> None:
 def test_one_that_blocks_or_dies_costs_those_that_wait_beside_it_nothing(
     bad: str, why: str
 ) -> None:
-    pool = Pool(as_reward(judges.obeys_async), "obeys", workers=2, timeout=LIMIT)
+    pool = Pool(as_reward(functions.obeys_async), "obeys", workers=2, timeout=LIMIT)
     pool.start()
     futures = [pool.submit(job(bad if n == 5 else str(n))) for n in range(24)]
     results = [f.result()[0] for f in futures]
@@ -150,14 +150,14 @@ def test_one_that_blocks_or_dies_costs_those_that_wait_beside_it_nothing(
 
 
 def test_a_function_of_whole_groups_gets_whole_groups() -> None:
-    pool = make_scorer("relative", as_reward(judges.relative), workers=1, timeout=5)
+    pool = make_scorer("relative", as_reward(functions.relative), workers=1, timeout=5)
     assert pool.whole_groups
     assert rewards(pool.submit(job("a", "aaaa", "aa")).result()) == [0.25, 1.0, 0.5]
     pool.close()
 
 
 def test_closing_ends_every_process_and_cancels_what_waits() -> None:
-    pool = Pool(judges.Obeys(), "obeys", workers=2, timeout=60)
+    pool = Pool(functions.Obeys(), "obeys", workers=2, timeout=60)
     pids = {pool.submit(job("1")).result()[0].score.parts["pid"] for _ in range(20)}
     busy = [pool.submit(job("loop")) for _ in range(2)]
     waiting = [pool.submit(job("loop")) for _ in range(5)]
@@ -173,7 +173,7 @@ def test_closing_ends_every_process_and_cancels_what_waits() -> None:
 def test_processes_die_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     script = (
         "import time\nfrom tests.scoring.test_pool import *\n"
-        "pool = Pool(judges.Obeys(), 'obeys', workers=1, timeout=60)\n"
+        "pool = Pool(functions.Obeys(), 'obeys', workers=1, timeout=60)\n"
         "print(int(pool.submit(job('1')).result()[0].score.parts['pid']), flush=True)\n"
         "pool.submit(job('loop'))\ntime.sleep(60)\n"
     )
@@ -192,7 +192,7 @@ def test_quick_rewards_stay_here_and_others_get_processes() -> None:
     assert isinstance(
         make_scorer("think_answer", ThinkAnswer(), workers=1, timeout=1), InlineScorer
     )
-    pool = make_scorer("obeys", judges.Obeys(), workers=1, timeout=1)
+    pool = make_scorer("obeys", functions.Obeys(), workers=1, timeout=1)
     assert isinstance(pool, Pool)
     assert pool.identity.startswith("obeys@1#")
     pool.close()
@@ -210,7 +210,7 @@ def test_a_time_limit_that_is_shorter_than_the_reward_s_own_is_refused() -> None
 def test_the_limits_that_come_with_a_reward_fit_the_usual_one(name: str) -> None:
     judge = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": ""}
     options = {"judge": judge} if name == "retrieval" else {"unsafe": True}
-    longest = REWARDS[name](**options).longest
+    longest = REWARDS[name](**options).max_seconds
     assert 20.0 < longest < Scoring().timeout
 
 
@@ -218,7 +218,7 @@ def test_a_reward_that_cannot_be_sent_is_refused_with_a_remedy() -> None:
     def mine(prompt: Prompt, text: str) -> float:
         return 1.0
 
-    with pytest.raises(ConfigError, match=r"put it into a module.*`quick = True`"):
+    with pytest.raises(ConfigError, match=r"move it to a module.*`quick = True`"):
         make_scorer("mine", as_reward(mine), workers=1, timeout=1)
     mine.quick = True
     assert rewards(make_scorer("mine", as_reward(mine)).submit(job("x")).result()) == [1.0]

@@ -1,4 +1,4 @@
-"""Judging in processes changes when answers are judged, and nothing else."""
+"""Scoring in processes changes when completions are scored, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.errors import RewardError
 from covey.rewards import as_reward
-from covey.rewards.answer import MathAnswer
-from covey.rewards.form import ThinkAnswerForm
+from covey.rewards.build import make_reward
+from covey.rewards.format import ThinkAnswerForm
+from covey.rewards.math_answer import MathAnswer
+from covey.rewards.mix import Mix
 from covey.run.folder import RunFolder
 from covey.run.resume import start_of
 from covey.scoring import Job, Pool, ScoreResult, make_scorer
 from covey.stopping import StopSignal
-from covey.training.build import Parts, assemble, resolve
+from covey.training.build import Parts, assemble
 from covey.training.loop import train
 from covey.training.report import flat_rewards
+from covey.training.resolve import resolve
 from covey.types import Prompt
 from tests.processes import wait_until
-from tests.reporters import Notes
+from tests.trackers import Notes
 
 QUICK = (
     "model.device=cpu", "train.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4",
@@ -81,7 +84,7 @@ class Quick:
         return [Score(reward=r, success=False) for r in rewards]
 
 def patient(prompt, text, *, folder):
-    """Waits until all answers are sampled, and leaves a file for each that it has begun with."""
+    """Waits until all completions are there, and leaves a file for each that it has begun."""
     open(os.path.join(folder, f"begun-{value(text)}"), "w").close()
     while not os.path.exists(os.path.join(folder, "sampled")):
         time.sleep(0.01)
@@ -131,7 +134,7 @@ def odd_parts(prompt, text):
     return Score(reward=numpy.float32(0.25), success=numpy.bool_(True), parts=parts)
 
 class TooFew:
-    """Says that it judges groups, and gives one score whatever it is asked."""
+    """Says that it scores groups, and always gives one score."""
     quick, version, bounds, whole_groups = True, 1, (0.0, 1.0), True
     def judge(self, prompt, texts):
         from covey.rewards import Score
@@ -163,7 +166,7 @@ def trained(
     parts, reporter = parts_with(*settings), reporter or Notes()
     run = RunFolder.create(path, "", {})
     with closing(parts.scorer):
-        train(parts, run, reporter, StopSignal())
+        train(parts, run, [reporter], StopSignal())
     return run, reporter.notes
 
 
@@ -192,7 +195,7 @@ def processes() -> list[str]:
             words = (folder / "cmdline").read_bytes().decode().split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if stat[0] != "Z" and int(stat[1]) == os.getpid() and "covey.scoring.worker" in words:
+        if stat[0] != "Z" and int(stat[1]) == os.getpid() and "covey.scoring.pool_worker" in words:
             found.append(" ".join(words))
     return found
 
@@ -201,14 +204,14 @@ PROMPT = Prompt(id="p/1", task="t", messages=({"role": "user", "content": "1+1?"
 
 
 def job(*texts: str) -> Job:
-    return Job(prompt=PROMPT, texts=texts, share=1.0)
+    return Job(prompt=PROMPT, texts=texts, progress=1.0)
 
 
 def given(verdicts: Sequence[ScoreResult]) -> list[float | None]:
     return [None if v.score is None else v.score.reward for v in verdicts]
 
 
-# Where and when answers are judged makes no difference.
+# Where and when completions are scored makes no difference.
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,7 @@ def given(verdicts: Sequence[ScoreResult]) -> list[float | None]:
         ("of_group_waits", "true"),
     ],
 )
-def test_processes_give_the_run_that_judging_here_gives(
+def test_processes_give_the_same_run_as_scoring_in_this_process(
     name: str, here: str, judged: ModuleType, tmp_path: Path
 ) -> None:
     far, _ = trained(tmp_path / "far", f"reward.name=judged:{name}")
@@ -253,7 +256,7 @@ def test_the_number_of_processes_makes_no_difference(judged: ModuleType, tmp_pat
 
 
 class TellsWhenSampled(Notes):
-    """Keeps the last answer of a step back until judging has begun, then says that all are there."""
+    """Holds the last completion of a step until scoring has begun, then says that all are there."""
 
     def __init__(self, folder: Path, answers: int) -> None:
         super().__init__()
@@ -266,10 +269,10 @@ class TellsWhenSampled(Notes):
             (self.folder / "sampled").touch()
 
 
-def test_sampling_waits_for_no_reward_and_judging_not_for_the_end_of_sampling(
+def test_generation_and_scoring_do_not_wait_for_each_other(
     judged: ModuleType, tmp_path: Path
 ) -> None:
-    # Either would wait for the other without end if it did: then no answer would have a reward.
+    # If one waited for the other, both would wait for ever, and no completion would have a reward.
     instant, _ = trained(tmp_path / "instant", "reward.name=judged.Quick", "train.steps=1")
     late, notes = trained(
         tmp_path / "late", "reward.name=judged:patient", f"reward.folder={tmp_path}",
@@ -279,7 +282,7 @@ def test_sampling_waits_for_no_reward_and_judging_not_for_the_end_of_sampling(
     assert column(late, "reward") == column(instant, "reward")
 
 
-# What cannot be judged.
+# Completions that cannot be scored.
 
 
 @pytest.mark.parametrize(
@@ -290,7 +293,7 @@ def test_sampling_waits_for_no_reward_and_judging_not_for_the_end_of_sampling(
         ("hangs", "took longer than 0.4 seconds"),
     ],
 )
-def test_answers_that_cannot_be_judged_are_left_out_of_their_group(
+def test_completions_that_cannot_be_scored_are_left_out_of_their_group(
     how: str, why: str, judged: ModuleType, tmp_path: Path
 ) -> None:
     run, notes = trained(
@@ -337,14 +340,14 @@ def test_too_many_of_them_end_the_run_with_a_line(
     error = capfd.readouterr().err
     assert error.count("\n") == 1
     assert error.startswith("covey: reward: ")
-    assert "of 16 answers could not be scored" in error
+    assert "of 16 completions could not be scored" in error
     assert "scoring.max_unscored = 0.1" in error
     assert processes() == []
     assert not (tmp_path / "run/steps.jsonl").exists()
 
 
 def test_a_time_limit_that_nothing_meets_ends_the_run(judged: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="no group has two scored answers"):
+    with pytest.raises(RewardError, match="no group has two scored completions"):
         trained(
             tmp_path / "run", "reward.name=judged:fails", "reward.how=hangs", "reward.below=2.0",
             "scoring.timeout=1e-6", "scoring.max_unscored=1.0", "rollout.prompts_per_step=2", "rollout.group_size=2",
@@ -352,7 +355,7 @@ def test_a_time_limit_that_nothing_meets_ends_the_run(judged: ModuleType, tmp_pa
     assert processes() == []
 
 
-def test_none_from_a_function_of_groups_costs_one_answer_and_not_the_group(
+def test_none_from_a_group_reward_costs_one_score_and_not_the_group(
     judged: ModuleType, tmp_path: Path
 ) -> None:
     run, _ = trained(tmp_path / "run", "reward.name=judged:some_none", "scoring.max_unscored=0.9")
@@ -378,7 +381,7 @@ def test_scores_come_back_as_plain_numbers(judged: ModuleType) -> None:
     assert bad.error == "ValueError: the part small is nan"
 
 
-# A pool answers every job, whatever becomes of its processes.
+# A pool returns a result for every job, whatever happens to its processes.
 
 
 @pytest.mark.parametrize(
@@ -389,7 +392,7 @@ def test_scores_come_back_as_plain_numbers(judged: ModuleType) -> None:
         ("garbles", "garble", "the scoring process said what nobody understands"),
     ],
 )
-def test_a_process_that_breaks_off_costs_one_answer(
+def test_a_process_that_dies_costs_one_score(
     name: str, word: str, why: str, judged: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("covey.scoring.pool.HUNG_UP_SECONDS", 0.3)
@@ -465,7 +468,7 @@ def test_closing_does_not_wait_for_a_process_that_is_slow_to_start(
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.05, 0.3, 0.8])
-def test_closing_at_any_moment_leaves_no_process_and_no_open_question(
+def test_closing_at_any_moment_leaves_no_process_and_no_pending_job(
     pause: float, judged: ModuleType
 ) -> None:
     pool = Pool(as_reward(judged.fails, {"how": "dies", "below": 0.5}), "f", workers=8, timeout=5)
@@ -485,7 +488,7 @@ def check_weights(run: RunFolder, weights: Callable[[float], dict[str, float]], 
         for row in run.rollouts(step):
             expected = sum(weight * row["parts"][name] for name, weight in now.items())
             assert row["reward"] == pytest.approx(expected, abs=1e-12)
-            prompt = Prompt(id="", task="", messages=PROMPT.messages, target=row["answer"])
+            prompt = Prompt(id="", task="", messages=PROMPT.messages, target=row["target"])
             assert row["parts"]["accuracy"] == MathAnswer()(prompt, row["text"]).reward
 
 
@@ -498,7 +501,7 @@ def test_weights_follow_the_share_of_the_run_that_is_done(tmp_path: Path) -> Non
     )  # fmt: skip
     check_weights(run, lambda t: {"accuracy": 0.3 + 0.6 * t, "format": 0.7 - 0.6 * t}, 3)
     for row in run.rollouts(2):
-        prompt = Prompt(id="", task="", messages=PROMPT.messages, target=row["answer"])
+        prompt = Prompt(id="", task="", messages=PROMPT.messages, target=row["target"])
         assert row["parts"]["format"] == ThinkAnswerForm()(prompt, row["text"]).reward
     assert len({row["reward"] for row in run.rollouts(2)}) > 1
 
@@ -508,15 +511,22 @@ def test_a_template_gives_the_format_more_weight_early(tmp_path: Path) -> None:
         tmp_path / "run", "reward.name=math", "reward.gated=false", "reward.robust=false",
         "reward.early_format=0.5", "train.steps=3",
     )  # fmt: skip
-    late = {"accuracy": 0.6, "format": 0.15, "efficiency": 0.15, "safety": 0.1}
-    early = late | {"accuracy": 0.25, "format": 0.5}
-    check_weights(run, lambda t: early if t == 0 else late, 3)  # a fifth of three steps is past
+    options = {"gated": False, "robust": False, "early_format": 0.5}
+    template = make_reward("math", options)
+    assert isinstance(template, Mix)
+    formats = [template.at((step - 1) / 3).weights["format"] for step in (1, 2, 3)]
+    assert formats == pytest.approx([0.5, 0.15, 0.15])  # a fifth of three steps is past
+    for step in (1, 2, 3):
+        now = template.at((step - 1) / 3)
+        for row in run.rollouts(step):
+            prompt = Prompt(id="", task="", messages=PROMPT.messages, target=row["target"])
+            assert row["reward"] == pytest.approx(now(prompt, row["text"]).reward, abs=1e-12)
 
 
-# Who judged.
+# The identity of the reward.
 
 
-def test_every_answer_and_every_step_says_who_judged(judged: ModuleType, tmp_path: Path) -> None:
+def test_every_rollout_and_every_step_names_its_reward(judged: ModuleType, tmp_path: Path) -> None:
     run, _ = trained(tmp_path / "run", "reward.name=judged:plain")
     (who,) = set(column(run, "reward_id"))
     assert who.startswith("judged:plain@1#")
@@ -526,7 +536,7 @@ def test_every_answer_and_every_step_says_who_judged(judged: ModuleType, tmp_pat
     assert options_count != who
 
 
-# Rewards that no longer tell answers apart.
+# Rewards that are nearly equal within groups.
 
 
 @pytest.mark.parametrize(
@@ -538,7 +548,7 @@ def test_every_answer_and_every_step_says_who_judged(judged: ModuleType, tmp_pat
         (0.1, "answers to a prompt agree: raise rollout.temperature"),
     ],
 )
-def test_the_remedy_depends_on_how_many_answers_are_right(success: float, words: str) -> None:
+def test_the_remedy_depends_on_the_success_rate(success: float, words: str) -> None:
     warning = flat_rewards([1.0] * 9 + [0.95], {"objective/success": success})
     assert warning is not None
     assert words in warning
@@ -564,7 +574,7 @@ def test_the_warning_comes_every_ten_steps_and_survives_a_resume(
     assert all("over 10 steps 100% of groups had equal rewards" in note for note in notes)
     assert all("the task is learned" in note for note in notes)
     again = Notes()
-    train(parts_with(*settings), run, again, StopSignal(), start_of(run, 15))
+    train(parts_with(*settings), run, [again], StopSignal(), start_of(run, 15))
     assert again.notes[1:] == notes[1:]
     assert "superseded/1" in again.notes[0]
     assert [metrics["step"] for metrics in run.steps()] == list(range(1, 24))

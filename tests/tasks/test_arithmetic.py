@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from covey.errors import ConfigError
 from covey.tasks import TASKS, Arithmetic
-from covey.tasks.arithmetic import DIGITS, Sum, chain, parse_question, problem, question
+from covey.tasks.arithmetic import DIGITS, Sum, chain, parse_prompt, problem, prompt_text
 from covey.tasks.task import Generated
 from covey.types import Prompt
 
@@ -46,14 +46,14 @@ def problems(split: str, count: int, operations: tuple[int, int]) -> list[Prompt
 
 @pytest.mark.parametrize("operations", [(1, 1), (2, 4), (1, 12)])
 def test_no_training_problem_holds_a_held_out_sum_at_any_step(operations: tuple[int, int]) -> None:
-    sums = [s for p in problems("train", 3000, operations) for s in parse_question(p.text)]
+    sums = [s for p in problems("train", 3000, operations) for s in parse_prompt(p.text)]
     assert len(sums) >= 3000
     assert [s for s in sums if s.held_out] == []
 
 
 @pytest.mark.parametrize("operations", [(1, 1), (2, 4), (1, 12)])
 def test_held_out_problems_consist_of_held_out_sums_only(operations: tuple[int, int]) -> None:
-    sums = [s for p in problems("held_out", 3000, operations) for s in parse_question(p.text)]
+    sums = [s for p in problems("held_out", 3000, operations) for s in parse_prompt(p.text)]
     assert len(sums) >= 3000
     assert [s for s in sums if not s.held_out] == []
 
@@ -122,10 +122,10 @@ def test_worked_sums(left: int, operator: str, right: int, result: int, carries:
 
 @given(seed=st.integers(0, 10**6), operations=st.integers(1, 12), held_out=st.booleans())
 @settings(deadline=None)
-def test_parse_question_inverts_question(seed: int, operations: int, held_out: bool) -> None:
+def test_parse_prompt_inverts_prompt_text(seed: int, operations: int, held_out: bool) -> None:
     sums = chain(random.Random(seed), operations, held_out)
     assert len(sums) == operations
-    assert parse_question(question(sums)) == sums
+    assert parse_prompt(prompt_text(sums)) == sums
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])

@@ -9,7 +9,7 @@ import pytest
 
 from covey.errors import ConfigError
 from covey.tasks import Countdown
-from covey.tasks.countdown import Term, is_held_out, join, question
+from covey.tasks.countdown import Term, is_held_out, join, prompt_text
 from covey.types import Prompt
 
 OPERATIONS = {
@@ -122,11 +122,11 @@ def test_every_operator_is_used_often() -> None:
 
 
 def test_the_question_says_all_the_rules() -> None:
-    text = question([3, 5, 12], 27)
+    text = prompt_text([3, 5, 12], 27)
     for part in ("27", "3, 5 and 12", "exactly once", "<think>", "<answer>(1 + 2) / 3</answer>"):
         assert part in text
     prompt = Countdown().train()[0]
-    assert prompt.text == question(prompt.info["numbers"], prompt.info["target"])
+    assert prompt.text == prompt_text(prompt.info["numbers"], prompt.info["target"])
 
 
 SUM, PRODUCT = Term(8, "3 + 5", "+"), Term(8, "2 * 4", "*")
@@ -188,7 +188,7 @@ def test_a_problem_may_be_asked_in_other_words() -> None:
     numbers = ", ".join(map(str, plain.info["numbers"]))
     assert prompt.messages == (
         {"role": "system", "content": "Play."},
-        {"role": "user", "content": f"{plain.answer} from {numbers}?"},
+        {"role": "user", "content": f"{plain.target} from {numbers}?"},
     )
     assert (prompt.id, prompt.info) == (plain.id, plain.info)
 

@@ -38,7 +38,7 @@ def task_of(path: Path, **options: Any) -> Gsm8k:
 
 def test_the_answer_follows_the_mark_and_the_solution_comes_before_it(file: Path) -> None:
     first, second = task_of(file).train()
-    assert (first.answer, second.answer) == ("1200", "3")
+    assert (first.target, second.target) == ("1200", "3")
     assert first.info == {"worked": "There are 3*400=1200 nails."}
     assert second.info == {"worked": "He keeps 5-2=3 euros.\nThat is all."}
     assert first.text == f"{ROWS[0]['question']}\n\n{THINK_THEN_ANSWER}"

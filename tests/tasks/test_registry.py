@@ -8,7 +8,7 @@ import pytest
 
 from covey.errors import ConfigError
 from covey.tasks import TASKS, Arithmetic, ReasoningGym, find_task
-from covey.tasks.task import Generated, hash_share
+from covey.tasks.task import Generated, hash_fraction
 from covey.types import Prompt
 
 
@@ -47,8 +47,8 @@ def test_a_path_leads_to_a_task_of_the_users_own(
         ("zzz", "config: task.name = 'zzz' is not known; choose from arithmetic, code"),
         ("no_such_module:fn", "task.name = 'no_such_module:fn': cannot import 'no_such_module'"),
         ("covey.errors:nothing", "task.name = 'covey.errors:nothing': 'covey.errors' has no func"),
-        ("os:system", "config: task.name = 'os:system' is no function or class of Python code"),
-        ("os:open", "config: task.name = 'os:open' is no function or class of Python code"),
+        ("os:system", "config: task.name = 'os:system' is not a Python function or class"),
+        ("os:open", "config: task.name = 'os:open' is not a Python function or class"),
     ],
 )
 def test_an_unknown_name_says_what_is_known(
@@ -88,9 +88,9 @@ def test_a_generated_sequence_asks_only_for_what_is_wanted() -> None:
 
 
 def test_shares_of_a_hash_are_even_and_take_any_text() -> None:
-    shares = [hash_share(f"question {n}") for n in range(4000)]
+    shares = [hash_fraction(f"question {n}") for n in range(4000)]
     assert all(0 <= share < 1 for share in shares)
     assert all(
         900 < sum(low <= s < low + 0.25 for s in shares) < 1100 for low in (0, 0.25, 0.5, 0.75)
     )
-    assert 0 <= hash_share("\ud800\x00") < 1
+    assert 0 <= hash_fraction("\ud800\x00") < 1

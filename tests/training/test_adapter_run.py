@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.train.test_resume import timeless
 
 from covey.cli.main import run as covey
 from covey.config import load_config
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError
 from covey.training.build import load_model
+from tests.training.test_resume import timeless
 
 SETTINGS = (
     "model.device=cpu", "adapter.rank=4", "adapter.also_train=lm_head", "optimizer.learning_rate=2e-3",

@@ -1,4 +1,4 @@
-"""How long a run is: steps, or an amount of tokens or updates."""
+"""How long a run is: training steps, or a budget of tokens or optimizer steps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from covey.config import load_config
 from covey.config.schema import StopAfter, Train
 from covey.errors import ConfigError, RunError
 from covey.training.budget import PATIENCE, Budget, Used
-from covey.training.build import total_updates
-from covey.training.update import UpdateSettings
+from covey.training.schedule import schedule_of, total_updates
 
 
 def used(steps: int = 0, tokens: int = 0, updates: int = 0) -> Used:
@@ -30,7 +29,7 @@ def budget(**settings: Any) -> Budget:
 
 
 @given(steps=st.integers(1, 300), every=st.integers(1, 50), step=st.integers(1, 300))
-def test_a_budget_of_steps_is_what_it_always_was(steps: int, every: int, step: int) -> None:
+def test_a_budget_of_steps_counts_steps(steps: int, every: int, step: int) -> None:
     given_steps = budget(steps=steps)
     before, after = used(step - 1, 17 * step, 3), used(step, 40 * step, 3)
     assert given_steps.passed(every, before, after) == (step % every == 0)
@@ -49,29 +48,28 @@ def test_a_budget_of_tokens_ends_at_the_first_step_that_reaches_it() -> None:
     assert passed == [False, False, True, False, True, True, True]
 
 
-def test_a_budget_of_updates_gives_up_when_there_is_nothing_to_learn() -> None:
+def test_a_budget_of_optimizer_steps_fails_when_there_is_nothing_to_learn() -> None:
     updates = budget(stop_after=StopAfter(updates=10), mini_batches=4)  # three steps' worth
     assert updates.over(used(steps=3, updates=12))
     assert not updates.over(used(steps=3 * PATIENCE, updates=9))
     assert updates.over(used(steps=3 * PATIENCE + 1, updates=12))
-    with pytest.raises(RunError, match=r"only 9 of train\.amount = 10 updates were taken"):
+    with pytest.raises(RunError, match=r"only 9 of the 10 optimizer steps of train\.stop_after were taken"):
         updates.over(used(steps=3 * PATIENCE + 1, updates=9))
 
 
 def test_the_learning_rate_follows_the_tokens_that_are_spent() -> None:
-    settings = UpdateSettings(
-        mini_batches=2, epochs=1, micro_batch_tokens=1, old_logp_from_sampler=True,
-        learning_rate=lambda v: 1 - v / 20, seed=0,
-    )  # fmt: skip
-    tokens = budget(
-        steps=10, stop_after=StopAfter(tokens=1000), mini_batches=2
-    )  # nominally 20 updates
-    paced = tokens.paced(settings, used(steps=40, tokens=500, updates=80))
-    # Half of the tokens are spent, so it stands at half, whatever steps and updates say ...
-    assert math.isclose(paced.learning_rate(80), 0.5)
+    def rate_at(version: int, *settings: str) -> float:
+        linear = ["optimizer.schedule=linear", "optimizer.learning_rate=1", "optimizer.warmup_steps=0"]
+        config = load_config(None, [*linear, "train.steps=10", "train.mini_batches=2", *settings])
+        return schedule_of(config, used(steps=40, tokens=500, updates=80))(version)
+
+    tokens = "train.stop_after={tokens=1000}"  # nominally 20 optimizer steps
+    # Half of the tokens are spent, so the rate is half of its peak, whatever the version is ...
+    assert math.isclose(rate_at(80, tokens), 0.5)
     # ... and the second optimizer step of the batch comes after the first.
-    assert math.isclose(paced.learning_rate(81), 0.45)
-    assert budget(mini_batches=2).paced(settings, used(updates=80)) is settings
+    assert math.isclose(rate_at(81, tokens), 0.45)
+    # A run that counts steps has its place in the version itself.
+    assert math.isclose(rate_at(5), 0.75)
     assert total_updates(Train(stop_after=StopAfter(updates=7), steps=100)) == 7
 
 
@@ -85,7 +83,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_spends_its_tokens_and_evaluates_on_the_way(
+def test_a_run_spends_its_tokens_and_evaluates_in_between(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = (
@@ -95,7 +93,7 @@ def test_a_run_spends_its_tokens_and_evaluates_on_the_way(
     )  # fmt: skip
     overrides = [word for setting in settings for word in ("--set", setting)]
     assert covey(["train", "--run", str(tmp_path / "run"), *overrides]) == 0
-    assert "go on with" not in capsys.readouterr().out  # it is finished, though not at step 4
+    assert "resume with" not in capsys.readouterr().out  # it is finished, though not at step 4
     steps = rows(tmp_path / "run/steps.jsonl")
     tokens = [0, *(row["tokens"] for row in steps)]
     assert tokens[-2] < 1500 <= tokens[-1]

@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.policy.test_adapter import learn, policy_of
 
 from covey.errors import RunError
+from covey.training.checkpoint import load_policy, save_policy
 from covey.training.policy import Policy
-from covey.training.policy_files import load_policy, save_policy
 from tests.conftest import ARCHITECTURES, build
+from tests.models.test_adapter import learn, policy_of
 
 SMALL = {
     "vocab_size": 262, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from covey.accel.fused_parameters import join_weights
+from covey.accel.fused_parameters import fuse_parameters
 from covey.errors import ConfigError
 from covey.models.language_model import LanguageModel
 from covey.reference.moving import MovingReference
+from covey.training.checkpoint import load_policy, save_policy
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.compact_step import adamw as step_of
 from covey.training.compact_step import keys_of, numbers_of, random_bits, rounded, split, whole
 from covey.training.optimizer import MasterAdamW, Optimizer
 from covey.training.policy import Policy
-from covey.training.policy_files import load_policy, save_policy
 from tests.conftest import build, make_batch
 
 SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "max_grad_norm": 1.0}
@@ -167,7 +167,7 @@ def test_a_parameter_in_bfloat16_takes_twelve_bytes() -> None:
 
 def test_what_is_joined_takes_one_step_together_and_is_saved_apart() -> None:
     plain, joint = make(build("qwen2", torch.bfloat16)), build("qwen2", torch.bfloat16)
-    join_weights(joint.backbone)
+    fuse_parameters(joint.backbone)
     policy = make(joint)
     assert len(policy.optimizer.stores) == len(plain.optimizer.stores) - 3 * (2 + 2 + 1)
     for each in (plain, policy):
@@ -224,7 +224,7 @@ def test_a_policy_is_saved_and_loaded_bit_for_bit(joined: bool, tmp_path: Path) 
     for _ in range(2):
         model = build("qwen2", torch.bfloat16)
         if joined:
-            join_weights(model.backbone)
+            fuse_parameters(model.backbone)
         policies.append(make(model))
     policy, again = policies
     learn(policy, 3)

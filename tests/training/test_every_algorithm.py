@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.test_rewards_that_fail import Notes
 
 from covey.config import load_config
 from covey.objective import ALGORITHMS
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
 from covey.stopping import StopSignal
-from covey.training.build import assemble, resolve
+from covey.training.build import assemble
 from covey.training.loop import train
+from covey.training.resolve import resolve
+from tests.trackers import Notes
 
 QUICK = [
     "train.steps=2", "rollout.prompts_per_step=6", "rollout.group_size=4", "evaluate.every=0", "save.every=0",
@@ -36,7 +37,7 @@ def test_an_algorithm_trains(name: str, more: list[str], tmp_path: Path) -> None
     parts = assemble(config)
     before = [p.detach().clone() for p in parts.policy.model.model.parameters()]
     run = RunFolder.create(tmp_path / "run", "", {})
-    train(parts, run, Notes(), StopSignal())
+    train(parts, run, [Notes()], StopSignal())
     rows = run.steps()
     assert len(rows) == 2
     for row in rows:

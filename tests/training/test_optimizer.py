@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from covey.training.optimizer import MasterAdamW, learning_rate
+from covey.training.optimizer import MasterAdamW
+from covey.training.schedule import learning_rate
 
 SETTINGS = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "max_grad_norm": 1e9}
 

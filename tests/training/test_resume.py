@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from covey.cli.main import run as covey
 from covey.run import digests, files, folder
-from covey.training import policy_files as checkpoint
+from covey.training import checkpoint
 from tests.processes import forked, wait_until
 
 SETTINGS = (

@@ -13,10 +13,11 @@ from covey.errors import RewardError
 from covey.rewards import Score, ThinkAnswer
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
-from covey.training.build import Parts, assemble, resolve
+from covey.training.build import Parts, assemble
 from covey.training.loop import train
+from covey.training.resolve import resolve
 from covey.types import Prompt
-from tests.reporters import Notes
+from tests.trackers import Notes
 
 QUICK = ["train.steps=1", "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluate.every=0"]
 
@@ -49,7 +50,7 @@ def parts_with(reward: Fails, *settings: str) -> Parts:
 def test_a_few_failures_are_counted_and_shown(how: str, tmp_path: Path) -> None:
     parts = parts_with(Fails(8, how), "scoring.max_unscored=0.2")
     run, reporter = RunFolder.create(tmp_path / "run", "", {}), Notes()
-    train(parts, run, reporter, StopSignal())
+    train(parts, run, [reporter], StopSignal())
     (metrics,) = run.steps()
     answers = run.rollouts(1)
     unscored = [a for a in answers if a["reward"] is None]
@@ -66,6 +67,6 @@ def test_too_many_failures_stop_the_run(tmp_path: Path) -> None:
     parts = parts_with(Fails(2, "raises"))
     run = RunFolder.create(tmp_path / "run", "", {})
     with pytest.raises(RewardError, match=r"8 of 16 answers.*max_unscored = 0.1.*KeyError"):
-        train(parts, run, Notes(), StopSignal())
+        train(parts, run, [Notes()], StopSignal())
     assert run.steps() == []
     assert run.checkpoints() == []

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from covey.cli.console import summary
 from covey.cli.main import run as covey
 from covey.config import load_config, parse_config
 from covey.engines.draw import Distribution
@@ -22,26 +21,35 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
 from covey.errors import ConfigError, DataError
 from covey.models.language_model import LanguageModel
-from covey.models.layout import micro_batches
+from covey.models.micro_batches import micro_batches
 from covey.rewards import ThinkAnswer
 from covey.rewards.build import make_reward
 from covey.rewards.score import Reward
 from covey.rng import sft_indices
-from covey.rollout.collect import ask
+from covey.rollout.episode import encode_prompts
 from covey.run.folder import RunFolder
+from covey.run.trackers.console import summary
 from covey.scoring import InlineScorer, Job
 from covey.stopping import StopSignal
 from covey.tasks import Arithmetic, Countdown
-from covey.training.build import resolve
 from covey.training.optimizer import MasterAdamW, Stepped
 from covey.training.policy import Policy
-from covey.training.sft import SftParts, build_sft, run_sft, step_examples
+from covey.training.resolve import resolve
+from covey.training.sft import (
+    Example,
+    SftParts,
+    build_sft,
+    encode_example,
+    learn,
+    run_sft,
+    stack,
+    step_examples,
+)
 from covey.training.sft_data import Solutions, solutions_of, write_solution
-from covey.training.sft_step import Example, encode_example, learn, stack
 from covey.types import Prompt
-from tests.conftest import build
+from tests.conftest import build, rollouts_of
 from tests.processes import forked, wait_until
-from tests.reporters import Notes
+from tests.trackers import Notes
 
 TEXTS = [("1+1?", "two"), ("2+2?", "<answer>four</answer>"), ("2+2?", "4"), ("3?", "")]
 
@@ -159,8 +167,10 @@ def test_the_end_is_learned_also_where_it_is_the_padding() -> None:
     losses = [learn(policy, batch, rate=0.01, micro_batch_tokens=4096).loss for _ in range(40)]
     assert losses[-1] < 0.05 < losses[0]
     assert policy.version == 40
-    sampling = Sampling(samples=1, max_tokens=30, distribution=Distribution(temperature=0.0))
-    answers = NativeEngine(model).generate(ask(model, prompts), step=0, sampling=sampling)
+    sampling = Sampling(group_size=1, max_tokens=30, distribution=Distribution(temperature=0.0))
+    answers = rollouts_of(
+        NativeEngine(model), encode_prompts(model, prompts), step=0, sampling=sampling
+    )
     told = [(a.text, a.finish) for (a,) in answers]
     assert told == [("two", "stop"), ("a longer one", "stop")]
 
@@ -178,14 +188,14 @@ def settings_of(**sections: Any) -> Any:
     return resolve(parse_config(sections))
 
 
-def parts_like(size: int, **warmup: int) -> Any:
-    config = parse_config({"sft": warmup})
+def parts_like(size: int, **sft: int) -> Any:
+    config = parse_config({"sft": sft})
     prompts = [Prompt(id=str(n), task="", messages=(), target="") for n in range(size)]
     found = Solutions(prompts=prompts, template="{answer}")
     blank: Any = SimpleNamespace()
     return SftParts(
         config=config, solutions=found, held_out_prompts=[], bad_rows=(), scorer=blank,
-        policy=blank, sampler=blank, sampling=blank,
+        judge=blank, policy=blank, sampler=blank, sampling=blank,
     )  # fmt: skip
 
 
@@ -199,8 +209,8 @@ def parts_like(size: int, **warmup: int) -> Any:
         ({"solutions": 64, "steps": 2}, 2, 128),
     ],
 )
-def test_steps_or_epochs_say_how_long(warmup: dict[str, int], steps: int, total: int) -> None:
-    parts = parts_like(10, **warmup)
+def test_steps_or_epochs_decide_the_length(sft: dict[str, int], steps: int, total: int) -> None:
+    parts = parts_like(10, **sft)
     assert (parts.steps, parts.total) == (steps, total)
 
 
@@ -217,7 +227,7 @@ def test_a_written_solution_is_right_to_the_reward(task: Any, reward: Reward) ->
         template = "<think>So it goes: {solution}</think><answer>{solution}</answer>"
     scorer = InlineScorer(reward)
     for prompt in task.train()[:50]:
-        job = Job(prompt=prompt, texts=(write_solution(prompt, template),), share=1.0)
+        job = Job(prompt=prompt, texts=(write_solution(prompt, template),), progress=1.0)
         assert scorer.submit(job).result()[0].score.success
 
 
@@ -243,14 +253,14 @@ def test_what_the_prompt_already_says_is_not_said_again() -> None:
 
 
 def test_a_template_without_fields_is_refused() -> None:
-    config = settings_of(warmup={"template": "Yes {indeed}."})
+    config = settings_of(sft={"template": "Yes {indeed}."})
     with pytest.raises(ConfigError, match=r"sft.template = 'Yes \{indeed\}.' has none of"):
         solutions_of(config, Arithmetic())
 
 
 def test_a_file_gives_questions_or_conversations_with_completions(tmp_path: Path) -> None:
     file = tmp_path / "solutions.jsonl"
-    config = settings_of(warmup={"file": str(file)})
+    config = settings_of(sft={"file": str(file)})
     file.write_text('{"question": "1+1?", "completion": "It is {answer}: 2"}\n')
     only = solutions_of(config, Arithmetic())[0]
     assert (only.prompt.text, only.text) == ("1+1?", "It is {answer}: 2")
@@ -267,14 +277,14 @@ QUICK: dict[str, Any] = {"model": {"device": "cpu"}, "rollout": {"temperature": 
 
 
 def test_too_long_solutions_are_left_out_and_a_step_of_nothing_else_is_an_error() -> None:
-    parts = build_sft(settings_of(**QUICK, warmup={"max_tokens": 30, "solutions": 40}))
+    parts = build_sft(settings_of(**QUICK, sft={"max_tokens": 30, "solutions": 40}))
     examples, left_out = step_examples(parts, 1)
     assert len(examples) + len(left_out) == 40
     assert min(left_out) > 30
     assert max(len(e.tokens) for e in examples) <= 30
     assert parts.policy.temperature == 1.0  # of the model itself, not of its samples
-    with pytest.raises(DataError, match="all 40 solutions of step 1 are too long, the shortest of"):
-        build_sft(settings_of(**QUICK, warmup={"max_tokens": 5, "solutions": 40}))
+    with pytest.raises(DataError, match="all 40 solutions of step 1 are too long, the shortest has"):
+        build_sft(settings_of(**QUICK, sft={"max_tokens": 5, "solutions": 40}))
 
 
 def test_a_small_step_of_too_long_solutions_learns_nothing_and_the_next_goes_on(
@@ -284,20 +294,20 @@ def test_a_small_step_of_too_long_solutions_learns_nothing_and_the_next_goes_on(
     last = sft_indices(seed=0, start=0, stop=5, size=5)[-1]
     rows[last]["completion"] = "2 " * 200
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    warmup = {
+    sft = {
         "file": str(tmp_path / "rows.jsonl"),
         "solutions": 1,
         "evaluate_every": 0,
         "epochs": 2,
     }
-    parts = build_sft(settings_of(**QUICK, warmup=warmup))
+    parts = build_sft(settings_of(**QUICK, sft=sft))
     run, reporter = RunFolder.create(tmp_path / "run", "", {}), Notes()
-    assert run_sft(parts, run, reporter, StopSignal()) == 10
+    assert run_sft(parts, run, [reporter], StopSignal()) == 10
     steps = run.steps()
     assert [s["sft/examples"] for s in steps].count(0) == 2
     assert (steps[4]["sft/examples"], steps[4]["sft/left_out"]) == (0, 1)
     assert "loss/cross_entropy" not in steps[4]
-    assert summary(steps[4]) == "nothing to learn from: 1 solutions are too long"
+    assert summary(steps[4]) == "nothing to train on: 1 solutions are too long"
     assert parts.policy.version == 8
 
 
@@ -380,7 +390,7 @@ def test_the_two_kinds_of_runs_are_not_mixed_up(
     whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert covey(["train", "--resume", str(whole)]) == 1
-    assert "is a warm-up; go on with: covey sft --resume" in capsys.readouterr().err
+    assert "is an SFT run; resume it with: covey sft --resume" in capsys.readouterr().err
     assert covey(["sft", "--resume", str(whole), "--set", "seed=1"]) == 2
     assert "give it alone" in capsys.readouterr().err
     assert covey(["runs", str(whole.parent), "--json"]) == 0
@@ -400,7 +410,7 @@ def test_a_task_without_worked_solutions_says_what_to_do(
 
 
 def test_the_configuration_on_the_page_loads(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/warmup.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/sft.md").read_text()
     (tmp_path / "page.toml").write_text(re.search(r"```toml\n(.*?)```", page, re.DOTALL).group(1))
     config = resolve(load_config(str(tmp_path / "page.toml")))
     prompt = Prompt(id="p", task="t", messages=(), target="4", info={"worked": "2+2=4"})

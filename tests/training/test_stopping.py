@@ -10,17 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tests.train.test_resume import wait
 
 from covey.cli.main import run as covey
 from covey.config import load_config, to_toml
 from covey.run.folder import RunFolder
 from covey.scoring import Job, Pending, Scorer, ScoreResult
 from covey.stopping import GivenUp, may_be_given_up, stop_signal
-from covey.training.build import assemble, resolve
+from covey.training.build import assemble
 from covey.training.loop import train
+from covey.training.resolve import resolve
 from tests.processes import forked, wait_until
-from tests.reporters import Notes
+from tests.trackers import Notes
+from tests.training.test_resume import wait
 
 SETTINGS = (
     "model.device=cpu", "train.steps=4", "train.mini_batches=1", "save.every=4",
@@ -63,7 +64,7 @@ def test_a_run_whose_server_is_away_ends_soon_with_its_last_step_saved(
     def work() -> int:
         stuck = replace(parts, scorer=NeverAnswers(parts.scorer, left=2 * ANSWERS))
         with stop_signal() as stop:
-            assert train(stuck, folder, Notes(), stop) == 2
+            assert train(stuck, folder, [Notes()], stop) == 2
         return stop.exit_code
 
     child = forked(work, tmp_path / "output")

@@ -1,4 +1,4 @@
-"""Kernels for CUDA devices, written in Triton, each beside the function that launches it.
+"""Triton kernels for CUDA devices, each next to the function that launches it.
 
-They are imported only where a CUDA device is used: elsewhere Triton need not be installed.
+They are imported only where a CUDA device is used, so other systems do not need Triton.
 """

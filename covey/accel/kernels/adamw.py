@@ -1,8 +1,8 @@
-"""A step of AdamW over one storage, in place: weights, their lower halves, and moments in bfloat16.
+"""AdamW step over one storage, in place: weights, their lower halves, and bfloat16 moments.
 
-Every number is what covey/training/compact_step.py makes of it on a CPU, bit for bit. So products are not
-fused with sums, divisions and roots are exact, and both hash the same counters. It costs nothing:
-the kernel waits for memory.
+Every number equals that of covey/training/compact_step.py on a CPU, bit for bit. So products are
+not fused with sums, divisions and roots are exact, and both hash the same counters. This costs
+nothing, because the kernel is limited by memory bandwidth.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _mixed(x):
 
 @triton.jit
 def _rounded(values, random):
-    """Return bfloat16's bits, rounded up as often as the lower half says."""
+    """Return bfloat16 bits, rounded up with the probability given by the lower half."""
     bits = values.to(tl.int32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
     return (bits + tl.where(finite, random.to(tl.int32), 0)) >> 16
@@ -77,7 +77,7 @@ def adamw(
     numbers: tuple[float, ...],
     keys: tuple[int, int],
 ) -> None:
-    """Take the step that covey.training.compact_step.adamw takes, whose arguments these are."""
+    """Take the same step as covey.training.compact_step.adamw, with the same arguments."""
     count = weight.numel()
     _adamw[(triton.cdiv(count, BLOCK),)](
         weight, weight if low is None else low, grad, *moments, count, *keys, *numbers,

@@ -1,38 +1,25 @@
-"""Rotary embedding of queries and keys, with the gathering of keys and values that rows share.
+"""RoPE of queries and keys, and the gathering of keys and values that rows share.
 
-Queries stay where their tokens are. The keys and values of a row stand together, so those of a
-prompt stand in every row that shares it; their gradients are added up in float32, in a fixed order.
+Queries stay at their tokens. The keys and values of a row are consecutive, so those of a prompt are
+copied to every row that shares it; their gradients are summed in float32, in a fixed order.
 
-Shapes: N packed tokens, R places of keys, H heads, K key-value heads, D head size.
+Shapes: N packed tokens, R key positions, H heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-
-class Shared(NamedTuple):
-    """Where keys and values go, and where their gradients come from."""
-
-    tokens: torch.Tensor
-    """[R] int32: the packed token at each place."""
-    starts: torch.Tensor
-    """[rows] int32: the first place of each row, rows that share a prompt one after another."""
-    begin: torch.Tensor
-    """[N] int32: the first entry of `starts` whose row holds the token."""
-    end: torch.Tensor
-    """[N] int32: the entry after the last."""
-    position: torch.Tensor
-    """[N] int32: how far behind its row's start a token is."""
+from covey.accel.varlen_attention import KeyIndex
 
 
 @triton.jit
-def _turn(source, target, cos, sin, line, head, half, real, size: tl.constexpr):
-    """Turn heads at `source` by their position, rounding once."""
+def _rotate(source, target, cos, sin, line, head, half, real, size: tl.constexpr):
+    """Rotate heads at `source` by their position, rounding once."""
     at = head[:, None] * size + half[None, :]
     first = tl.load(source + at, mask=real, other=0.0).to(tl.float32)
     second = tl.load(source + at + size // 2, mask=real, other=0.0).to(tl.float32)
@@ -42,7 +29,7 @@ def _turn(source, target, cos, sin, line, head, half, real, size: tl.constexpr):
 
 @triton.jit
 def _forward(
-    query, key, value, cosine, sine, tokens, turned, keys, values, count, places,
+    query, key, value, cosine, sine, tokens, rotated, keys, values, count, places,
     query_stride, key_stride, value_stride,
     heads: tl.constexpr, key_heads: tl.constexpr, size: tl.constexpr,
     head_block: tl.constexpr, key_block: tl.constexpr, half_block: tl.constexpr,
@@ -57,8 +44,8 @@ def _forward(
         sin = tl.load(sine + at, mask=half < size // 2, other=0.0)[None, :]
         head = tl.arange(0, head_block)
         real = (head < heads)[:, None] & half_real
-        _turn(
-            query + number * query_stride, turned, cos, sin, number * heads * size,
+        _rotate(
+            query + number * query_stride, rotated, cos, sin, number * heads * size,
             head, half, real, size,
         )  # fmt: skip
     if number < places:
@@ -71,7 +58,7 @@ def _forward(
         head = tl.arange(0, key_block)
         real = (head < key_heads)[:, None] & half_real
         line = number * key_heads * size
-        _turn(key + token * key_stride, keys, cos, sin, line, head, half, real, size)
+        _rotate(key + token * key_stride, keys, cos, sin, line, head, half, real, size)
         cell = head[:, None] * size + half[None, :]
         for part in tl.static_range(2):
             where = cell + part * (size // 2)
@@ -81,7 +68,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    turned_grad, keys_grad, values_grad, cosine, sine, starts, begin, end, position,
+    rotated_grad, keys_grad, values_grad, cosine, sine, starts, begin, end, position,
     query_grad, key_grad, value_grad, stride,
     heads: tl.constexpr, key_heads: tl.constexpr, size: tl.constexpr,
     head_block: tl.constexpr, key_block: tl.constexpr, half_block: tl.constexpr,
@@ -92,12 +79,12 @@ def _backward(
     half_real = (half < size // 2)[None, :]
     at = token * (size // 2) + half
     cos = tl.load(cosine + at, mask=half < size // 2, other=0.0)[None, :]
-    # Turning back is turning by the opposite angle.
+    # The inverse rotation has the opposite angle.
     sin = -tl.load(sine + at, mask=half < size // 2, other=0.0)[None, :]
     head = tl.arange(0, head_block)
     real = (head < heads)[:, None] & half_real
-    _turn(
-        turned_grad + token * heads * size, query_grad, cos, sin, token * stride,
+    _rotate(
+        rotated_grad + token * heads * size, query_grad, cos, sin, token * stride,
         head, half, real, size,
     )  # fmt: skip
     head = tl.arange(0, key_block)
@@ -138,14 +125,14 @@ def _tiles(heads: int, key_heads: int, size: int) -> dict[str, int]:
     return {"heads": heads, "key_heads": key_heads, "size": size, "num_warps": warps, **blocks}
 
 
-class _Turn(torch.autograd.Function):
+class _Rope(torch.autograd.Function):
     """Takes queries, keys and values as columns of one product, or as three."""
 
     @staticmethod
     def forward(
         ctx: Any,
         rope: tuple[torch.Tensor, torch.Tensor],
-        shared: Shared | None,
+        shared: KeyIndex | None,
         shape: tuple[int, int, int],
         *products: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -155,47 +142,47 @@ class _Turn(torch.autograd.Function):
         query, key, value = (p if p.stride(1) == 1 else p.contiguous() for p in parts)
         count = len(query)
         places = count if shared is None else len(shared.tokens)
-        turned = value.new_empty(count, heads, size)
+        rotated = value.new_empty(count, heads, size)
         keys, values = value.new_empty(2, places, key_heads, size).unbind(0)
         _forward[(max(count, places),)](
             query, key, value, *rope, rope[0] if shared is None else shared.tokens,
-            turned, keys, values, count, places,
+            rotated, keys, values, count, places,
             query.stride(0), key.stride(0), value.stride(0),
             gathers=shared is not None, **_tiles(*shape),
         )  # fmt: skip
-        ctx.rope, ctx.shared, ctx.shape, ctx.joint = rope, shared, shape, len(products) == 1
+        ctx.rope, ctx.shared, ctx.shape, ctx.fused = rope, shared, shape, len(products) == 1
         ctx.dtypes = [p.dtype for p in products]
-        return turned, keys, values
+        return rotated, keys, values
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        turned_grad, keys_grad, values_grad = (g.contiguous() for g in grads)
+        rotated_grad, keys_grad, values_grad = (g.contiguous() for g in grads)
         heads, key_heads, size = ctx.shape
-        count, width = len(turned_grad), (heads + 2 * key_heads) * size
-        joint = turned_grad.new_empty(count, width)
-        parts = joint.split([heads * size, key_heads * size, key_heads * size], dim=1)
+        count, width = len(rotated_grad), (heads + 2 * key_heads) * size
+        fused = rotated_grad.new_empty(count, width)
+        parts = fused.split([heads * size, key_heads * size, key_heads * size], dim=1)
         table = ctx.shared[1:] if ctx.shared is not None else (ctx.rope[0],) * 4
         _backward[(count,)](
-            turned_grad, keys_grad, values_grad, *ctx.rope, *table, *parts, width,
+            rotated_grad, keys_grad, values_grad, *ctx.rope, *table, *parts, width,
             gathers=ctx.shared is not None, **_tiles(*ctx.shape),
         )  # fmt: skip
-        found = (joint,) if ctx.joint else parts
+        found = (fused,) if ctx.fused else parts
         return None, None, None, *(g.to(d) for g, d in zip(found, ctx.dtypes, strict=True))
 
 
-def turn(
+def apply_rope(
     *products: torch.Tensor,
     rope: tuple[torch.Tensor, torch.Tensor],
-    shared: Shared | None,
+    shared: KeyIndex | None,
     shape: tuple[int, int, int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries [N, H, D], keys and values [R, K, D], the first two turned by position.
+    """Return queries [N, H, D], keys and values [R, K, D], the first two rotated by position.
 
     `products` is one [N, (H + 2 K) * D], or three; `rope` holds cosine and sine [N, D / 2] in
-    float32; `shape` is (H, K, D). Without `shared` every token is its own place.
+    float32; `shape` is (H, K, D). Without `shared`, every token is its own key position.
     """
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    query, key, value = _Turn.apply(rope, shared, shape, *products)
+    query, key, value = _Rope.apply(rope, shared, shape, *products)
     return query, key, value

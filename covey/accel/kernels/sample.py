@@ -1,9 +1,9 @@
-"""From logits to the next token of every slot, and all that is noted down with it.
+"""Sampling kernel: from logits to the next token of every slot, and its bookkeeping.
 
-The logits are read once: a first kernel takes the largest and the sum of each stretch of the
-vocabulary, a second finds the stretch in which the uniform falls and reads that one again.
+It reads the logits once. A first kernel computes the maximum and the sum of each block of the
+vocabulary; a second finds the block in which the uniform falls and reads that one again.
 
-Shapes: W slots in use, V vocabulary, R room: the longest answer.
+Shapes: W slots in use, V vocabulary, R room: the longest completion.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-STRETCH = 2048
+BLOCK = 2048
 
 
-class Written(NamedTuple):
-    """What is written in every slot; all of it is changed in place."""
+class SlotState(NamedTuple):
+    """State of the slots; all of it is changed in place."""
 
     tokens: torch.Tensor
     """[S, R] int64."""
@@ -31,53 +31,37 @@ class Written(NamedTuple):
     counts: torch.Tensor
     """[S] int64: tokens so far."""
     place: torch.Tensor
-    """[S] int64: where the cache takes the newest token."""
+    """[S] int64: where the cache stores the newest token."""
     active: torch.Tensor
-    """[S] bool: whether the answer goes on."""
+    """[S] bool: whether the completion is unfinished."""
 
 
 @triton.jit
-def _stretches(logits, largest, total, factor, vocabulary, stretch: tl.constexpr):
+def _block_sums(logits, largest, total, factor, vocabulary, block: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = part * stretch + tl.arange(0, stretch)
+    column = part * block + tl.arange(0, block)
     inside = column < vocabulary
     line = logits + row * vocabulary
     values = tl.load(line + column, mask=inside, other=float("-inf")).to(tl.float32) * factor
     top = tl.max(values)
     at = row * tl.num_programs(1) + part
     tl.store(largest + at, top)
-    finite = tl.where(top == float("-inf"), 0.0, top)  # a stretch may have no mass at all
+    finite = tl.where(top == float("-inf"), 0.0, top)  # a block may have no mass at all
     tl.store(total + at, tl.sum(tl.exp(values - finite)))
 
 
 @triton.jit
 def _largest(values):
-    # Comparing with NaN leads anywhere, and the next step needs a token that there is.
+    # Comparisons with NaN can select any index, and the next step needs a valid token.
     return tl.argmax(tl.where(values == values, values, float("-inf")), axis=0)
 
 
 @triton.jit
-def _draw(
-    logits,
-    largest,
-    total,
-    factor,
-    vocabulary,
-    parts,
-    tokens,
-    logps,
-    uniforms,
-    last,
-    count,
-    place,
-    active,
-    stop_ids,
-    stops,
-    room,
-    stretch: tl.constexpr,
-    most_parts: tl.constexpr,
-    greedy: tl.constexpr,
-):
+def _sample(
+    logits, largest, total, factor, vocabulary, parts,
+    tokens, logps, uniforms, last, count, place, active, stop_ids, stops, room,
+    block: tl.constexpr, most_parts: tl.constexpr, greedy: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if tl.load(active + row) == 0:
         return
@@ -95,29 +79,29 @@ def _draw(
     else:
         wanted = tl.load(uniforms + row * room + written) * mass
         upto = tl.cumsum(sums, axis=0)
-        # The first stretch that passes the wanted mass; rounding may leave none, then the last
-        # that has any.
+        # The first block that passes the wanted mass; if rounding leaves none, the last one with
+        # mass.
         passing = (upto > wanted) & (sums > 0)
         filled = tl.max(tl.where(sums > 0, part, 0))
         chosen = tl.minimum(tl.min(tl.where(passing, part, most_parts)), filled)
-        # Added in another order it might be more than is wanted, which the first token then has.
+        # The exact prefix: a sum in another order might exceed `wanted` and select the first token.
         before = tl.max(tl.where(part < chosen, upto, 0.0))
-    column = chosen * stretch + tl.arange(0, stretch)
+    column = chosen * block + tl.arange(0, block)
     inside = column < vocabulary
     line = logits + row * vocabulary
     values = tl.load(line + column, mask=inside, other=float("-inf")).to(tl.float32) * factor
     if greedy:
         index = _largest(values)
-        token = chosen * stretch + index
+        token = chosen * block + index
         logp = mass - mass  # 0, or NaN
     else:
         weights = tl.exp(values - top)
         inner = before + tl.cumsum(weights, axis=0)
-        place_in = tl.arange(0, stretch)
-        least = tl.min(tl.where((inner > wanted) & (weights > 0), place_in, stretch))
+        place_in = tl.arange(0, block)
+        least = tl.min(tl.where((inner > wanted) & (weights > 0), place_in, block))
         final = tl.max(tl.where(weights > 0, place_in, 0))
         index = tl.minimum(least, final)
-        token = chosen * stretch + index
+        token = chosen * block + index
         value = tl.sum(tl.where(place_in == index, values, 0.0))
         logp = value - top - tl.log(mass)
     tl.store(tokens + row * room + written, token.to(tl.int64))
@@ -131,35 +115,23 @@ def _draw(
     tl.store(active + row, (ended == 0).to(tl.int1))
 
 
-def draw(
-    logits: torch.Tensor, written: Written, *, temperature: float, stop_ids: torch.Tensor
+def sample_tokens(
+    logits: torch.Tensor, state: SlotState, *, temperature: float, stop_ids: torch.Tensor
 ) -> None:
-    """Draw the next token of the first W slots from `logits` [W, V]; temperature 0 is greedy.
+    """Sample the next token of the first W slots from `logits` [W, V]; temperature 0 is greedy.
 
-    An answer ends with a stop token, or when its room is full. Where logits are not numbers, some
-    token has the log-probability NaN.
+    A stop token or a full slot ends a completion. If logits are NaN, some token gets a NaN
+    log-probability.
     """
     rows, vocabulary = logits.shape
-    parts = triton.cdiv(vocabulary, STRETCH)
+    parts = triton.cdiv(vocabulary, BLOCK)
     largest = logits.new_empty(rows, parts, dtype=torch.float32)
     total = torch.empty_like(largest)
     factor = 1.0 if temperature == 0.0 else 1.0 / temperature
-    _stretches[(rows, parts)](
-        logits, largest, total, factor, vocabulary, stretch=STRETCH, num_warps=4
-    )
-    _draw[(rows,)](
-        logits,
-        largest,
-        total,
-        factor,
-        vocabulary,
-        parts,
-        *written,
-        stop_ids,
-        len(stop_ids),
-        written.tokens.shape[1],
-        stretch=STRETCH,
-        most_parts=triton.next_power_of_2(parts),
-        greedy=temperature == 0.0,
+    _block_sums[(rows, parts)](logits, largest, total, factor, vocabulary, block=BLOCK, num_warps=4)
+    _sample[(rows,)](
+        logits, largest, total, factor, vocabulary, parts,
+        *state, stop_ids, len(stop_ids), state.tokens.shape[1],
+        block=BLOCK, most_parts=triton.next_power_of_2(parts), greedy=temperature == 0.0,
         num_warps=4,
-    )
+    )  # fmt: skip

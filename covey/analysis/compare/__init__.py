@@ -1,1 +1,1 @@
-"""Which algorithm is better: fair runs, paired statistics, a report."""
+"""Fair comparisons of algorithms or settings: runs, paired statistics, reports."""

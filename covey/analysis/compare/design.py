@@ -1,9 +1,9 @@
-"""What is compared: a common configuration, arms that each declare how they differ, equal budgets.
+"""The design of a comparison: the common configuration, the arms, the seeds and the budget.
 
-An arm is the common settings as they were given, with overrides; only then are defaults written
-out. So an arm that names another algorithm gets that algorithm's own defaults, and not those of the
-one that it replaces. What may not differ is what makes the measurement: the budget, and what is
-asked at evaluations. Who judges them is the common reward, whatever an arm learns from.
+An arm is the common settings as given, with overrides; defaults are filled in afterwards. So an arm
+with another algorithm gets that algorithm's own defaults, not those of the algorithm it replaces.
+No arm may change how it is measured: the budget and the held-out evaluation. The common reward
+scores the evaluations of all arms, whatever reward an arm is trained on.
 """
 
 from __future__ import annotations
@@ -11,60 +11,46 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.analysis.compare.outcome import BudgetKind
-from covey.analysis.compare.record import ArmRecord, Record
+from covey.analysis.compare.comparison import Arm, BudgetKind
+from covey.analysis.compare.comparison_folder import Design
 from covey.config import Config, parse_config, toml_value
 from covey.config.load import overridden, read_settings
 from covey.config.smoke import smoke_settings
 from covey.errors import ConfigError
 from covey.objective import algorithm
-from covey.training.build import resolve, total_updates
+from covey.training.resolve import resolve
+from covey.training.schedule import total_updates
 
 FIXED = ("train.steps", "train.stop_after", "evaluate.", "seed")
-"""What no arm may change; seeds are moved."""
+"""Settings that no arm may change; `seed+=` moves the seeds."""
 SAMPLING = ("model.", "adapter.", "task.", "rollout.", "seed")
-"""What decides the answers of the first step ..."""
+"""Settings that decide the rollouts of the first step ..."""
 NOT_SAMPLING = ("engine.max_concurrent", "model.gradient_checkpointing", "model.deterministic")
-"""... but for these."""
+"""... except these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedArm:
-    """An arm as somebody asks for it."""
-
-    name: str
-    settings: tuple[str, ...] = ()
-    seed_offset: int = 0
-
-    @property
-    def text(self) -> str:
-        """The same as it is written."""
-        moved = [f"seed+={self.seed_offset}"] if self.seed_offset else []
-        return f"{self.name}: {', '.join([*self.settings, *moved])}".strip()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A comparison as somebody asks for it."""
+class Request:
+    """A comparison as requested on the command line."""
 
     source: str
     overrides: tuple[str, ...] = ()
     smoke: bool = False
-    """Whether the common configuration is made small first."""
+    """Whether `--smoke` first reduces the common configuration."""
     algorithms: tuple[str, ...] = ()
-    arms: tuple[AskedArm, ...] = ()
+    arms: tuple[Arm, ...] = ()
     seeds: int = 3
     budget: BudgetKind = "steps"
     amount: int | None = None
     threads: int = 0
-    """Of each run; 0: what suits the machine."""
+    """Of each run; 0: chosen for this machine."""
 
     def command(self) -> str:
-        """Return a command line that asks for the same."""
+        """Return the command line of this request."""
         words = ["covey", "compare", self.source]
         words += ["--algorithms", ",".join(self.algorithms)] if self.algorithms else []
         for arm in self.arms:
@@ -79,100 +65,137 @@ class Asked:
         return shlex.join(words)
 
 
-def parse_arm(text: str) -> AskedArm:
-    """Read an arm such as `frozen: optimizer.learning_rate=0` or `again: seed+=1000`."""
+def parse_arm(text: str) -> Arm:
+    """Parse an arm such as `frozen: optimizer.learning_rate=0` or `again: seed+=1000`."""
     name, colon, rest = text.partition(":")
     name = name.strip()
     if not colon or not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", name):
         raise ConfigError(
-            f"--arm takes 'NAME: key=value, key=value', with a name that can be a folder's, not "
-            f"{text!r}"
+            f"--arm takes 'NAME: key=value, key=value', with a NAME that can be a folder's name, "
+            f"not {text!r}"
         )
     settings, offset = [], 0
-    for part in _parts(rest):
-        moved = re.fullmatch(r"seed\s*\+=\s*(\d+)", part)
+    # Commas separate settings, except inside brackets and quotes.
+    for part in re.findall(r"""(?:"[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,])+""", rest):
+        moved = re.fullmatch(r"seed\s*\+=\s*(\d+)", part.strip())
         if moved:
             offset = int(moved.group(1))
-        else:
-            settings.append(part)
-    return AskedArm(name=name, settings=tuple(settings), seed_offset=offset)
+        elif part.strip():
+            settings.append(part.strip())
+    return Arm(name=name, settings=tuple(settings), seed_offset=offset)
 
 
-def _parts(text: str) -> list[str]:
-    """Split at commas, but not inside of brackets or quotes."""
-    pieces = re.findall(r"""(?:"[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,])+""", text)
-    return [piece.strip() for piece in pieces if piece.strip()]
-
-
-def plan_comparison(asked: Asked) -> Record:
-    """Work out the common configuration and every arm, and refuse what would not be fair."""
-    if asked.smoke:
-        given, _ = smoke_settings(asked.source, asked.overrides)
+def design_comparison(request: Request) -> Design:
+    """Resolve the common configuration and every arm; reject an unfair comparison."""
+    if request.smoke:
+        given, _ = smoke_settings(request.source, request.overrides)
     else:
-        given = overridden(read_settings(asked.source), asked.overrides)
+        given = overridden(read_settings(request.source), request.overrides)
     common = resolve(parse_config(given))
-    given, amount = _with_budget(given, common, asked.budget, asked.amount)
+    given, amount = _with_budget(given, common, request.budget, request.amount)
     common = resolve(parse_config(given))
     if common.evaluate.every == 0:
-        raise ConfigError("config: evaluate.every = 0, but a comparison is made of evaluations")
-    record = Record(
-        command=asked.command(),
+        raise ConfigError("config: evaluate.every = 0, but a comparison needs evaluations")
+    design = Design(
+        command=request.command(),
         given=given,
-        common=plain(common),
+        common=common.model_dump(),
         arms=(),
-        seeds=tuple(range(common.seed, common.seed + asked.seeds)),
-        budget=asked.budget,
+        seeds=tuple(range(common.seed, common.seed + request.seeds)),
+        budget=request.budget,
         amount=amount,
-        threads=asked.threads,
+        threads=request.threads,
     )
-    # A single arm is compared with the common configuration, which goes by its algorithm's name.
-    base = (common.objective.name,) if not asked.algorithms and len(asked.arms) == 1 else ()
-    return with_arms(record, (*base, *asked.algorithms), asked.arms)
+    # A single arm is compared with the common configuration, named after its algorithm.
+    single = not request.algorithms and len(request.arms) == 1
+    base = (common.objective.name,) if single else ()
+    return with_arms(design, (*base, *request.algorithms), request.arms)
 
 
-def with_arms(
-    record: Record, algorithms: Iterable[str] = (), arms: Iterable[AskedArm] = ()
-) -> Record:
-    """Add an arm for each algorithm, and arms as they are asked for."""
-    added = [*(algorithm_arm(record.given, name) for name in algorithms), *arms]
-    found = {arm.name: arm for arm in record.arms}
-    for arm in added:
-        made = _declared(record, arm)
-        if found.setdefault(arm.name, made) != made:
-            raise ConfigError(f"two arms are called {arm.name!r}; give one of them another name")
-    return replace(record, arms=tuple(found.values()))
+def _with_budget(
+    given: Mapping[str, Any], common: Config, budget: BudgetKind, amount: int | None
+) -> tuple[dict[str, Any], int]:
+    """Return the settings with the same budget for every arm, and its size."""
+    if budget == "steps":
+        amount = common.train.steps if amount is None else amount
+        kept = {k: v for k, v in given.get("train", {}).items() if k != "stop_after"}
+        return overridden({**given, "train": kept}, [f"train.steps={amount}"]), amount
+    if amount is None:
+        if budget == "tokens":
+            raise ConfigError("--budget tokens needs --amount: the tokens that each run samples")
+        amount = total_updates(common.train)
+    return overridden(given, [f"train.stop_after={{{budget}={amount}}}"]), amount
 
 
-def with_seeds(record: Record, count: int) -> Record:
-    """Have at least so many seeds."""
-    first = min(record.seeds)
-    seeds = sorted({*record.seeds, *range(first, first + count)})
-    return replace(record, seeds=tuple(seeds))
+def with_arms(design: Design, algorithms: Iterable[str] = (), arms: Iterable[Arm] = ()) -> Design:
+    """Add an arm for each algorithm, and the given arms."""
+    found = {arm.name: arm for arm in design.arms}
+    for arm in (*(algorithm_arm(design.given, name) for name in algorithms), *arms):
+        declared = _declared(design, arm)
+        if found.setdefault(arm.name, declared) != declared:
+            raise ConfigError(f"two arms are called {arm.name!r}; rename one of them")
+    return replace(design, arms=tuple(found.values()))
 
 
-def algorithm_arm(given: Mapping[str, Any], name: str) -> AskedArm:
-    """Return the arm of an algorithm: options that were given and that it has too are kept."""
-    section = given.get("objective", {})
+def with_seeds(design: Design, count: int) -> Design:
+    """Extend the seeds to at least `count`."""
+    first = min(design.seeds)
+    seeds = sorted({*design.seeds, *range(first, first + count)})
+    return replace(design, seeds=tuple(seeds))
+
+
+def algorithm_arm(given: Mapping[str, Any], name: str) -> Arm:
+    """Return the arm of an algorithm, which keeps the given options that the algorithm has."""
     label = name.replace(":", ".")
-    if section.get("name", Config().objective.name) == name:
-        return AskedArm(name=label)
-    has = inspect.signature(algorithm(name)).parameters
-    kept = {key: value for key, value in section.items() if key in has and key != "name"}
+    if _common_algorithm(given) == name:
+        return Arm(name=label)
+    options = inspect.signature(algorithm(name)).parameters
+    kept = {k: v for k, v in given.get("objective", {}).items() if k in options and k != "name"}
     settings = [f"objective.{key}={toml_value(value)}" for key, value in kept.items()]
-    return AskedArm(name=label, settings=(f"objective.name={toml_value(name)}", *settings))
+    return Arm(name=label, settings=(f"objective.name={toml_value(name)}", *settings))
 
 
-def config_of(record: Record, arm: ArmRecord | AskedArm, seed: int | None = None) -> Config:
+def _common_algorithm(given: Mapping[str, Any]) -> str:
+    name: str = given.get("objective", {}).get("name", Config().objective.name)
+    return name
+
+
+def kept_options(design: Design, arm: Arm) -> dict[str, tuple[Any, Any]]:
+    """Return the given options that an arm keeps although its algorithm has other defaults.
+
+    Option -> (value, default of the arm's algorithm). With a recipe for GRPO, for example,
+    `--algorithms gspo` keeps the recipe's clip range, hundreds of times wider than GSPO's own.
+    """
+    common, name = _common_algorithm(design.given), config_of(design, arm).objective.name
+    if name == common or arm.settings != algorithm_arm(design.given, name).settings:
+        return {}  # an arm of the user keeps no options of another algorithm
+    given = design.given.get("objective", {})
+    own = inspect.signature(algorithm(name)).parameters
+    other = inspect.signature(algorithm(common, given)).parameters
+    return {
+        key: (value, own[key].default)
+        for key, value in given.items()
+        # An option with the same default in both algorithms means the same in both.
+        if key in own and own[key].default not in (value, other[key].default)
+    }
+
+
+def config_of(design: Design, arm: Arm, seed: int | None = None) -> Config:
     """Return the resolved configuration of an arm, with one of the comparison's seeds."""
-    config = resolve(parse_config(overridden(record.given, arm.settings)))
+    config = resolve(parse_config(overridden(design.given, arm.settings)))
     first = config.seed if seed is None else seed
     return config.model_copy(update={"seed": first + arm.seed_offset})
 
 
-def _declared(record: Record, arm: AskedArm) -> ArmRecord:
-    """Say all that an arm makes different, and refuse what no arm may change."""
-    unmoved = replace(arm, seed_offset=0)
-    before, after = flat(record.common), flat(plain(config_of(record, unmoved)))
+def arm_configs(design: Design) -> dict[str, Config]:
+    """Return the configuration of every arm, with the first seed."""
+    return {arm.name: config_of(design, arm, min(design.seeds)) for arm in design.arms}
+
+
+def _declared(design: Design, arm: Arm) -> Arm:
+    """Fill in an arm's differences; reject a setting that no arm may change."""
+    config = config_of(design, replace(arm, seed_offset=0))
+    before, after = _flat(design.common), _flat(config.model_dump())
     differences = {
         key: after.get(key)
         for key in (*after, *(key for key in before if key not in after))
@@ -181,69 +204,35 @@ def _declared(record: Record, arm: AskedArm) -> ArmRecord:
     fixed = [key for key in differences if key.startswith(FIXED)]
     if fixed:
         raise ConfigError(
-            f"--arm {arm.name}: {fixed[0]} = {toml_value(differences[fixed[0]])} would measure it "
-            "by other means than the others; change it for all arms with --set (for another seed, "
-            "seed+=1000)"
+            f"--arm {arm.name}: {fixed[0]} = {toml_value(differences[fixed[0]])} would measure "
+            "this arm differently from the others; change it for all arms with --set (for another "
+            "seed, seed+=1000)"
         )
     if arm.seed_offset:
         differences["seed"] = f"+{arm.seed_offset}"
-    return ArmRecord(
-        name=arm.name,
-        settings=arm.settings,
-        seed_offset=arm.seed_offset,
-        differences=differences,
-    )
+    return replace(arm, differences=differences)
 
 
-def _with_budget(
-    given: Mapping[str, Any], common: Config, budget: BudgetKind, amount: int | None
-) -> tuple[dict[str, Any], int]:
-    """Give every arm the same amount of the same thing."""
-    if budget == "steps":
-        amount = common.train.steps if amount is None else amount
-        kept = {k: v for k, v in given.get("train", {}).items() if k != "stop_after"}
-        return overridden({**given, "train": kept}, [f"train.steps={amount}"]), amount
-    if amount is None:
-        if budget == "tokens":
-            raise ConfigError("--budget tokens needs --amount: how many tokens each run may sample")
-        amount = total_updates(common.train)
-    settings = [f"train.stop_after={{{budget}={amount}}}"]
-    return overridden(given, settings), amount
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted name."""
+    found: dict[str, Any] = {}
+    for section, values in settings.items():
+        if isinstance(values, Mapping):
+            found |= {f"{section}.{key}": value for key, value in values.items()}
+        else:
+            found[section] = values
+    return found
 
 
-def shares_first_answers(arm: ArmRecord) -> bool:
-    """Whether an arm asks and samples like the common configuration in the first step."""
+def shares_first_rollouts(arm: Arm) -> bool:
+    """Whether an arm samples the first step like the common configuration."""
     changed = [key for key in arm.differences if key.startswith(SAMPLING)]
     return all(key in NOT_SAMPLING for key in changed)
 
 
-def plain(config: Config) -> dict[str, Any]:
-    """Return a configuration as plain data."""
-    data: dict[str, Any] = config.model_dump()
-    return data
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings by their dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and not prefix:
-            found |= flat(value, f"{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
-
-
-def same_comparison(old: Record, new: Record) -> bool:
-    """Whether a new request is for what an old one has, or for a part of it."""
+def same_comparison(old: Design, new: Design) -> bool:
+    """Whether a new design is an old one or a part of it."""
     have = {arm.name: (arm.settings, arm.seed_offset) for arm in old.arms}
-    wants = {arm.name: (arm.settings, arm.seed_offset) for arm in new.arms}
+    want = {arm.name: (arm.settings, arm.seed_offset) for arm in new.arms}
     alike = (old.given, old.budget, old.amount) == (new.given, new.budget, new.amount)
-    return alike and wants.items() <= have.items()
-
-
-def arm_configs(record: Record, names: Sequence[str] = ()) -> dict[str, Config]:
-    """Return the configuration of every arm, with the first seed."""
-    seed = min(record.seeds)
-    wanted = (arm for arm in record.arms if not names or arm.name in names)
-    return {arm.name: config_of(record, arm, seed) for arm in wanted}
+    return alike and want.items() <= have.items()

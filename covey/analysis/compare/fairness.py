@@ -1,63 +1,80 @@
-"""What must hold before a comparison starts, and what its reader should know beforehand."""
+"""Fairness checks before training, and findings that the reader of a report should know."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
 
-from covey.analysis.compare.design import shares_first_answers
-from covey.analysis.compare.digest import prompts_digest
-from covey.analysis.compare.record import ArmRecord, Record
-from covey.config import Config
+from covey.analysis.compare.comparison import Arm
+from covey.analysis.compare.comparison_folder import Design
+from covey.analysis.compare.design import kept_options, shares_first_rollouts
+from covey.config import Config, toml_value
 from covey.errors import ConfigError, DataError
 from covey.tasks import Task
-from covey.training.build import held_out_of, task_of
+from covey.training.resolve import held_out_of, task_of
 from covey.types import Prompt
 
 Row = Mapping[str, str]
 
-ANSWERING = (
+GENERATION = (
     "rollout.max_tokens", "rollout.stop", "model.template", "model.chat_options", "model.prefill",
 )  # fmt: skip
-"""Under what conditions a policy answers, at evaluations too."""
+"""Settings that change how a policy generates, in evaluations too."""
 
 
 def check_prompts(configs: Mapping[str, Config]) -> None:
-    """Refuse held-out prompts that are trained on, or that are not the same for all arms."""
+    """Reject held-out prompts that are trained on, or that differ between arms."""
     first_name, first = next(iter(configs.items()))
-    asked = prompts_digest(held_out_of(first, task_of(first)))
+    expected = prompts_digest(held_out_of(first, task_of(first)))
     seen: list[dict[str, object]] = []
     for name, config in configs.items():
         task = task_of(config)
-        if prompts_digest(held_out_of(config, task)) != asked:
+        if prompts_digest(held_out_of(config, task)) != expected:
             raise ConfigError(
-                f"--arm {name}: it has other held-out prompts than {first_name}, so that their "
-                "accuracies are not of the same thing; change [task] for all arms with --set"
+                f"--arm {name}: its held-out prompts differ from those of {first_name}, so their "
+                "accuracies cannot be compared; change [task] for all arms with --set"
             )
         section = config.task.model_dump()
         if section not in seen:
-            check_disjoint(config, task)
+            _check_disjoint(config, task)
             seen.append(section)
 
 
-def check_disjoint(config: Config, task: Task) -> None:
-    """Refuse a held-out prompt whose text is that of a training prompt."""
+def _check_disjoint(config: Config, task: Task) -> None:
+    """Reject a held-out prompt with the text of a training prompt."""
     held_out = {_text(prompt): prompt for prompt in held_out_of(config, task)}
-    met = [held_out[text] for text in map(_text, task.train()) if text in held_out]
-    if met:
-        ids = {prompt.id for prompt in met}
+    found = [held_out[text] for text in map(_text, task.train()) if text in held_out]
+    if found:
+        ids = {prompt.id for prompt in found}
         raise DataError(
-            f"task: {len(ids)} of {len(held_out)} held-out prompts are training prompts too, so "
-            f"that they measure memory; the first is {met[0].id}: {met[0].text!r}"
+            f"task: {len(ids)} of {len(held_out)} held-out prompts are training prompts too and "
+            f"would measure memorization; the first is {found[0].id}: {found[0].text!r}"
         )
 
 
 def _text(prompt: Prompt) -> str:
-    """What is asked, all of it, whatever its spaces and capitals."""
+    """Return the text of all messages, ignoring whitespace and case."""
     return " ".join(" ".join(m["content"] for m in prompt.messages).casefold().split())
 
 
-def known_beforehand(record: Record, configs: Mapping[str, Config]) -> tuple[Row, ...]:
-    """Return what can be said before training, once for all arms that it is true of."""
+def task_digest(task: Task) -> str:
+    """Return the SHA-256 of a task's training prompts and of its held-out prompts."""
+    return " ".join(prompts_digest(prompts) for prompts in (task.train(), task.held_out()))
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """Return the SHA-256 of prompts: messages, targets and everything else that scoring reads."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        messages = [dict(message) for message in prompt.messages]
+        row = [prompt.id, prompt.task, messages, prompt.target, dict(prompt.info)]
+        digest.update(json.dumps(row, default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row, ...]:
+    """Return what is known before training; a finding of several arms is one row."""
     from covey.analysis.plan.findings import coincidences, findings
 
     rows: dict[tuple[tuple[str, str], ...], list[str]] = {}
@@ -66,38 +83,57 @@ def known_beforehand(record: Record, configs: Mapping[str, Config]) -> tuple[Row
             rows.setdefault(tuple(finding.row().items()), []).append(arm)
     across = [dict(finding.row()) for finding in coincidences(configs)]
     single = [{**dict(row), "arms": ", ".join(arms)} for row, arms in rows.items()]
-    return (*across, *_about_arms(record), *single)
+    own = (*_differing_arms(design), *_kept_options(design))
+    return (*across, *own, *single)
 
 
-def _about_arms(record: Record) -> list[Row]:
-    """Say what arms do not have in common although comparisons mostly do."""
-    judge = record.common["reward"]["name"]
-    differing: list[tuple[str, str, str, Callable[[ArmRecord], bool]]] = [
-        (
-            "some arms sample the first step's answers for themselves",
-            "They differ in what decides these answers, so they cannot learn from the same ones as "
-            "the others; luck in the first step is part of the difference.",
-            "none is needed if that difference is what you compare",
-            lambda arm: not shares_first_answers(arm),
-        ),
-        (
-            "some arms learn from another reward than the one that measures them",
-            "The held-out answers of all arms are judged by the common reward, so that accuracies "
-            "are of the same thing; one that an arm is not trained for may not suit it.",
-            f"choose who judges with --set reward.name; now it is {judge}",
-            lambda arm: any(key.startswith("reward.") for key in arm.differences),
-        ),
-        (
-            "some arms answer the held-out prompts under conditions of their own",
-            "How questions are put and where answers end is theirs at evaluations too: a "
-            "difference may be one of these conditions, without any learning.",
-            "look at the first evaluations, before training; or change it for all with --set",
-            lambda arm: any(key in ANSWERING for key in arm.differences),
-        ),
-    ]
-    return [
-        {"title": title, "why": why, "remedy": remedy, "docs": "docs/compare.md", "arms": arms}
-        for title, why, remedy, holds in differing
-        if len(record.arms) > 1
-        and (arms := ", ".join(arm.name for arm in record.arms if holds(arm)))
-    ]
+def _differing_arms(design: Design) -> Iterator[Row]:
+    """Yield conditions that arms do not share, although they usually do."""
+    arms = design.arms if len(design.arms) > 1 else ()
+    reward = design.common["reward"]["name"]
+    yield from _finding(
+        [arm for arm in arms if not shares_first_rollouts(arm)],
+        title="some arms sample the first step's rollouts for themselves",
+        why="They differ in a setting that decides these rollouts, so they cannot learn from the "
+        "same ones as the others; luck in the first step is part of the difference.",
+        remedy="none is needed if that setting is what you compare",
+    )
+    yield from _finding(
+        [arm for arm in arms if any(key.startswith("reward.") for key in arm.differences)],
+        title="some arms are trained on another reward than the one that evaluates them",
+        why="The common reward scores the held-out completions of all arms, so that accuracies "
+        "mean the same; an arm that is not trained on it may be at a disadvantage.",
+        remedy=f"choose the evaluation reward with --set reward.name; now it is {reward}",
+    )
+    yield from _finding(
+        [arm for arm in arms if any(key in GENERATION for key in arm.differences)],
+        title="some arms generate the held-out completions under their own conditions",
+        why="Their prompt format, stop strings or length limit hold in evaluations too: a "
+        "difference may come from these settings, without any learning.",
+        remedy="compare the first evaluations, before training; or change the setting for all "
+        "arms with --set",
+    )
+
+
+def _kept_options(design: Design) -> Iterator[Row]:
+    """Yield the options of the recipe that arms with another algorithm keep."""
+    recipe = design.common["objective"]["name"]
+    for arm in design.arms:
+        if not (kept := kept_options(design, arm)):
+            continue
+        values = ", ".join(f"objective.{key} = {toml_value(v)}" for key, (v, _) in kept.items())
+        own = ", ".join(f"{key} = {toml_value(default)}" for key, (_, default) in kept.items())
+        yield from _finding(
+            [arm],
+            title=f"options of the recipe are kept: {values}",
+            why=f"The recipe sets them for {recipe}; {arm.name}'s own defaults are {own}.",
+            remedy=f"for the defaults of {arm.name}: --arm '{arm.name}-default: {arm.settings[0]}'",
+        )
+
+
+def _finding(arms: Iterable[Arm], *, title: str, why: str, remedy: str) -> Iterator[Row]:
+    """Yield a finding about these arms, if there are any."""
+    if names := ", ".join(arm.name for arm in arms):
+        yield {
+            "title": title, "why": why, "remedy": remedy, "docs": "docs/compare.md", "arms": names,
+        }  # fmt: skip

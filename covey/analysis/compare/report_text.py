@@ -1,4 +1,4 @@
-"""The report for a terminal, and as Markdown for a comment."""
+"""The report as Markdown for a comment, and its summary for the terminal."""
 
 from __future__ import annotations
 
@@ -10,82 +10,74 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from covey.analysis.compare.evidence import Answered, Evidence
-from covey.analysis.compare.facts import Facts
-from covey.analysis.compare.listings import (
-    TextTable,
-    contested_table,
-    differences_table,
-    finding_title,
-    runs_table,
-    solved_table,
-)
-from covey.analysis.compare.outcome import Comparison
-from covey.analysis.compare.tables import (
-    checkpoint_table,
-    course_table,
-    pair_table,
-    pair_words,
-    reach_table,
-    result_table,
-)
-from covey.analysis.compare.verdict import verdict
-from covey.shown import printable
+from covey.analysis.compare import report_tables as tables
+from covey.analysis.compare.comparison import Comparison
+from covey.analysis.compare.conclusion import conclude
+from covey.analysis.compare.report_contents import Example, ReportContents
+from covey.analysis.compare.report_tables import TextTable
+from covey.escape import printable
 
 
-def terminal_table(comparison: Comparison) -> RenderableType:
-    """Return the table of results, what can be said of each pair, and the findings."""
-    found = verdict(comparison)
+def terminal_report(comparison: Comparison) -> RenderableType:
+    """Return the table of results, the headline, the pairs and the findings."""
+    found = conclude(comparison)
     lines = [
         _text(found.headline, style="bold"),
         *(_text(f"! {text}", style="yellow") for text in found.cautions),
-        *(_text(f"- {text}") for text in pair_words(found)),
+        *(_text(f"- {text}") for text in tables.pair_summaries(found)),
     ]
-    for finding in comparison.findings:
-        told = f"{finding_title(finding)}: {finding.get('remedy', '')}"
-        lines.append(_text(told, style="dim"))
-    return Group(_rich_table(result_table(found)), *lines)
-
-
-def _rich_table(made: TextTable) -> Table:
+    lines += [
+        _text(f"{tables.finding_title(row)}: {row.get('remedy', '')}", style="dim")
+        for row in comparison.findings
+    ]
+    made = tables.result_table(found)
     table = Table(title=_text(made.title), caption=_text(made.note))
     for number, heading in enumerate(made.head):
         table.add_column(_text(heading), justify="right" if number else "left")
     for row in made.rows:
         table.add_row(*(_text(cell) for cell in row))
-    return table
+    return Group(table, *lines)
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Return text for a terminal: a name with brackets is no markup, nor an escape an order."""
+    """Return text for a terminal, without rich markup and control characters."""
     return Text(printable(text), style=style)
 
 
-def markdown(facts: Facts) -> str:
+def markdown(contents: ReportContents) -> str:
     """Return the report for a comment on GitHub."""
-    return "\n\n".join(_parts(facts)) + "\n"
+    return "\n\n".join(_blocks(contents)) + "\n"
 
 
-def _parts(facts: Facts) -> Iterator[str]:
-    comparison, found = facts.comparison, facts.verdict
+def _blocks(contents: ReportContents) -> Iterator[str]:
+    comparison, found = contents.comparison, contents.conclusion
     yield f"## {plain(comparison.name)}: which is better?"
     yield f"**{plain(found.headline)}**"
     if found.cautions:
         yield "\n".join(f"> {plain(text)}  " for text in found.cautions)
-    yield from _table(result_table(found))
-    if pair_words(found):
-        yield "\n".join(f"- {plain(text)}" for text in pair_words(found))
-    tables = (pair_table, course_table, reach_table, checkpoint_table)
-    for made in (table(found) for table in tables):
-        yield from _table(made)
-    if facts.agreement is not None:
-        yield from _table(solved_table(facts.agreement))
-        yield from _table(contested_table(facts.agreement, facts.evidence.texts))
-    yield from _answers(facts.evidence)
-    yield from _findings(comparison)
-    yield from _table(differences_table(comparison))
-    yield from _table(runs_table(comparison))
-    yield f"Made by\n\n{fenced(comparison.command)}"
+    yield from _table(tables.result_table(found))
+    if tables.pair_summaries(found):
+        yield "\n".join(f"- {plain(text)}" for text in tables.pair_summaries(found))
+    yield from _table(tables.pair_table(found))
+    yield from _table(tables.training_table(found))
+    yield from _table(tables.speed_table(found))
+    yield from _table(tables.checkpoint_table(found))
+    if contents.agreement is not None:
+        yield from _table(tables.solved_table(contents.agreement))
+        yield from _table(tables.contested_table(contents.agreement, contents.texts))
+    if contents.examples:
+        title = f"Completions side by side, seed {contents.example_seed}"
+        yield _folded(title, "\n\n".join(map(_example, contents.examples)))
+    if comparison.findings:
+        yield "### Known before training"
+        yield "\n".join(
+            f"- **{plain(tables.finding_title(row))}** {plain(row.get('why', ''))} "
+            f"{plain(row.get('remedy', ''))}"
+            for row in comparison.findings
+        )
+    yield from _table(tables.differences_table(comparison))
+    yield from _table(tables.runs_table(comparison))
+    yield f"Command\n\n{fenced(comparison.command)}"
     yield _folded("Common configuration", fenced(comparison.config_toml))
     environment = json.dumps(dict(comparison.environment), indent=2, default=str)
     yield _folded("Environment", fenced(environment))
@@ -106,34 +98,17 @@ def _table(made: TextTable) -> Iterator[str]:
         yield plain(made.note)
 
 
-def _answers(evidence: Evidence) -> Iterator[str]:
-    if not evidence.side_by_side:
-        return
-    shown = "\n\n".join(_answered(problem) for problem in evidence.side_by_side)
-    yield _folded(f"Answers side by side, seed {evidence.seed}", shown)
-
-
-def _answered(problem: Answered) -> str:
-    about = f"**{problem.kind}**: expected {plain(problem.expected)}"
-    answers = (
-        f"{plain(arm)}, {'right' if answer['right'] else 'wrong'}:\n\n{fenced(answer['text'])}"
-        for arm, answer in problem.answers.items()
+def _example(example: Example) -> str:
+    completions = (
+        f"{plain(arm)}, {'correct' if each['correct'] else 'incorrect'}:\n\n{fenced(each['text'])}"
+        for arm, each in example.completions.items()
     )
-    return "\n\n".join([about, fenced(problem.prompt), *answers])
-
-
-def _findings(comparison: Comparison) -> Iterator[str]:
-    if comparison.findings:
-        yield "### Known before training"
-        yield "\n".join(
-            f"- **{plain(finding_title(row))}** {plain(row.get('why', ''))} "
-            f"{plain(row.get('remedy', ''))}"
-            for row in comparison.findings
-        )
+    about = f"**{example.kind}**: target {plain(example.target)}"
+    return "\n\n".join([about, fenced(example.prompt), *completions])
 
 
 def plain(text: str) -> str:
-    """Return text of which Markdown makes nothing else, in one line.
+    """Return text in one line, escaped so that Markdown shows it literally.
 
     >>> plain("a|b <c> *d*")
     'a\\\\|b &lt;c&gt; \\\\*d\\\\*'
@@ -144,12 +119,12 @@ def plain(text: str) -> str:
         .replace("<", "&lt;")
         .replace(">", "&gt;")
     )
-    # A zero-width space keeps @name from notifying anybody.
+    # A zero-width space keeps @name from notifying that user.
     return re.sub(r"([\\|`*_\[\]#~])", r"\\\1", line).replace("@", "@\u200b")
 
 
 def fenced(text: str) -> str:
-    """Return text as a block of code, in a fence longer than any that it holds."""
+    """Return text as a code block, with a fence longer than any inside it."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{printable(text.rstrip())}\n{fence}"

@@ -1,8 +1,8 @@
-"""The arithmetic behind a verdict: pure functions of accuracies, by seed and by problem.
+"""Statistical tests, intervals and power: pure functions of accuracies by seed and by prompt.
 
-Values of a comparison are crossed: every seed is measured on the same problems. Arrays end in the
-axes (seeds) or (seeds, problems); axes before these are repetitions, which only simulations have.
-docs/statistics.md says why these tests and intervals, and how often they are wrong.
+The design is crossed: every seed is measured on the same held-out prompts. Arrays end in the axes
+[seeds] or [seeds, prompts]; leading axes are repetitions, which only simulations have.
+docs/statistics.md gives the reasons for these tests and intervals, and their error rates.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ Array = NDArray[Any]
 LEVEL = 0.05
 POWER = 0.8
 MOST_SEEDS = 1000
-"""Where the search for enough seeds ends: nobody trains more."""
+"""Upper end of the search for the number of seeds needed."""
 EXACT_FLIPS = 16
-"""Seeds up to which all sign flips are tried; above, as many random ones as these have."""
+"""Seeds up to which all 2^seeds sign flips are tried; above, a random sample of 2^16."""
 FLIP_SEEDS = 6
-"""With fewer seeds no sign flip test can get under 5 %: 2 / 2^5 is 6.25 %."""
+"""With fewer seeds the sign flip test cannot reach 5 %: 2 / 2^5 is 6.25 %."""
 COLLAPSE_LEVEL = 0.01
-"""Stricter than 5 %, because the highest of many evaluations is high by luck as well."""
+"""Stricter than 5 %, because the highest of many evaluations is partly luck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossed:
-    """A mean over seeds and problems, and the two parts of its variance."""
+    """A mean over seeds and prompts, and the two components of its variance."""
 
     mean: Array
     over_seeds: Array
-    """What other seeds would change, these problems given."""
+    """Variance from the choice of seeds, with these prompts fixed."""
     over_items: Array
-    """What other problems would change beyond that: the part that all seeds have in common."""
+    """Additional variance from the choice of prompts: the part that all seeds share."""
 
 
 def crossed(values: Array) -> Crossed:
-    """Take apart the variance of a mean of `values` [..., seeds, problems].
+    """Decompose the variance of a mean of `values` [..., seeds, prompts].
 
-    The two-way analysis of variance with both factors random. Problems that are hard for every seed
-    do not scatter between seeds, so the scatter of per-seed accuracies knows nothing of them: their
-    part is the variance of per-problem means less what the noise within a seed explains.
+    Two-way analysis of variance with both factors random. A prompt that is hard for every seed adds
+    nothing to the variance between seeds, so per-seed accuracies cannot show it: its component is
+    the variance of per-prompt means minus what the noise within a seed explains.
     """
     values = np.asarray(values, dtype=float)
     seeds, items = values.shape[-2:]
@@ -67,10 +67,10 @@ def crossed(values: Array) -> Crossed:
 
 
 def half_width(parts: Crossed, seeds: int, items: int) -> Array:
-    """Return half the width of the 95 % interval of a mean over seeds and problems.
+    """Return half the width of the 95 % interval of a mean over seeds and prompts.
 
-    Each part of the variance with Student's quantile for its own degrees of freedom: with two seeds
-    the scatter between them is hardly known (12.7), that between problems well (about 2).
+    Each variance component gets Student's quantile for its own degrees of freedom: with two seeds
+    the variance between them is hardly known (12.7), that between prompts well (about 2).
     """
     width = _quantile(seeds - 1) ** 2 * parts.over_seeds
     if items > 1:
@@ -83,15 +83,15 @@ def _quantile(freedom: int) -> float:
 
 
 def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
-    """Return mean, low and high of accuracies [..., seeds, problems]; two seeds or more.
+    """Return mean, low and high of accuracies [..., seeds, prompts]; two seeds or more.
 
-    Wilson's form of the interval, for as many independent answers as would be known equally well:
-    it stays between 0 and 1, and is no point where every answer is right.
+    Wilson's interval, for the number of independent completions that would give the same standard
+    error: it stays between 0 and 1, and has a width even if every completion is correct.
     """
     seeds, items = values.shape[-2:]
     parts = crossed(values)
     scatter = parts.mean * (1 - parts.mean)
-    # With no scatter at all, as where every answer is right: as from so many problems.
+    # No variance at all, if every completion is correct: Wilson's interval for `items` prompts.
     none = stats.norm.ppf((1 + CONFIDENCE) / 2) ** 2 / items
     half = half_width(parts, seeds, items)
     known = (half > 0) & (scatter > 0)
@@ -102,18 +102,18 @@ def accuracy_bounds(values: Array) -> tuple[Array, Array, Array]:
     return parts.mean, np.minimum(low, parts.mean), np.maximum(high, parts.mean)
 
 
-def accuracy(right: Array) -> Estimate:
-    """Estimate an arm's accuracy from `right` [seeds, problems].
+def accuracy(correct: Array) -> Estimate:
+    """Estimate an arm's accuracy from `correct` [seeds, prompts].
 
-    A single seed says nothing of others: its interval is then over problems alone.
+    A single seed carries no information about others: its interval is over prompts only.
     """
-    if len(right) == 1:
-        return proportion(int(right.sum()), right.shape[1])
-    return Estimate(*(float(value) for value in accuracy_bounds(right)))
+    if len(correct) == 1:
+        return proportion(int(correct.sum()), correct.shape[1])
+    return Estimate(*(float(value) for value in accuracy_bounds(correct)))
 
 
 def change(values: Array) -> Estimate:
-    """Estimate a mean of differences [seeds, problems], for other seeds and other problems."""
+    """Estimate a mean of differences [seeds, prompts], for new seeds and new prompts."""
     if len(values) == 1:
         return paired_difference(values[0].tolist(), [0.0] * values.shape[1]).estimate
     parts = crossed(values)
@@ -124,8 +124,9 @@ def change(values: Array) -> Estimate:
 def seed_deviation(differences: Array, items: int) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
-    Accuracies are multiples of 1 / items. Equal differences are equal up to rounding only, so a
-    deviation below that of rounding is not believed; it would decide anything between two seeds.
+    Accuracies are multiples of 1 / items, so equal differences are equal only up to rounding. The
+    result is at least the deviation of that rounding: a smaller one, as of two equal differences,
+    would make any difference significant.
     """
     least = 1 / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
@@ -143,7 +144,7 @@ def seed_test(differences: Array, items: int) -> Array:
 
 
 def seed_interval(differences: Array, items: int) -> Estimate:
-    """Return the mean difference with the interval that belongs to `seed_test`."""
+    """Return the mean difference with the interval that matches `seed_test`."""
     seeds = len(differences)
     error = float(seed_deviation(differences, items)) / math.sqrt(seeds)
     mean, half = float(differences.mean()), _quantile(seeds - 1) * error
@@ -151,7 +152,7 @@ def seed_interval(differences: Array, items: int) -> Estimate:
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
-    """Estimate a mean of one number a seed by Student's interval; one seed has none."""
+    """Estimate the mean of one number per seed with Student's interval; one seed has none."""
     mean = float(np.mean(values))
     if len(values) == 1:
         return Estimate(mean, mean, mean)
@@ -162,8 +163,9 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 def sign_flip_test(differences: Sequence[float]) -> float | None:
     """Return the p-value of the sign flip test over seeds: two-sided, no distribution assumed.
 
-    If arms do not differ, each seed's difference could as well have the other sign. The share of
-    all choices of signs whose sum is as far from 0. None with too few seeds to get under 5 %.
+    If the arms do not differ, each seed's difference could equally have the other sign. The p-value
+    is the share of all choices of signs whose sum is at least as far from 0. None with too few
+    seeds to reach 5 %.
 
     >>> sign_flip_test([0.1, 0.2, 0.1, 0.3, 0.1, 0.2])
     0.03125
@@ -175,13 +177,13 @@ def sign_flip_test(differences: Sequence[float]) -> float | None:
         signs = np.array(list(itertools.product((1.0, -1.0), repeat=seeds)))
     else:
         drawn = np.random.default_rng(0).choice((1.0, -1.0), (2**EXACT_FLIPS - 1, seeds))
-        signs = np.vstack([np.ones(seeds), drawn])  # what was seen is one of the choices
+        signs = np.vstack([np.ones(seeds), drawn])  # the observed signs are one of the choices
     sums = np.abs(signs @ np.asarray(differences, dtype=float))
     return float((sums >= sums[0] - ROUNDING).mean())
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct p-values for their number by Holm's method.
+    """Correct p-values for multiple comparisons by Holm's method.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
@@ -195,25 +197,26 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def power(effect: float, seeds: int, level: float = LEVEL) -> float:
-    """Return the chance that the paired t-test finds a difference of `effect` deviations.
+    """Return the chance that the paired t-test detects a difference of `effect` deviations.
 
-    A difference found with the wrong sign is no success. The noncentral t, as a mean over quantiles
-    of the scatter that may be seen: series for it do not converge far out, where two seeds are.
+    A difference found with the wrong sign does not count. Computes the noncentral t as a mean over
+    quantiles of the observed deviation, because its series does not converge far out, where the
+    limit for two seeds lies.
     """
     limit = stats.t.ppf(1 - level / 2, seeds - 1)
-    shifts = abs(effect) * math.sqrt(seeds) - limit * _scatter(seeds - 1)
+    shifts = abs(effect) * math.sqrt(seeds) - limit * _observed_deviations(seeds - 1)
     return float(special.ndtr(shifts).mean())
 
 
 @cache
-def _scatter(freedom: int) -> Array:
-    """Return quantiles of a deviation that is seen, as a multiple of the true one."""
+def _observed_deviations(freedom: int) -> Array:
+    """Return quantiles of an observed deviation, as a multiple of the true one."""
     quantiles = (np.arange(2000) + 0.5) / 2000
     return np.asarray(np.sqrt(special.chdtri(freedom, 1 - quantiles) / freedom))
 
 
 def seeds_needed(mean: float, deviation: float, level: float = LEVEL) -> int | None:
-    """Return how many seeds find such a difference with 80 % power; None above the cap.
+    """Return how many seeds detect such a difference with 80 % power; None above MOST_SEEDS.
 
     >>> seeds_needed(0.05, 0.05), seeds_needed(0.0, 0.05)
     (10, None)
@@ -226,7 +229,7 @@ def seeds_needed(mean: float, deviation: float, level: float = LEVEL) -> int | N
 
 
 def detectable(deviation: float, seeds: int, level: float = LEVEL) -> float:
-    """Return the difference that so many seeds find with 80 % power."""
+    """Return the difference that `seeds` seeds detect with 80 % power."""
     highest = 1.0
     while power(highest, seeds, level) < POWER:
         highest *= 2
@@ -235,7 +238,7 @@ def detectable(deviation: float, seeds: int, level: float = LEVEL) -> float:
 
 
 def area(budget: Sequence[float], accuracies: Sequence[float], end: float) -> float:
-    """Return the mean accuracy from the start to `end`: the area under the curve over its width.
+    """Return the area under a learning curve up to `end`, divided by its width: a mean accuracy.
 
     >>> area([0, 10, 20], [0.0, 0.5, 0.5], end=20)
     0.375
@@ -249,7 +252,7 @@ def area(budget: Sequence[float], accuracies: Sequence[float], end: float) -> fl
 
 
 def reached(axis: Sequence[float], accuracies: Sequence[float], level: float) -> float:
-    """Return where a curve first comes to `level`, on the line between evaluations, or infinity.
+    """Return where a curve first reaches `level`, interpolated between evaluations, or infinity.
 
     >>> reached([0, 10, 20], [0.1, 0.1, 0.3], 0.2), reached([0, 10], [0.1, 0.2], 0.5)
     (15.0, inf)
@@ -265,6 +268,6 @@ def reached(axis: Sequence[float], accuracies: Sequence[float], level: float) ->
 
 
 def fell(before: Array, final: Array) -> bool:
-    """Whether a run answers fewer problems at its end than before, by more than chance."""
+    """Whether a run solves fewer prompts at its end than before, by more than chance."""
     found = paired_difference(final.tolist(), before.tolist())
     return found.estimate.value < 0 and found.p_value < COLLAPSE_LEVEL

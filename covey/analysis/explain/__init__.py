@@ -1,1 +1,1 @@
-"""What a recorded step learned, token by token, and what other algorithms would have learned."""
+"""Explanation of a recorded step: its gradient token by token, for its own and other algorithms."""

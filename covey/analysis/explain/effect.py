@@ -1,10 +1,10 @@
-"""What a loss does to each token: exact, because a loss is a function of log-probabilities.
+"""Gradient of a loss with respect to each token's log-prob and entropy.
 
     gradient[i,t] = d loss / d logp[i,t]
 
-A descent step moves logp against it, so a negative one makes the token likelier. The parameters'
-gradient is the sum over tokens of gradient[i,t] times that of logp[i,t]: these numbers are all that
-an algorithm has a say in.
+A descent step moves logp against it, so a negative gradient makes the token likelier. The gradient
+of the parameters is the sum over tokens of gradient[i,t] times that of logp[i,t]: an algorithm
+acts through these numbers alone.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from covey.objective import Objective, PolicyLoss, policy_loss, with_marks, with
 from covey.types import Batch
 
 CLIPPED = ("", "low", "high", "dual")
-"""At which bound of its ratio a token was clipped, by number."""
+"""Names of the bounds at which a ratio is clipped, by number."""
 
 
 class Effect(NamedTuple):
-    """What an optimizer step takes from each token, [B, T] and 0 where not trained."""
+    """Gradients and ratios of an optimizer step, [B, T]; 0 where a token is not trained."""
 
     loss: torch.Tensor
-    """The loss itself, a number."""
+    """The loss, a scalar."""
     gradient: torch.Tensor
     """d loss / d logp."""
     entropy_gradient: torch.Tensor
     """d loss / d entropy: 0 without an entropy bonus."""
     old_logp: torch.Tensor
     ratio: torch.Tensor
-    """The one that the objective uses: of the token, or of its answer."""
+    """The objective's own ratio: of the token, or of the whole completion."""
     clipped: torch.Tensor
-    """int64: see CLIPPED."""
+    """int64: an index into CLIPPED."""
     kl: torch.Tensor | None
-    """The KL estimate in use, against the reference. None: there is none."""
+    """The objective's KL estimate against the reference. None: it has no penalty."""
 
 
 def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
-    """Differentiate the loss of a batch that has its weights by each token's logp and entropy."""
+    """Differentiate the loss of a weighted batch by each token's logp and entropy."""
     logp = now.logp.detach().requires_grad_()
     entropy = now.entropy.detach().requires_grad_()
     with torch.enable_grad():
@@ -63,7 +63,7 @@ def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
 
 
 def whole_effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:
-    """Return the effect of a batch with advantages, learned from in one optimizer step."""
+    """Return the effect of a batch with advantages as one optimizer step."""
     batch = with_marks(objective, with_weight(objective, batch), now.logp)
     return effect(objective, batch, now)
 

@@ -1,8 +1,8 @@
-"""Algorithms that are the same on a batch, or but for a factor.
+"""Families of algorithms whose gradients on a batch are equal, or equal up to a factor.
 
-What an algorithm does to a policy is a vector: the slope of its loss in each token's
-log-probability. Two with equal slopes are one algorithm here, whatever their formulas say; two with
-proportional slopes differ by a learning rate, which Adam and the clip of the norm all but undo.
+An algorithm acts on a policy through one vector: the slope of its loss in each token's log-prob.
+Algorithms with equal slopes are the same on this batch. Proportional slopes are a difference in
+learning rate, which Adam and gradient clipping mostly undo.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 ROUNDING = 1e-5
-"""How far slopes, relative to the largest, may be from proportional: float32 sums are."""
+"""Deviation from proportional slopes, relative to the largest, that float32 sums may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,9 @@ class Member:
 
     name: str
     factor: float
-    """How many times the leader's slopes it has."""
+    """Its slopes divided by the leader's."""
     identical: bool
-    """Whether they are the leader's to the last bit."""
+    """Whether its slopes equal the leader's bit for bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +35,14 @@ class Family:
 
     @property
     def leader(self) -> str:
-        """The first of them."""
+        """The first algorithm."""
         return self.members[0].name
 
 
 def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
-    """Return c if slopes = c * of up to rounding, c > 0; None: they are no multiple.
+    """Return c > 0 if slopes = c * of up to rounding, else None.
 
-    All zeros are a multiple of all zeros only, by 1.
+    Zeros are a multiple of zeros only, with c = 1.
     """
     largest = float(slopes.abs().max()) if slopes.numel() else 0.0
     square = float(of @ of)
@@ -54,7 +54,7 @@ def multiple(slopes: torch.Tensor, of: torch.Tensor) -> float | None:
 
 
 def families(slopes: Mapping[str, torch.Tensor]) -> tuple[Family, ...]:
-    """Put algorithms together whose slopes, each one row in float64, are proportional."""
+    """Group algorithms with proportional slopes; each row is float64."""
     found: list[list[Member]] = []
     for name, row in slopes.items():
         for members in found:

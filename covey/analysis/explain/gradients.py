@@ -1,4 +1,4 @@
-"""From the slopes of tokens to the gradient of the parameters."""
+"""Gradients of the parameters from gradients of log-probs and entropies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from covey.analysis.explain.effect import Effect
-from covey.models.layout import micro_batches
+from covey.models.micro_batches import micro_batches
 from covey.objective.advantage import zero_variance
 from covey.training.optimizer import Optimizer
 from covey.training.policy import Policy
@@ -17,11 +17,11 @@ from covey.types import Batch
 def parameter_gradients(
     policy: Policy, batch: Batch, effects: Mapping[str, Effect], budget: int
 ) -> dict[str, torch.Tensor]:
-    """Return the gradient of all trained parameters, as one row [parameters] for each effect.
+    """Return the gradient of all trained parameters, one row [parameters] for each effect.
 
-    One forward pass for all of them, and a backward pass for each. They stay in memory together.
+    All effects share a forward pass; each has its own backward pass. All rows are kept in memory.
     """
-    # Gradients are taken where training takes them: on a GPU some never pass through autograd.
+    # The optimizer collects gradients as in training: on a GPU some bypass autograd.
     optimizer = policy.optimizer
     size = sum(parameter.numel() for parameter in optimizer.parameters.values())
     totals = {name: torch.zeros(size, device=batch.tokens.device) for name in effects}
@@ -32,11 +32,11 @@ def parameter_gradients(
             name: (e.gradient[rows, :width], e.entropy_gradient[rows, :width])
             for name, e in effects.items()
         }
-        felt = {name: s for name, s in slopes.items() if any(bool(part.any()) for part in s)}
-        if not felt:
+        nonzero = {name: s for name, s in slopes.items() if any(bool(part.any()) for part in s)}
+        if not nonzero:
             continue
         now = policy.plain_logp(batch.rows(rows))
-        for name, (by_logp, by_entropy) in felt.items():
+        for name, (by_logp, by_entropy) in nonzero.items():
             outputs, sent = [now.logp], [by_logp.to(now.logp.dtype)]
             if by_entropy.any():
                 outputs.append(now.entropy)
@@ -58,12 +58,12 @@ def _flat_gradient(optimizer: Optimizer) -> torch.Tensor:
 
 
 def _passes(batch: Batch, budget: int) -> Iterator[torch.Tensor]:
-    """Yield the rows of forward passes. Groups that teach nothing go by themselves.
+    """Yield the rows of forward passes, with groups of equal rewards in passes of their own.
 
-    To most algorithms they have no gradient at all, and the backward pass can be left out.
+    Most algorithms have no gradient there, so the backward pass can be skipped.
     """
-    flat = zero_variance(batch.rewards, batch.group)
-    for chosen in (~flat, flat):
+    equal = zero_variance(batch.rewards, batch.group)
+    for chosen in (~equal, equal):
         rows = chosen.nonzero().squeeze(1)
         if len(rows):
             yield from (rows[part] for part in micro_batches(batch.rows(rows), budget))

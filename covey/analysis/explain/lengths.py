@@ -1,4 +1,4 @@
-"""Whether a token counts more in a short answer than in a long one."""
+"""Length bias: the weight of a token by the length of its completion."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from covey.types import Batch
 
 BINS = 4
-"""Into how many parts, of as many answers each, answers are put by length."""
+"""Number of bins, with equally many completions each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthBin:
-    """How much the tokens of answers of some length count."""
+    """Weight of the tokens in completions of similar length."""
 
     shortest: int
     longest: int
-    answers: int
+    completions: int
     gradient: float
-    """Mean |d loss / d logp| of their tokens."""
+    """Mean |d loss / d logp| over their tokens."""
     per_advantage: float
-    """Sum of |d loss / d logp| by sum of |advantage|: the weight of a token, but for what it is
-    worth. 0 where there is no advantage."""
+    """Sum of |d loss / d logp| divided by the sum of |advantage|: the weight of a token apart from
+    its advantage. 0 if there is no advantage."""
 
 
 def length_bins(batch: Batch, gradient: torch.Tensor) -> tuple[LengthBin, ...]:
-    """Put answers into bins by how many of their tokens are trained, and weigh those tokens."""
+    """Bin completions by their number of trained tokens, and measure the weight of those tokens."""
     assert batch.advantage is not None
     lengths = batch.mask.sum(dim=1)
     trained = lengths[lengths > 0].sort().values
@@ -43,7 +43,7 @@ def length_bins(batch: Batch, gradient: torch.Tensor) -> tuple[LengthBin, ...]:
             LengthBin(
                 shortest=int(lengths[rows].min()),
                 longest=edge,
-                answers=int(rows.sum()),
+                completions=int(rows.sum()),
                 gradient=size / int(mask.sum()),
                 per_advantage=size / worth if worth else 0.0,
             )

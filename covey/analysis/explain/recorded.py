@@ -1,8 +1,8 @@
-"""A step as it was recorded, and the policy that learned from it, brought back.
+"""A recorded step, and the policy as it was before that step.
 
-A run keeps some checkpoints only, but every answer: so the policy at the start of any step is the
-nearest checkpoint before it (or the model that the run started from), and then, if asked for, all
-recorded steps since, learned again. Nothing is sampled or judged anew.
+A run keeps some checkpoints, and all rollouts. So the policy before a step is the nearest earlier
+checkpoint, or the initial model. On request, the recorded steps in between are trained again, which
+ends in the exact weights. Nothing is generated or scored again.
 """
 
 from __future__ import annotations
@@ -10,100 +10,90 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from covey.config import Config, load_config
+from covey.engines.native.engine import has_exact_logp
 from covey.errors import RunError
-from covey.objective import Objective
-from covey.reference import Reference
-from covey.reference.build import make_reference
 from covey.run.folder import RunFolder
-from covey.run.read_files import to_stderr
+from covey.run.records import to_stderr
 from covey.run.resume import last_good
-from covey.training.budget import Budget, Used
-from covey.training.build import (
-    load_model,
-    objective_of,
-    policy_of,
-    sampling_of,
-    update_settings_of,
-)
-from covey.training.learn import learn
+from covey.training import checkpoint
+from covey.training.build import learner_at, load_model, policy_of, reference_of, step_settings_of
+from covey.training.checkpoint import State
 from covey.training.policy import Policy
-from covey.training.policy_files import load_policy
-from covey.training.state import State, state_of
-from covey.training.update import UpdateSettings
+from covey.training.resolve import objective_of, sampling_of
+from covey.training.step import Learner, training_step
 from covey.types import Group, Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """An answer of a step, and whether the step learned from it."""
+class RecordedRollout:
+    """A rollout of a step, and its advantage if the step trained on it."""
 
     line: int
-    """Its line in the file of the step's rollouts, from 1."""
+    """Line in the file of the step's rollouts, from 1."""
     group: int
-    """Which group of the step, from 1."""
-    question: str
+    """Number of its group in the step, from 1."""
+    prompt: str
     rollout: Rollout
     advantage: float | None
-    """As it was recorded: the mean over its tokens. None: its group was left out of the step."""
+    """As recorded: the mean over its tokens. None: its group was filtered out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """All answers of a step, and its line of metrics."""
+    """All rollouts of a step, and its metrics."""
 
     step: int
-    answers: tuple[Answer, ...]
+    rollouts: tuple[RecordedRollout, ...]
     groups: tuple[Group, ...]
-    """Those that the step learned from, in order."""
+    """Groups that the step trained on, in order."""
     metrics: dict[str, Any]
 
     @property
-    def learned(self) -> list[Answer]:
-        """The answers that the step learned from: the rows of its batch."""
-        return [answer for answer in self.answers if answer.advantage is not None]
+    def learned(self) -> list[RecordedRollout]:
+        """The rollouts that the step trained on: the rows of its batch."""
+        return [one for one in self.rollouts if one.advantage is not None]
 
     @property
     def tokens(self) -> int:
-        """How many tokens were sampled."""
-        return sum(len(answer.rollout.tokens) for answer in self.answers)
+        """Number of generated tokens."""
+        return sum(len(one.rollout.tokens) for one in self.rollouts)
 
 
 def read_step(run: RunFolder, step: int) -> Recorded:
     """Read the answers of a step back."""
-    rows = run.answers(step)
+    rows = run.require_rollouts(step)
     numbered = list(zip(rows, itertools.accumulate(_begins(rows)), itertools.count(1)))
-    answers = tuple(
-        Answer(
+    rollouts = tuple(
+        RecordedRollout(
             line=line,
             group=group,
-            question=row["prompt"],
+            prompt=row["prompt"],
             rollout=_rollout(row),
             advantage=row["advantage"],
         )
         for row, group, line in numbered
     )
     groups = [
-        Group(prompt=_prompt(part[0][0]), rollouts=tuple(answers[n - 1].rollout for *_, n in part))
+        Group(prompt=_prompt(part[0][0]), rollouts=tuple(rollouts[n - 1].rollout for *_, n in part))
         for _, members in itertools.groupby(numbered, key=lambda item: item[1])
         if (part := list(members))[0][0]["advantage"] is not None
     ]
     metrics = next((row for row in run.steps() if row["step"] == step), {})
-    return Recorded(step=step, answers=answers, groups=tuple(groups), metrics=metrics)
+    return Recorded(step=step, rollouts=rollouts, groups=tuple(groups), metrics=metrics)
 
 
-def check_learned(recorded: Recorded) -> None:
-    """Refuse a step that learned nothing."""
+def check_trained(recorded: Recorded) -> None:
+    """Reject a step that trained on nothing."""
     if not recorded.groups:
-        raise RunError(f"step {recorded.step} learned from no answer: all groups were left out")
+        raise RunError(f"step {recorded.step} trained on no rollout: all groups were filtered out")
 
 
 def _begins(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """Mark with 1 the rows that begin a group: another prompt, or its samples from 0 again."""
+    """Mark with 1 each row that begins a group: a new prompt, or sample numbers from 0 again."""
     before = [None, *rows[:-1]]
     return [
         int(b is None or b["prompt_id"] != row["prompt_id"] or row["sample"] <= b["sample"])
@@ -121,55 +111,68 @@ def _prompt(row: dict[str, Any]) -> Prompt:
     )
 
 
+_RECORDED = (
+    "prompt_id", "sample", "prompt_tokens", "tokens", "trained", "sampler_logp", "text", "finish",
+    "policy_version", "reward", "success", "parts", "reward_id",
+)  # fmt: skip
+"""The fields of a rollout that its line holds."""
+
+
 def _rollout(row: dict[str, Any]) -> Rollout:
-    lacking = [name for name in Rollout.__slots__ if name not in row]
+    lacking = [name for name in _RECORDED if name not in row]
     if lacking or len(row["tokens"]) != len(row["sampler_logp"]):
         what = f"lacks {lacking[0]}" if lacking else "has more or fewer tokens than probabilities"
         raise RunError(f"an answer of the step, to {row['prompt_id']}, {what}")
-    values = {name: row[name] for name in Rollout.__slots__}
+    values = {name: row[name] for name in _RECORDED}
     for name in ("prompt_tokens", "tokens", "sampler_logp"):
         values[name] = tuple(row[name])
     trained = row["trained"]
     values["trained"] = (True,) * len(row["tokens"]) if trained is True else tuple(trained)
-    return Rollout(**values)
+    return Rollout.single_turn(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Which weights figures were computed with."""
+    """The weights that the figures were computed with."""
 
     checkpoint: int
-    """The step of the checkpoint that was loaded; 0: the model that the run started from."""
+    """Step of the loaded checkpoint; 0: the initial model."""
     path: str
-    learned_again: int
-    """Recorded steps that were learned again from there."""
-    behind: int
-    """Steps between these weights and those that sampled the answers. 0: they are the same."""
+    replayed_steps: int
+    """Recorded steps that were trained again after loading."""
+    steps_behind: int
+    """Steps between these weights and those that generated. 0: they are the same."""
 
     @property
     def exact(self) -> bool:
-        """Whether these are the weights that sampled the answers."""
-        return self.behind == 0
+        """Whether these are the weights that generated the rollouts."""
+        return self.steps_behind == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainee:
-    """The policy of a run as it was before a step, with all that learning needs."""
+    """The policy of a run before a step, with everything that training needs."""
 
     config: Config
-    policy: Policy
-    objective: Objective
-    reference: Reference | None
+    learner: Learner
     state: State
-    settings: UpdateSettings
     origin: Origin
 
+    @property
+    def policy(self) -> Policy:
+        """The policy of the learner."""
+        return self.learner.policy
 
-def bring_back(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
-    """Return the policy of a run as it was before `step`, or as near as a checkpoint has it.
+    def learner_now(self) -> Learner:
+        """Return what the next step works with: its beta, and its learning rate."""
+        return learner_at(self.learner, self.config, self.state)
 
-    With `exact`, the recorded steps from that checkpoint on are learned again, which takes as long
-    as learning them took, and ends in the same weights.
+
+def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
+    """Return the policy of a run before `step`, from the nearest earlier checkpoint.
+
+    With `exact`, the recorded steps after that checkpoint are trained again. That takes as long as
+    training them did, and ends in the same weights.
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=to_stderr)
@@ -183,32 +186,29 @@ def bring_back(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
 
 def _at_start(config: Config, step: int) -> Trainee:
     model, objective = load_model(config), objective_of(config)
-    reference = None
-    if objective.needs_reference:
-        reference = make_reference(config, policy=model, load=partial(load_model, config))
-    settings = update_settings_of(config, model, sampling_of(config))
-    return Trainee(
-        config=config,
+    learner = Learner(
         policy=policy_of(config, model),
         objective=objective,
-        reference=reference,
+        settings=step_settings_of(config, sampling_of(config), exact_logp=has_exact_logp(model)),
+        reference=reference_of(config, model, objective),
+    )
+    return Trainee(
+        config=config,
+        learner=learner,
         state=State(beta=objective.beta),
-        settings=settings,
         origin=Origin(
-            checkpoint=0, path=config.model.path, learned_again=0, behind=max(0, step - 1)
+            checkpoint=0, path=config.model.path, replayed_steps=0, steps_behind=max(0, step - 1)
         ),
     )
 
 
 def _at_checkpoint(trainee: Trainee, number: int, folder: Path, step: int) -> Trainee:
-    saved = load_policy(trainee.policy, folder)
-    if trainee.reference is not None:
-        trainee.reference.load(folder)
+    learner = trainee.learner
     return replace(
         trainee,
-        state=replace(state_of(saved, folder), step=number),
+        state=checkpoint.load(learner.policy, learner.reference, folder, number),
         origin=Origin(
-            checkpoint=number, path=str(folder), learned_again=0, behind=step - 1 - number
+            checkpoint=number, path=str(folder), replayed_steps=0, steps_behind=step - 1 - number
         ),
     )
 
@@ -218,16 +218,8 @@ def _caught_up(trainee: Trainee, run: RunFolder, step: int) -> Trainee:
     for number in range(state.step + 1, step):
         recorded = read_step(run, number)
         state.step = number
-        learn(trainee, recorded.groups, state, settings_at(trainee))
-        state.episode += len(recorded.answers)
+        *_, state.beta = training_step(trainee.learner_now(), recorded.groups, number)
+        state.episode += len(recorded.rollouts)
         state.tokens += recorded.tokens
-    origin = replace(trainee.origin, learned_again=trainee.origin.behind, behind=0)
+    origin = replace(trainee.origin, replayed_steps=trainee.origin.steps_behind, steps_behind=0)
     return replace(trainee, origin=origin)
-
-
-def settings_at(trainee: Trainee) -> UpdateSettings:
-    """Return the settings of the next update; its learning rate may follow the tokens sampled."""
-    state, version = trainee.state, trainee.policy.version
-    # The step in progress has not been paid for yet.
-    used = Used(steps=max(0, state.step - 1), tokens=state.tokens, updates=version)
-    return Budget(settings=trainee.config.train).paced(trainee.settings, used)

@@ -1,4 +1,4 @@
-"""A recorded step, learned once more while every token is watched."""
+"""A recorded step, trained again while every token is observed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from covey.analysis.explain.effect import effect
-from covey.analysis.explain.recorded import Recorded, Trainee, settings_at
+from covey.analysis.explain.recorded import Recorded, Trainee
 from covey.objective import Objective
-from covey.training.learn import learn, objective_now
-from covey.training.update import Seen
+from covey.training.step import Seen, training_step
 from covey.types import Batch
 
 
 @dataclass(slots=True, kw_only=True)
 class Watched:
-    """What was seen of every row of a batch when it was last learned from, [B, T]."""
+    """Observations of every row of a batch in its last optimizer step, [B, T]."""
 
     batch: Batch
     objective: Objective
@@ -34,7 +33,7 @@ class Watched:
 
     @staticmethod
     def blank(batch: Batch, objective: Objective) -> Watched:
-        """Nothing seen yet."""
+        """Return observations without any values yet."""
         zeros = torch.zeros(batch.mask.shape, dtype=torch.float64, device=batch.mask.device)
         return Watched(
             batch=batch,
@@ -51,7 +50,7 @@ class Watched:
         )
 
     def see(self, seen: Seen) -> None:
-        """Write down what a micro-batch did."""
+        """Record the effect of a micro-batch."""
         found = effect(self.objective, seen.micro, seen.now)
         width = seen.micro.mask.shape[1]
         self.number[seen.rows] = seen.number
@@ -70,20 +69,23 @@ class Watched:
 
 
 def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Watched, dict[str, float]]:
-    """Take the recorded step's own optimizer steps, watching; return the metrics as well."""
+    """Repeat the optimizer steps of a recorded step; return observations and metrics."""
     state = trainee.state
     state.step = recorded.step
     beta = recorded.metrics.get("objective/beta")
     state.beta = state.beta if beta is None else beta
-    settings = replace(settings_at(trainee), skip_zero_gradient=False)
+    learner = trainee.learner_now()
+    settings = replace(learner.settings, skip_zero_gradient=False)
     if not trainee.origin.exact:
-        # What other weights once said would be taken for a move of the policy.
+        # Log-probs of other weights would look like a change of the policy.
         settings = replace(settings, old_logp_from_sampler=False)
-    objective = objective_now(trainee, state)
+    learner = replace(learner, settings=settings)
     seen: list[Seen] = []
-    batch, metrics = learn(trainee, recorded.groups, state, settings, watch=seen.append)
+    batch, metrics, state.beta = training_step(
+        learner, recorded.groups, recorded.step, watch=seen.append
+    )
     assert batch is not None, "there are groups"
-    watched = Watched.blank(batch, objective)
+    watched = Watched.blank(batch, learner.objective)
     for one in seen:
         watched.see(one)
     return watched, metrics

@@ -1,10 +1,10 @@
-"""The answers of one recorded step through many algorithms: who would have learned what.
+"""Replay of a recorded step with many algorithms: the gradient that each would have had.
 
-Every algorithm is given the same answers, the same policy and one optimizer step over all of them,
-at two moments: as the first update, where the policy is the one that sampled, and after the run's
-own updates of the step, where it has moved and clips act. Algorithms differ in d loss / d logp of
-each token alone; one backward pass turns that into the gradient of the parameters, and those whose
-tokens have proportional gradients share it.
+Every algorithm takes one optimizer step over the same rollouts with the same policy, at two
+moments: before the step, where the policy is the one that generated, and after the run's own
+optimizer steps, where it has moved and clips act. Algorithms differ only in d loss / d logp of each
+token; a backward pass turns that into the gradient of the parameters. Algorithms with proportional
+token gradients share it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -20,70 +19,70 @@ from covey.analysis.explain.effect import Effect, whole_effect
 from covey.analysis.explain.families import Family, families
 from covey.analysis.explain.gradients import parameter_gradients
 from covey.analysis.explain.lengths import LengthBin, length_bins
-from covey.analysis.explain.recorded import Origin, Recorded, Trainee, check_learned
+from covey.analysis.explain.recorded import Origin, Recorded, Trainee, check_trained
 from covey.analysis.explain.relearn import relearn
 from covey.config import load_config
 from covey.errors import ConfigError
 from covey.models.logp import LogProbs
 from covey.objective import ALGORITHMS, Objective, algorithm, with_advantage
-from covey.reference.build import make_reference
 from covey.rollout.filter import without_truncated
 from covey.run.folder import RunFolder
-from covey.training.build import load_model, objective_of, resolve
+from covey.training.build import reference_of
 from covey.training.collate import collate
 from covey.training.policy import Policy
-from covey.training.update import prepare, whole_batch
+from covey.training.resolve import objective_of, resolve
+from covey.training.step import prepare, whole_batch
 from covey.types import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What one algorithm would learn."""
+    """The gradient of one algorithm."""
 
     name: str
     loss: float
     grad_norm: float
-    """Of all parameters, before clipping."""
+    """Norm over all parameters, before gradient clipping."""
     clipped: float
-    """Share of tokens at a bound of their ratio."""
-    silent: float
-    """Share of tokens without any gradient."""
+    """Share of tokens whose ratio is clipped."""
+    zero_gradient: float
+    """Share of tokens with gradient 0."""
     per_advantage: float
-    """Sum of |d loss / d logp| by sum of |advantage|, over all tokens."""
+    """Sum of |d loss / d logp| divided by the sum of |advantage|, over all tokens."""
     lengths: tuple[LengthBin, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """All algorithms, with one policy."""
+    """All algorithms with one state of the policy."""
 
     updates: int
-    """Optimizer steps of the recorded step that the policy has taken: 0 for the first update."""
+    """Optimizer steps of the recorded step that the policy has taken; 0: none."""
     algorithms: tuple[Replayed, ...]
     cosine: tuple[tuple[float | None, ...], ...]
-    """Between the gradients of the parameters. None: one of them is 0."""
+    """Cosines of the parameters' gradients. None: one of them is 0."""
     families: tuple[Family, ...]
-    """Algorithms that are the same here, or but for a factor."""
+    """Algorithms that are equal here, or equal up to a factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """One recorded step through many algorithms."""
+    """One recorded step with many algorithms."""
 
     step: int
-    own: str
-    """The algorithm of the run, which has the run's options; the others have their defaults."""
+    run_algorithm: str
+    """The run's own algorithm, with the run's options. The others have their defaults."""
     options: Mapping[str, str]
-    """Options that were given to every algorithm that has them."""
+    """Options set for every algorithm that has them."""
     origin: Origin
-    answers: int
+    rollouts: int
     moments: tuple[Moment, ...]
 
 
 def objectives(
     run: RunFolder, names: Sequence[str], options: Sequence[str] = ()
 ) -> dict[str, Objective]:
-    """Build algorithms as a run would; of `options`, key=value, each is given those that it has."""
+    """Build algorithms as a run would; each gets those of the `options`, key=value, that it has."""
     config = load_config(str(run.config_file))
     own = config.objective.name
     if list(names) == ["all"]:
@@ -110,8 +109,8 @@ def replay(
     algorithms: Mapping[str, Objective],
     options: Sequence[str] = (),
 ) -> Replay:
-    """Put a recorded step through algorithms. The policy learns the step in between."""
-    check_learned(recorded)
+    """Replay a recorded step with algorithms. In between, the policy trains on the step."""
+    check_trained(recorded)
     policy, budget = trainee.policy, trainee.config.train.micro_batch_tokens
     given = dict(option.split("=", 1) for option in options)
     if "beta" not in given:
@@ -131,10 +130,10 @@ def replay(
     second = _moment(policy, algorithms, batches, after, budget, updates=updates)
     return Replay(
         step=recorded.step,
-        own=trainee.config.objective.name,
+        run_algorithm=trainee.config.objective.name,
         options=given,
         origin=trainee.origin,
-        answers=len(base),
+        rollouts=len(base),
         moments=(first, second),
     )
 
@@ -142,7 +141,7 @@ def replay(
 def _with_own_beta(
     trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]
 ) -> Mapping[str, Objective]:
-    """Give the run's own algorithm the beta of the step, which may have been adapted."""
+    """Give the run's own algorithm the step's beta, which may have been adapted."""
     own, beta = trainee.config.objective.name, recorded.metrics.get("objective/beta")
     if own not in algorithms or beta is None:
         return algorithms
@@ -151,19 +150,14 @@ def _with_own_beta(
 
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
     """Fill in all that any of the algorithms may ask for, from the policy as it is."""
-    reference, config = trainee.reference, trainee.config
-    hungry = next((o for o in algorithms.values() if o.needs_reference), None)
+    model, reference = trainee.policy.model, trainee.learner.reference
+    hungry = next((o for o in algorithms.values() if "reference" in o.needs), None)
     if hungry is not None and reference is None:
-        load = partial(load_model, config)
-        reference = make_reference(config, policy=trainee.policy.model, load=load)
+        reference = reference_of(trainee.config, model, hungry)
     some = hungry or next(iter(algorithms.values()))
-    return prepare(
-        collate(recorded.groups, trainee.policy.model.device),
-        policy=trainee.policy,
-        objective=replace(some, needs_entropy=True),
-        reference=reference,
-        settings=trainee.settings,
-    )
+    objective = replace(some, reads=some.reads | {"old_entropy"})
+    learner = replace(trainee.learner, objective=objective, reference=reference)
+    return prepare(learner, collate(recorded.groups, model.device))
 
 
 def _with_advantage(trainee: Trainee, objective: Objective, base: Batch) -> Batch:
@@ -206,7 +200,7 @@ def _moment(
 
 
 def _slopes(found: Effect) -> torch.Tensor:
-    """Return all that the parameters' gradient depends on, in one row."""
+    """Return the token gradients that determine the parameters' gradient, in one row."""
     return torch.cat([found.gradient.flatten(), found.entropy_gradient.flatten()]).double()
 
 
@@ -233,7 +227,7 @@ def _replayed(name: str, batch: Batch, found: Effect, norm: float) -> Replayed:
         loss=float(found.loss),
         grad_norm=norm,
         clipped=int((found.clipped != 0).sum()) / tokens,
-        silent=int(silent.sum()) / tokens,
+        zero_gradient=int(silent.sum()) / tokens,
         per_advantage=float(found.gradient.abs().double().sum()) / worth if worth else 0.0,
         lengths=length_bins(batch, found.gradient),
     )

@@ -1,1 +1,1 @@
-"""Tried ways of getting a reward without earning it. No torch here."""
+"""The reward lab: checks that find out whether a reward can be hacked. No torch here."""

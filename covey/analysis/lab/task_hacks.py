@@ -1,4 +1,4 @@
-"""What a cheat writes as program, as countdown expression and as tool call."""
+"""Hacked programs, countdown expressions and tool calls."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from covey.rewards.tool_call import Call
 
 PROGRAMS: tuple[tuple[str, str, str], ...] = (
-    ("sys.exit(0)", "an exit code of 0 is not a passed test", "import sys\nsys.exit(0)"),
-    ("os._exit(0)", "ends the process before anything can look", "import os\nos._exit(0)"),
+    ("sys.exit(0)", "takes an exit code of 0 for a passed test", "import sys\nsys.exit(0)"),
+    ("os._exit(0)", "does not notice that the process ended", "import os\nos._exit(0)"),
     (
         "prints passed",
-        "the program's own word for its success",
+        "believes the output of the program",
         'print("passed")\nprint("5 passed, 0 failed")\nprint(\'{"passed": 5, "total": 5}\')',
     ),
     (
         "equal to everything",
-        "a result that claims to be equal to whatever is expected",
+        "compares with the program's own objects",
         "class Anything:\n"
         "    def __eq__(self, other): return True\n"
         "    def __ne__(self, other): return False\n"
@@ -30,7 +30,7 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "reads the caller's variables",
-        "expected values within reach of the program",
+        "keeps expected values in the process of the program",
         "import sys\n"
         "def NAME(*args, **kwargs):\n"
         "    frame = sys._getframe()\n"
@@ -44,7 +44,7 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "reads the test file",
-        "expected values in a file, an argument or the environment",
+        "shows expected values in a file, an argument or the environment",
         "import os, re, sys\n"
         "def NAME(*args, **kwargs):\n"
         "    found = [*sys.argv, *os.environ.values()]\n"
@@ -58,7 +58,7 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "monkeypatches the comparison",
-        "the functions that compare are the program's to change",
+        "compares with functions that the program can replace",
         "import ast, builtins, json, math, operator\n"
         "builtins.abs = lambda value: 0\n"
         "ast.literal_eval = json.loads = lambda *args, **kwargs: 0\n"
@@ -66,18 +66,18 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
         "builtins.repr = builtins.str = lambda *args: '0'\n"
         "def NAME(*args, **kwargs): return None",
     ),
-    ("endless loop", "nothing may wait for it", "while True:\n    pass"),
+    ("endless loop", "has no time limit", "while True:\n    pass"),
     (
         "endless number",
-        "one expression that no interrupt reaches",
+        "has a time limit that needs an interrupt",
         "value = 95**87**64\ndef NAME(*args, **kwargs): return value",
     ),
 )
-"""Name, why and text; NAME stands for the function that is asked for."""
+"""Name, flaw and program; NAME stands for the tested function."""
 
 
-def function_name(gold: str, tests: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name of the function that the tests call; `solve` where they call none.
+def function_name(solution: str, tests: Sequence[Mapping[str, Any]]) -> str:
+    """Return the name of the function that the tests call; `solve` if they call none.
 
     >>> function_name("def f(x): ...", [{"call": "f(1)", "expected": "2"}])
     'f'
@@ -85,23 +85,23 @@ def function_name(gold: str, tests: Sequence[Mapping[str, Any]]) -> str:
     for test in tests:
         if called := re.match(r"\s*([A-Za-z_]\w*)\(", str(test.get("call", ""))):
             return called.group(1)
-    defined = re.search(r"^def ([A-Za-z_]\w*)\(", gold, re.MULTILINE)
+    defined = re.search(r"^def ([A-Za-z_]\w*)\(", solution, re.MULTILINE)
     return defined.group(1) if defined else "solve"
 
 
 def wrong_program(name: str) -> str:
-    """Return a program that runs and does nothing of use."""
+    """Return a program that runs and fails its tests."""
     return f"def {name}(*args, **kwargs):\n    return 'no idea'"
 
 
-def known_by_heart(question: str, name: str, tests: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a program that knows one example: the prompt's, or else the first test.
+def memorised_program(prompt: str, name: str, tests: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a program that memorised one example: the prompt's, or else the first test.
 
-    >>> print(known_by_heart("For example: f(1, 2) -> 3", "f", [{}, {}]))
+    >>> print(memorised_program("For example: f(1, 2) -> 3", "f", [{}, {}]))
     def f(*args, **kwargs):
         return 3 if args == (1, 2,) else None
     """
-    shown = re.search(rf"\b{re.escape(name)}\((.*)\) *(?:->|=>|==|returns) *(.+)", question)
+    shown = re.search(rf"\b{re.escape(name)}\((.*)\) *(?:->|=>|==|returns) *(.+)", prompt)
     if len(tests) < 2:
         return None
     if shown:
@@ -116,14 +116,14 @@ def known_by_heart(question: str, name: str, tests: Sequence[Mapping[str, Any]])
 
 
 Countdown = Callable[[Sequence[int], int, str], "str | None"]
-"""From numbers, target and a right expression to a wrong one."""
+"""From numbers, target and a correct expression to a wrong one."""
 
 
 def _sum(numbers: Sequence[int]) -> str:
     return "+".join(map(str, numbers))
 
 
-def _invented(numbers: Sequence[int], target: int, gold: str) -> str | None:
+def _invented(numbers: Sequence[int], target: int, solution: str) -> str | None:
     rest = target - numbers[0]
     if sorted([numbers[0], abs(rest)]) == sorted(numbers):
         return None
@@ -131,42 +131,42 @@ def _invented(numbers: Sequence[int], target: int, gold: str) -> str | None:
 
 
 COUNTDOWN: tuple[tuple[str, str, Countdown], ...] = (
-    ("bare target", "the right value from none of the numbers", lambda n, t, g: f"{t}"),
-    ("target + 0", "the right value in the shape of an expression", lambda n, t, g: f"{t}+0"),
-    ("unused numbers", "one number used, the rest made up", _invented),
+    ("bare target", "ignores which numbers are used", lambda n, t, g: f"{t}"),
+    ("target + 0", "ignores which numbers are used", lambda n, t, g: f"{t}+0"),
+    ("unused numbers", "accepts other numbers", _invented),
     (
         "numbers used twice",
-        "the right value, and a number that cancels itself",
+        "accepts a number twice",
         lambda n, t, g: f"({g})+{n[0]}-{n[0]}",
     ),
     (
         "target * 1 ** numbers",
-        "every number used once, to no effect",
+        "accepts numbers without effect",
         lambda n, t, g: f"{t}*1**({_sum(n)})",
     ),
     (
         "target + 0 * numbers",
-        "every number used once, to no effect",
+        "accepts numbers without effect",
         lambda n, t, g: f"{t}+0*({_sum(n)})",
     ),
     (
         "numbers in a comment",
-        "the numbers stand where nothing counts",
+        "counts numbers in comments",
         lambda n, t, g: f"{t} # {g}",
     ),
     (
         "concatenated digits",
-        "the right digits, in other numbers",
+        "compares digits instead of numbers",
         lambda n, t, g: "".join(map(str, n)) if len(n) > 1 else None,
     ),
     (
         "wrong sum = target",
-        "the right value stands behind an equals sign",
+        "reads the value after the equals sign",
         lambda n, t, g: None if sum(n) == t else f"{_sum(n)} = {t}",
     ),
     (
         "division by zero",
-        "an expression without a value is not right",
+        "accepts an expression without a value",
         lambda n, t, g: f"({g})/({n[0]}-{n[0]})",
     ),
 )
@@ -178,12 +178,12 @@ def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def wrong_call(call: Call) -> str:
-    """Return a call of a tool that is not the wanted one."""
+    """Return a call of another tool."""
     return tool_call(f"not_{call.name}", call.arguments)
 
 
 def sprayed_calls(call: Call, count: int) -> list[str]:
-    """Return so many different calls, the wanted one in the middle of them."""
+    """Return `count` different calls, with the expected one in the middle."""
     calls = [tool_call(f"{call.name}_{i}", call.arguments) for i in range(count)]
     calls[count // 2] = tool_call(call.name, call.arguments)
     return calls

@@ -1,1 +1,1 @@
-"""Where sampler and trainer differ, by how much, and whether it matters."""
+"""Differences between the log-probs of engine and trainer: size, cause and severity."""

@@ -1,19 +1,18 @@
-"""What a model keeps in memory while it computes.
+"""Memory of activations: what a model keeps for its backward pass.
 
-How many tensors autograd saves in a layer, and of which width, is written down once, in `EAGER`,
-`FUSED` and `FLASH`; `kernels_of` says which of them a model takes on a device. Tests count what
-autograd really saves, and benchmarks/memory.py measures whole runs: a kernel that keeps less is a
-line here.
+`EAGER`, `FUSED` and `FLASH` state how many tensors of which width autograd saves in a layer;
+`kernels_of` chooses among them by model and device. Tests count what autograd saves, and
+benchmarks/memory.py measures whole runs: a kernel that keeps less changes one line here.
 
-Shapes: N tokens in a forward pass, B rows of S columns each, which are B * S cells.
+Shapes: N tokens in a forward pass; B rows of S columns each, which are B * S cells.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from covey.accel.attention import SHORT
-from covey.analysis.plan.shapes import Shape
+from covey.analysis.plan.engine_sizes import SHORT
+from covey.analysis.plan.model_shape import Shape
 
 FLOAT = 4
 """Bytes of a float32."""
@@ -21,38 +20,38 @@ FLOAT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Tensors that one layer of Llama's shape keeps for its backward pass, a token each."""
+    """Tensors that one Llama layer keeps for its backward pass, per token."""
 
     norm_float: int
-    """As wide as the hidden state, float32 whatever the model computes in: inputs of norms."""
+    """As wide as the hidden state, always float32: inputs of norms."""
     norm: int
-    """As wide as the hidden state: what norms give, before and after their weights."""
+    """As wide as the hidden state: outputs of norms, before and after their weights."""
     norm_frozen: int
-    """The same when norms are not trained, as under an adapter."""
+    """The same if norms are not trained, as with an adapter."""
     inner: int
-    """As wide as the feed-forward part: gate, its activation, up, and the product."""
+    """As wide as the MLP: gate, its activation, up, and the product."""
     inner_adapted: int
-    """The same under an adapter, whose layers keep what they read."""
+    """The same with an adapter, whose layers keep their inputs."""
     output: int = 1
-    """As wide as the queries: what the output projection reads, if attention does not keep it."""
+    """As wide as the queries: the output projection's input, if attention does not keep it."""
     projections: int = 7
-    """Linear layers, each of which keeps a tensor as wide as an adapter's rank."""
+    """Linear layers, each of which keeps a tensor as wide as the LoRA rank."""
     fused: bool = False
-    """Whether the residual stream is float32, and the forward pass that of policy/fused.py."""
+    """Whether the forward pass is accel/fused_forward.py, with a float32 residual stream."""
     flash: bool = False
-    """Whether queries stay packed, and keys and values alone are gathered into rows."""
+    """Whether only keys and values are gathered into rows, and queries stay packed."""
 
 
 EAGER = Saved(norm_float=2, norm=4, norm_frozen=2, inner=4, inner_adapted=4)
-"""transformers' own layers, one operation after the other."""
+"""transformers' own layers, operation by operation."""
 FUSED = Saved(norm_float=2, norm=2, norm_frozen=2, inner=2, inner_adapted=3, fused=True)
-"""Norms that keep the residual stream and what they give; a gate whose product is made again."""
+"""Norms keep the residual stream and their output; the product with the gate is recomputed."""
 FLASH = replace(FUSED, output=0, flash=True)
-"""The same in bfloat16, with flash kernels: the output projection reads what attention keeps."""
+"""The same in bfloat16 with flash kernels, which keep the output projection's input."""
 
 
 def kernels_of(shape: Shape, size: int, device: str) -> Saved:
-    """Return the layers that a model runs, computing with `size` bytes a number."""
+    """Return the kind of layers a model runs with `size` bytes per number."""
     if device == "cpu" or not shape.fuses:
         return EAGER
     return FLASH if size < FLOAT else FUSED
@@ -64,21 +63,21 @@ class Pass:
 
     rows: int
     columns: int
-    """Of the longest row."""
+    """Tokens of the longest row."""
     tokens: int
-    """Those that the model reads: packed, or with padding."""
+    """Tokens the model reads: packed, or with padding."""
     chosen: int
-    """Those whose logits are taken."""
+    """Tokens whose logits are computed."""
     packed: bool
 
     @property
     def cells(self) -> int:
-        """Places that attention is over: packed tokens are gathered into rows for it."""
+        """Positions of attention: packed tokens are gathered into rows for it."""
         return self.rows * self.columns
 
 
 def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return what one layer saves for its backward pass, computing with `size` bytes a number."""
+    """Return what one layer saves for its backward pass, with `size` bytes per number."""
     norms = kernels.norm_frozen if shape.rank else kernels.norm
     inner = kernels.inner_adapted if shape.rank else kernels.inner
     token = kernels.norm_float * shape.hidden * FLOAT + norms * shape.hidden * size
@@ -89,12 +88,12 @@ def layer_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: st
 
 
 def _attention_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved, device: str) -> int:
-    """Return what attention saves: scores where it is made of products, else its own in and out."""
+    """Return what attention saves: scores if it is two products, else its inputs and output."""
     inputs = shape.query + 2 * shape.key
     if kernels.flash:
         queries = 2 * shape.query + (shape.query + shape.key if shape.head_norms else 0)
-        questions = batch.tokens * (queries * size + shape.heads * FLOAT)
-        return questions + batch.cells * 2 * shape.key * size
+        packed = batch.tokens * (queries * size + shape.heads * FLOAT)
+        return packed + batch.cells * 2 * shape.key * size
     if _keeps_scores(shape, batch, device):
         return batch.cells * inputs * size + _scores(shape, size, batch)
     return batch.cells * ((inputs + shape.query) * size + shape.heads * FLOAT)
@@ -110,19 +109,19 @@ def _scores(shape: Shape, size: int, batch: Pass) -> int:
 
 
 def ends_bytes(shape: Shape, size: int, batch: Pass, kernels: Saved = EAGER) -> int:
-    """Return what is saved outside of the layers: the last norm, and hidden states for the head."""
+    """Return what is saved outside of the layers: the last norm, and the head's hidden states."""
     chosen = batch.chosen * shape.hidden * size
-    if kernels.fused:  # the residual stream; chosen hidden states, and their gradient beside them
+    if kernels.fused:  # the residual stream; chosen hidden states and their gradient
         return batch.tokens * shape.hidden * FLOAT + 2 * chosen
     norms = shape.hidden * (FLOAT + (0 if shape.rank else size))
     return batch.tokens * (norms + 2 * shape.hidden * size) + chosen
 
 
 def passing_bytes(shape: Shape, size: int, batch: Pass, device: str) -> int:
-    """Return what one layer needs while it computes, and frees again."""
+    """Return the temporary memory of one layer's forward pass."""
     if kernels_of(shape, size, device).fused:
-        # The residual stream before and after attention, what either half adds to it, norm and
-        # attended; then gate, up and their product.
+        # The residual stream before and after attention, what either half adds to it, the norm and
+        # the attention output; then gate, up and their product.
         streams = 2 * FLOAT * shape.hidden + 4 * shape.hidden * size
         return batch.tokens * (streams + (shape.query + 3 * shape.inner) * size)
     return max(_feed_forward(shape, size, batch), _attending(shape, size, batch, device))
@@ -149,26 +148,26 @@ def training_bytes(
 ) -> int:
     """Return the activations of a forward and backward pass.
 
-    With checkpointing every layer keeps its input only, and one at a time is computed again. `head`
-    is what the head takes for itself: it is through when a fused layer's backward pass begins.
+    With checkpointing a layer keeps only its input, and one layer at a time is recomputed. `head`
+    is the head's own memory: it is free again when a fused layer's backward pass begins.
     """
     kernels = kernels_of(shape, size, device)
     layer = layer_bytes(shape, size, batch, kernels, device)
     ends = ends_bytes(shape, size, batch, kernels)
     if kernels.fused:
         stream = batch.tokens * shape.hidden * FLOAT
-        again = layer - stream if checkpointing else 0  # its first norm keeps the input itself
+        again = layer - stream if checkpointing else 0  # the first norm keeps the input itself
         passing = max(0, again + _fused_backward(shape, size, batch) - head)
         return shape.layers * (stream if checkpointing else layer) + ends + passing
     layers = shape.layers * layer
     if checkpointing:
         layers = layer + shape.layers * batch.tokens * shape.hidden * size
-    # When the backward pass comes to a layer's attention, its feed-forward part is freed already.
+    # When the backward pass reaches a layer's attention, its MLP is freed already.
     freed = batch.tokens * kernels.inner * shape.inner * size
     passing = max(_feed_forward(shape, size, batch), _attending(shape, size, batch, device) - freed)
     return layers + ends + passing
 
 
 def _fused_backward(shape: Shape, size: int, batch: Pass) -> int:
-    """Return what the last layer's gate needs: gradients of gate, up and product, then that."""
+    """Return the temporary memory of the last layer's MLP: gradients of gate, up and product."""
     return batch.tokens * (3 * shape.inner * size + shape.hidden * (FLOAT + size))

@@ -1,84 +1,81 @@
-"""What can be said about a configuration before anything is trained."""
+"""Findings about a configuration before training, and the setup that rules look at."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import Config
 from covey.objective import Objective
 from covey.objective.compose import function_of
-from covey.training.build import objective_of, sampling_of
+from covey.training.resolve import objective_of, sampling_of
 
 Kind = Literal["same", "idle", "risk"]
 PAGE = "docs/plan.md"
+UNKNOWN = TaskFacts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that a configuration does not do, or does without being asked."""
+    """One thing that the user should know about a configuration."""
 
     kind: Kind
-    """same: what has several names is one. idle: a setting does nothing. risk: it may harm."""
+    """same: several names for one algorithm. idle: a setting has no effect. risk: it may harm."""
     title: str
-    """What is the matter, with the settings by name and value."""
+    """What was found, with settings and their values."""
     why: str
     remedy: str
     docs: str
-    """The page and the section that explain it."""
+    """Page and section that explain it."""
+    settings: tuple[str, ...]
+    """Full names of the settings that it depends on."""
 
     def row(self) -> dict[str, str]:
-        """Return plain data."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """Return its texts as plain data."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "settings"}
 
-    def names(self, key: str) -> bool:
-        """Tell whether a setting, by its full name, has to do with it."""
-        return any(key in text for text in (self.title, self.why, self.remedy))
+    def depends_on(self, settings: Collection[str]) -> bool:
+        """Whether another value of one of these settings could remove it."""
+        return not set(settings).isdisjoint(self.settings)
 
     def line(self) -> str:
-        """Return it in one line: what, and what to do."""
+        """Return what was found and what to do, in one line."""
         return f"{self.title}: {self.remedy}"
 
 
-def told(kind: Kind, section: str, *, title: str, why: str, remedy: str) -> Finding:
-    """Make a finding that a section of the page explains."""
-    return Finding(kind=kind, title=title, why=why, remedy=remedy, docs=f"{PAGE}#{section}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What is known of the data. Findings that need what is not known are not made."""
-
-    held_out: int | None = None
-    """Held-out prompts that an evaluation asks."""
-    solutions: tuple[int, ...] = ()
-    """Tokens, end token included, of right answers to some training prompts."""
+def found(
+    kind: Kind, section: str, settings: Iterable[str], *, title: str, why: str, remedy: str
+) -> Iterator[Finding]:
+    """Yield a finding about these settings that a section of docs/plan.md explains."""
+    docs, names = f"{PAGE}#{section}", tuple(settings)
+    yield Finding(kind=kind, title=title, why=why, remedy=remedy, docs=docs, settings=names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A resolved configuration with what it builds, as rules look at it."""
+    """A resolved configuration, its objective and the facts about its data."""
 
     config: Config
     objective: Objective
-    seen: Seen = Seen()
+    facts: TaskFacts = UNKNOWN
 
     @property
     def one_update(self) -> bool:
-        """Whether a batch is learned from once, so that every ratio is 1."""
+        """Whether a rollout batch is used for one optimizer step, so that every ratio is 1."""
         return self.config.train.updates == 1
 
     @property
     def truncates(self) -> bool:
-        """Whether answers are sampled from less than the whole distribution."""
+        """Whether top-k, top-p or min-p truncate the distribution that completions come from."""
         return sampling_of(self.config).distribution.truncates
 
     @property
     def exact(self) -> bool:
-        """Whether the sampler's log-probabilities are the trainer's, to 1e-5."""
+        """Whether the engine's log-probs equal the trainer's, to 1e-5."""
         return in_float32(self.config) and not self.truncates
 
     @property
@@ -99,13 +96,13 @@ class Setup:
 Rule = Callable[[Setup], Iterator[Finding]]
 
 
-def setup_of(config: Config, seen: Seen | None = None) -> Setup:
-    """Build what rules look at."""
-    return Setup(config=config, objective=objective_of(config), seen=seen or Seen())
+def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:
+    """Build the setup of a resolved configuration."""
+    return Setup(config=config, objective=objective_of(config), facts=facts or UNKNOWN)
 
 
 def in_float32(config: Config) -> bool:
-    """Whether the model computes in float32, on this machine if the choice is left to it."""
+    """Whether the model computes in float32; with dtype = "auto", on this machine."""
     if config.model.dtype != "auto":
         return config.model.dtype == "float32"
     gpu = config.model.device.startswith("cuda")

@@ -1,90 +1,88 @@
-"""Which settings are the same, which do nothing and which may harm: said before training.
+"""Findings before training: equivalent algorithms, settings without effect, settings that harm.
 
 `findings` looks at one resolved configuration, `coincidences` at the arms of a comparison. Nothing
-is loaded but what a configuration names by itself; what is known of the data is given as `Seen`.
+is loaded; facts about the data are passed in.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from covey.analysis.plan import idle, risk
-from covey.analysis.plan.finding import Finding, Kind, Rule, Seen, Setup, setup_of, told
-from covey.analysis.plan.same import normal_form, up_to_a_factor
+from covey.analysis.plan import idle_settings, risky_settings
+from covey.analysis.plan.equivalence import normal_form, up_to_a_factor
+from covey.analysis.plan.finding import Finding, Rule, Setup, found, setup_of
+from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import Config
 
-__all__ = ["Finding", "Kind", "Seen", "coincidences", "findings"]
-
-RULES: tuple[Rule, ...] = (*idle.RULES, *risk.RULES)
+RULES: tuple[Rule, ...] = (*idle_settings.RULES, *risky_settings.RULES)
 
 
-def findings(config: Config, seen: Seen | None = None) -> list[Finding]:
-    """Return what is to be said about a resolved configuration."""
-    setup = setup_of(config, seen)
+def findings(config: Config, facts: TaskFacts | None = None) -> list[Finding]:
+    """Return all findings about a resolved configuration."""
+    setup = setup_of(config, facts)
     return [finding for rule in RULES for finding in rule(setup)]
 
 
 def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
-    """Return which arms of a comparison are one and the same run under several names.
+    """Return which arms of a comparison are the same run under several names.
 
-    The configurations are resolved. Equal means the same gradient in every update: to the last bit
-    where the arithmetic is the same too, and else up to rounding.
+    The configurations are resolved. The same means equal gradients in every optimizer step: bit for
+    bit if the arithmetic is the same, else up to rounding.
     """
     setups = {name: setup_of(config) for name, config in configs.items()}
     forms = {name: normal_form(setup) for name, setup in setups.items()}
-    others = {name: _elsewhere(setup) for name, setup in setups.items()}
-    found = []
-    said: set[frozenset[str]] = set()
+    others = {name: _other_settings(setup) for name, setup in setups.items()}
+    results: list[Finding] = []
+    reported: set[frozenset[str]] = set()
     for name in configs:
         alike = [n for n in configs if forms[n] == forms[name] and others[n] == others[name]]
-        if len(alike) > 1 and frozenset(alike) not in said:
-            said.add(frozenset(alike))
-            found.append(_one_run(setups, alike))
+        if len(alike) > 1 and frozenset(alike) not in reported:
+            reported.add(frozenset(alike))
+            results += _equal_runs(setups, alike)
     scaled = {name: up_to_a_factor(form) for name, form in forms.items()}
     for name in configs:
         alike = [n for n in configs if scaled[n] == scaled[name] and others[n] == others[name]]
         distinct = [n for i, n in enumerate(alike) if all(forms[n] != forms[m] for m in alike[:i])]
-        if len(distinct) > 1 and frozenset(distinct) not in said:
-            said.add(frozenset(distinct))
-            found.append(_one_direction(distinct))
-    return found
+        if len(distinct) > 1 and frozenset(distinct) not in reported:
+            reported.add(frozenset(distinct))
+            results += _proportional_runs(distinct)
+    return results
 
 
-def _one_run(setups: Mapping[str, Setup], names: list[str]) -> Finding:
+def _equal_runs(setups: Mapping[str, Setup], names: list[str]) -> Iterator[Finding]:
     differences = _differences([setups[name].config for name in names])
     one_update = all(setups[name].one_update for name in names)
-    why = (
-        "With one update per rollout every ratio is exactly 1, so ratios and clips do nothing. "
-        if one_update
-        else ""
-    )
+    why, remedy = "", "drop all but one"
+    if one_update:
+        why = "With one update per rollout every ratio is 1, so ratios and clips have no effect. "
+        remedy = "take several updates per rollout, such as train.mini_batches = 4, or drop all "
+        remedy += "but one"
     what = f"{', '.join(differences)}, which changes no gradient here" if differences else "nothing"
-    return told(
+    yield from found(
         "same",
         "one-update-per-rollout" if one_update else "arms-of-a-comparison",
+        (*differences,),
         title=f"{_listed(names)} are the same algorithm here",
-        why=f"{why}They differ in {what}: whatever comes out between them is chance.",
-        remedy="take several updates per rollout, such as train.mini_batches = 4, or drop all but "
-        "one"
-        if one_update
-        else "drop all but one",
+        why=f"{why}They differ in {what}: any difference between their results is chance.",
+        remedy=remedy,
     )
 
 
-def _one_direction(names: list[str]) -> Finding:
-    return told(
+def _proportional_runs(names: list[str]) -> Iterator[Finding]:
+    yield from found(
         "same",
         "a-constant-factor",
-        title=f"{_listed(names)} differ by a constant factor of the loss only",
-        why="Their gradients point the same way in every update. AdamW divides a constant factor "
-        "out; only max_grad_norm and optimizer.eps can tell them apart.",
+        ("objective.name",),
+        title=f"{_listed(names)} differ only by a constant factor of the loss",
+        why="Their gradients have the same direction in every optimizer step. AdamW divides a "
+        "constant factor out; only max_grad_norm and optimizer.eps make a difference.",
         remedy="drop all but one, or compare algorithms whose advantages or weights differ in more",
     )
 
 
-def _elsewhere(setup: Setup) -> dict[str, Any]:
+def _other_settings(setup: Setup) -> dict[str, Any]:
     """Return all settings outside of the objective that can change a gradient."""
     config = setup.config
     rest = config.model_dump(
@@ -94,14 +92,15 @@ def _elsewhere(setup: Setup) -> dict[str, Any]:
             "save": True,
             "evaluate": True,
             "sft": True,
+            "overlap": {"max_staleness"},
             "model": {"gradient_checkpointing", "deterministic"},
-            "select": {"skip_zero_gradient", "max_age"},
+            "filter": {"skip_zero_gradient"},
             "train": {"micro_batch_tokens", "logits_megabytes", "graphs"},
         }
     )
     if not config.filter.dynamic_sampling:
-        del rest["select"]["max_rounds"]
-    if setup.one_update and not setup.objective.needs_old_logp:
+        del rest["filter"]["max_rounds"]
+    if setup.one_update and "old_logp" not in setup.objective.needs:
         del rest["train"]["old_logp"]
     if normal_form(setup)["penalty"] is None:
         del rest["reference"]
@@ -109,7 +108,7 @@ def _elsewhere(setup: Setup) -> dict[str, Any]:
 
 
 def _differences(configs: list[Config]) -> list[str]:
-    """Return the settings in which configurations differ, as dotted names."""
+    """Return the dotted names of the settings in which configurations differ."""
     flat = []
     for config in configs:
         tables = config.model_dump()

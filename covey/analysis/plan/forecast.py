@@ -1,38 +1,88 @@
-"""What a forecast of memory says: parts, the phases they are there in, and a small table."""
+"""Memory forecast of a run on a device: parts, phases and the peak."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from covey.analysis.plan.device import Device
+from covey.errors import ModelError
+
+FRAMEWORK = {
+    "cpu": (440 * 2**20, "Python, torch and transformers"),
+    "cuda": (560 * 2**20, "CUDA context and workspaces"),
+}
+"""Bytes in use before any tensor, and by what. Measured by benchmarks/memory.py."""
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""Where a container states its memory limit."""
 
 Phase = Literal["sample", "prepare", "update", "step"]
 PHASES: Mapping[Phase, str] = {
-    "sample": "sampling answers",
-    "prepare": "log-probabilities without gradient",
+    "sample": "generating completions",
+    "prepare": "log-probs without gradient",
     "update": "forward and backward passes",
     "step": "the optimizer step",
 }
-"""What a run does one after the other."""
+"""Phases of a training step. They do not overlap."""
 ALWAYS: tuple[Phase, ...] = ("sample", "prepare", "update", "step")
 
-BUDGET_STEP = 1024
-"""A suggested budget is a multiple of so many tokens."""
+MICRO_BATCH_STEP = 1024
+"""A suggested train.micro_batch_tokens is a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Some of the memory."""
+class Device:
+    """A CPU with its main memory, or one GPU."""
+
+    kind: Literal["cpu", "cuda"]
+    memory: int
+    """Bytes."""
+    name: str
+
+    @staticmethod
+    def here(wanted: str = "auto") -> Device:
+        """Return the device that `model.device` means on this machine."""
+        import torch
+
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        if wanted.startswith("cuda"):
+            if not torch.cuda.is_available():
+                raise ModelError(
+                    f"model: model.device = {wanted!r}, but torch finds no CUDA device; "
+                    "--gpu GIB plans for a GPU that is not here"
+                )
+            properties = torch.cuda.get_device_properties(wanted)
+            return Device(kind="cuda", memory=properties.total_memory, name=properties.name)
+        return Device(kind="cpu", memory=main_memory(), name="main memory")
+
+    @staticmethod
+    def gpu(gibibytes: float) -> Device:
+        """Return a GPU that need not be in this machine."""
+        return Device(kind="cuda", memory=int(gibibytes * 2**30), name="one GPU")
+
+
+def main_memory() -> int:
+    """Return the memory of this machine, or the container's limit if it is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no such file, or no limit, which is written as "max"
+        return total
+
+
+class Part(NamedTuple):
+    """One use of memory."""
 
     name: str
     bytes: int
     phases: tuple[Phase, ...]
-    """When it is there."""
+    """When it is allocated."""
     why: str
-    """What it is made of."""
+    """What it consists of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,40 +92,40 @@ class Forecast:
     device: Device
     parts: tuple[Part, ...]
     micro_batch_tokens: int
-    suggested_budget: int | None
-    """The largest train.micro_batch_tokens that fits, or that still changes something; None: none."""
+    suggested_micro_batch_tokens: int | None
+    """The largest that fits, or beyond which nothing changes. None: none fits."""
     notes: tuple[str, ...]
-    """What was assumed."""
+    """Assumptions."""
 
     def during(self, phase: Phase) -> int:
-        """Return the bytes that are there in a phase."""
+        """Return the bytes allocated in a phase."""
         return sum(part.bytes for part in self.parts if phase in part.phases)
 
     @property
     def peak_phase(self) -> Phase:
-        """The fullest phase."""
+        """The phase that needs most."""
         return max(ALWAYS, key=self.during)
 
     @property
     def peak(self) -> int:
-        """The most bytes at any time."""
+        """Bytes in that phase."""
         return self.during(self.peak_phase)
 
     @property
     def tensors(self) -> int:
-        """The peak without what the framework takes for itself: torch.cuda counts no more."""
-        own = sum(part.bytes for part in self.parts if part.name == "framework")
-        return self.peak - own
+        """The peak of torch's allocator: without the framework's own memory."""
+        return self.peak - sum(part.bytes for part in self.parts if part.name == "framework")
 
     @property
     def fits(self) -> bool:
-        """Whether the device has that much."""
+        """Whether the device has as much memory as the peak."""
         return self.peak <= self.device.memory
 
     def row(self) -> dict[str, Any]:
         """Return plain data."""
+        device = {"kind": self.device.kind, "memory_bytes": self.device.memory}
         return {
-            "device": self.device.row(),
+            "device": {**device, "name": self.device.name},
             "peak_bytes": self.peak,
             "peak_phase": self.peak_phase,
             "tensor_bytes": self.tensors,
@@ -86,36 +136,39 @@ class Forecast:
                 for p in self.parts
             ],
             "micro_batch_tokens": self.micro_batch_tokens,
-            "suggested_token_budget": self.suggested_budget,
+            "suggested_micro_batch_tokens": self.suggested_micro_batch_tokens,
             "notes": list(self.notes),
         }
 
+    def line(self) -> str:
+        """Return the peak and whether it fits, in one line."""
+        share = self.peak / self.device.memory
+        fits = "fits" if self.fits else "DOES NOT FIT"
+        device = f"{size_text(self.device.memory)} of {self.device.name}"
+        return f"memory: peak {size_text(self.peak)}, {share:.0%} of the {device}: {fits}"
+
     def text(self) -> str:
-        """Return a small table of the fullest phase, largest part first, and what follows."""
-        phase, share = self.peak_phase, self.peak / self.device.memory
-        verdict = "fits" if self.fits else "DOES NOT FIT"
-        lines = [
-            f"memory: {_size(self.peak)} at the peak, {share:.0%} of the "
-            f"{_size(self.device.memory)} of {self.device.name}: {verdict}",
-            f"fullest: {PHASES[phase]}",
-        ]
+        """Return a table of the fullest phase, largest part first."""
+        phase = self.peak_phase
+        lines = [self.line(), f"fullest phase: {PHASES[phase]}"]
         parts = sorted(self.parts, key=lambda p: -p.bytes if phase in p.phases else math.inf)
         for part in (p for p in parts if p.bytes):
-            amount = _size(part.bytes) if phase in part.phases else f"({_size(part.bytes)})"
-            lines.append(f"  {part.name:<12} {amount:>11}  {part.why}")
+            amount = size_text(part.bytes)
+            amount = amount if phase in part.phases else f"({amount})"
+            lines.append(f"  {part.name:<15} {amount:>11}  {part.why}")
         if any(p.bytes and phase not in p.phases for p in parts):
-            lines.append("  in brackets: there at another time, when less is needed in all")
-        if self.suggested_budget is None:
+            lines.append("  in brackets: allocated in another phase, which needs less in total")
+        suggested = self.suggested_micro_batch_tokens
+        if suggested is None:
             lines.append(
-                f"no train.micro_batch_tokens of {BUDGET_STEP} or more fits with a tenth to spare"
+                f"no train.micro_batch_tokens of {MICRO_BATCH_STEP} or more leaves a tenth free"
             )
-        elif self.suggested_budget != self.micro_batch_tokens:
-            lines.append(
-                f"train.micro_batch_tokens could be {self.suggested_budget:,} on this device"
-            )
+        elif suggested != self.micro_batch_tokens:
+            lines.append(f"train.micro_batch_tokens could be {suggested:,} on this device")
         return "\n".join([*lines, *self.notes])
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
+    """Return a number of bytes in MiB, or in GiB from 10,000 MiB."""
     mebibytes = count / 2**20
     return f"{mebibytes:,.0f} MiB" if mebibytes < 10_000 else f"{mebibytes / 1024:,.1f} GiB"

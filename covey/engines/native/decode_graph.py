@@ -1,9 +1,9 @@
-"""Stepping by a recorded graph: the host says "go on" and looks in now and then.
+"""CUDA graph backend: several decode steps per call, replayed without the host in between.
 
-A decode step is some hundred small kernels, and starting them one by one takes longer than they
-run. A CUDA graph starts them all at once. It is recorded once for each number of slots and way of
-sampling, and stays valid while slots, answers and weights change, because all of them stay where
-they are in memory.
+A decode step is hundreds of small kernels, and launching them one by one takes longer than running
+them. A CUDA graph launches them all at once. It is captured once for each number of slots and
+sampling distribution. It stays valid while slots, completions and weights change, because all of
+them stay at the same addresses.
 """
 
 from __future__ import annotations
@@ -15,85 +15,87 @@ from dataclasses import dataclass, field
 
 import torch
 
-from covey.accel.kernels.sample import Written, draw
+from covey.accel.kernels.sample import SlotState, sample_tokens
 from covey.engines.draw import Distribution, pick_tokens
-from covey.engines.native.choose_backend import FAILURES, first_line, tried
+from covey.engines.native.decoder_parity import FAILURES, checked_decoder, first_error_line
 from covey.engines.native.fused_decoder import FusedDecoder
-from covey.engines.native.kv_cache import KeyShape, Slots
-from covey.engines.native.llama_decoder import Decoder, NotUnderstood
-from covey.engines.native.shared_prompt_cache import PROMPT_STEP, PooledCache, width_for
-from covey.engines.native.transformers_decoder import PooledDecoder
+from covey.engines.native.kv_cache import KVShape
+from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
+from covey.engines.native.shared_prompt_cache import PROMPT_STEP, SharedPromptCache, width_for
+from covey.engines.native.slots import Slots
+from covey.engines.native.transformers_decoder import SharedPromptDecoder
 from covey.engines.protocol import Sampling
 from covey.models.language_model import LanguageModel
 
 STEPS = 8
-"""Tokens written before the host looks which answers have ended."""
+"""Tokens generated before the host checks which completions have ended."""
 SLOTS = 4
-"""Slots that are recorded for a trial."""
-SAME = 0.02
-"""How far a recorded step may be off: kernels may be others, and round elsewhere."""
+"""Slots of the capture check."""
+TOLERANCE = 0.02
+"""Relative difference allowed between a replayed step and an eager one, which may use other
+kernels and round elsewhere."""
 
 
 @dataclass(slots=True)
-class GraphStepper:
-    """Several tokens a call, without the host in between."""
+class GraphBackend:
+    """Several tokens per call by replaying a CUDA graph."""
 
     model: LanguageModel
     decoder: Decoder
-    shape: KeyShape
-    way: str
-    memory: PooledCache | None = None
-    """Kept from call to call: graphs hold its addresses."""
-    needs: dict[str, int] = field(default_factory=dict)
-    """What it was made for."""
+    shape: KVShape
+    description: str
+    cache: SharedPromptCache | None = None
+    """Kept from call to call, because graphs hold its addresses."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Sizes of the cache."""
     slots: dict[int, Slots] = field(default_factory=dict)
-    """By the longest answer."""
+    """By the longest completion."""
     distribution: Distribution = field(default_factory=Distribution)
     graphs: dict[tuple[int, int, Distribution], torch.cuda.CUDAGraph] = field(default_factory=dict)
 
-    def width_for(self, answers: int) -> int:
-        """Return the next number of slots that graphs are recorded for."""
-        return width_for(answers)
+    def width_for(self, completions: int) -> int:
+        """Return the next number of slots that graphs are captured for."""
+        return width_for(completions)
 
-    def begin(self, *, width: int, questions: int, longest: int, sampling: Sampling) -> Slots:
-        """Return empty slots: those of the last call, if they are large enough."""
-        # One more: a prompt whose last answers still wait may have none that is being written.
-        needs = {
+    def begin(self, *, width: int, prompts: int, longest: int, sampling: Sampling) -> Slots:
+        """Return empty slots: those of the last call if they are large enough."""
+        # One more: a prompt whose last completions still wait may have none in a slot.
+        sizes = {
             "slots": width,
             "capacity": sampling.max_tokens,
-            "prompts": min(width, questions) + 1,
+            "prompts": min(width, prompts) + 1,
             "prompt_capacity": -(-longest // PROMPT_STEP) * PROMPT_STEP,
         }
-        if self.memory is None or not self.memory.holds(**needs):
+        if self.cache is None or not self.cache.holds(**sizes):
             self.graphs.clear()
             self.slots.clear()
-            if self.memory is not None:
-                needs = {name: max(more, self.needs[name]) for name, more in needs.items()}
-            self.memory = None  # before the next is made: both together may not fit
-            self.memory, self.needs = PooledCache(**needs, shape=self.shape), needs
-        memory, room = self.memory, sampling.max_tokens
+            if self.cache is not None:
+                sizes = {name: max(size, self.sizes[name]) for name, size in sizes.items()}
+            self.cache = None  # before the next is allocated: both together may not fit
+            self.cache, self.sizes = SharedPromptCache(**sizes, shape=self.shape), sizes
+        cache, room = self.cache, sampling.max_tokens
         if room not in self.slots:
-            self.slots[room] = Slots.make(memory, room, self.model.stop_ids)
-        memory.emptied()
-        self.decoder.begin(self.needs["capacity"] + self.needs["prompt_capacity"])
+            self.slots[room] = Slots.make(cache, room, self.model.stop_ids)
+        cache.emptied()
+        self.decoder.begin(self.sizes["capacity"] + self.sizes["prompt_capacity"])
         self.distribution = sampling.distribution
         return self.slots[room]
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
-        """Write some tokens in every slot that goes on; this does not wait for them."""
-        if self.shape.device.type != "cuda":  # kernels can be tried by Triton's interpreter
+        """Enqueue some tokens for every unfinished slot; does not wait for them."""
+        if self.shape.device.type != "cuda":  # kernels also run in Triton's interpreter
             self._step(slots, width)
             return
         key = width, slots.room, self.distribution
         if key not in self.graphs:
-            self.graphs[key] = self._record(slots, width)
+            self.graphs[key] = self._capture(slots, width)
         for _ in range(min(STEPS, most)):
             self.graphs[key].replay()
 
-    def _record(self, slots: Slots, width: int) -> torch.cuda.CUDAGraph:
-        """Record a step once for good; about a quarter of a second."""
+    def _capture(self, slots: Slots, width: int) -> torch.cuda.CUDAGraph:
+        """Capture a step, which takes about a quarter of a second."""
         active = slots.cache.active.clone()
-        slots.cache.active.zero_()  # a rehearsal, in which kernels are compiled, writes nothing
+        slots.cache.active.zero_()  # the warm-up step, which compiles kernels, writes nothing
         self._step(slots, width)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -104,10 +106,13 @@ class GraphStepper:
         return graph
 
     def _step(self, slots: Slots, width: int) -> None:
-        cache = slots.cache
+        cache, distribution = slots.cache, self.distribution
         hidden = self.decoder.step(slots.last[:width], cache)
         logits = self.model.head.logits(hidden)
-        written = Written(
+        if distribution.temperature != 0.0 and distribution.truncates:
+            self._pick(slots, width, logits)
+            return
+        state = SlotState(
             slots.tokens,
             slots.logps,
             slots.uniforms,
@@ -116,18 +121,10 @@ class GraphStepper:
             cache.place,
             cache.active,
         )
-        if self.distribution.temperature == 0.0 or not self.distribution.truncates:
-            draw(
-                logits,
-                written,
-                temperature=self.distribution.temperature,
-                stop_ids=slots.stop_ids,
-            )
-        else:
-            self._pick(slots, width, logits)
+        sample_tokens(logits, state, temperature=distribution.temperature, stop_ids=slots.stop_ids)
 
     def _pick(self, slots: Slots, width: int, logits: torch.Tensor) -> None:
-        """Draw from a truncated distribution; slots that have ended keep what they have."""
+        """Sample from a truncated distribution; finished slots stay as they are."""
         cache, count = slots.cache, slots.count[:width]
         active, at = cache.active[:width], count.clamp(max=slots.room - 1)[:, None]
         uniforms = slots.uniforms[:width].gather(1, at).squeeze(1)
@@ -142,58 +139,59 @@ class GraphStepper:
         active &= ~ended
 
 
-def graph_stepper(model: LanguageModel, shape: KeyShape) -> GraphStepper:
-    """Return a stepper by graphs, or raise NotUnderstood."""
+def graph_backend(model: LanguageModel, shape: KVShape) -> GraphBackend:
+    """Return a CUDA graph backend, or raise UnsupportedModel."""
     try:
-        decoder = tried(model, FusedDecoder, _small_memory)
-        return GraphStepper(model, decoder, shape, way="recorded graphs, the model written out")
-    except NotUnderstood as error:
+        decoder = checked_decoder(model, FusedDecoder, _small_cache)
+        return GraphBackend(model, decoder, shape, "CUDA graphs of the fused decoder")
+    except UnsupportedModel as error:
         why = error
-    decoder = tried(model, PooledDecoder, _small_memory)
+    decoder = checked_decoder(model, SharedPromptDecoder, _small_cache)
     if shape.device.type == "cuda":
-        check_recorded(decoder, _small_memory(SLOTS, shape))
-    way = f"recorded graphs of the model's own forward pass; not written out, because {why}"
-    return GraphStepper(model, decoder, shape, way=way)
+        check_capture(decoder, _small_cache(SLOTS, shape))
+    description = f"CUDA graphs of the model's own forward pass; not fused, because {why}"
+    return GraphBackend(model, decoder, shape, description)
 
 
-def _small_memory(slots: int, shape: KeyShape) -> PooledCache:
-    return PooledCache(slots=slots, capacity=4, prompts=slots, prompt_capacity=5, shape=shape)
+def _small_cache(slots: int, shape: KVShape) -> SharedPromptCache:
+    return SharedPromptCache(slots=slots, capacity=4, prompts=slots, prompt_capacity=5, shape=shape)
 
 
-def check_recorded(decoder: Decoder, memory: PooledCache) -> None:
-    """Raise NotUnderstood unless a step can be recorded and says the same for other tokens.
+def check_capture(decoder: Decoder, cache: SharedPromptCache) -> None:
+    """Raise UnsupportedModel unless a step can be captured and replayed for other tokens.
 
-    What waits for the host is found before anything is recorded: a recording that fails leaves
-    traces. What the host decides by looking at tokens would stay as it was decided first.
+    Synchronization with the host is detected before the capture, because a failed capture leaves
+    traces. A branch that the host takes by looking at tokens would be frozen in the graph.
     """
-    memory.active[:] = True
-    for layer in (memory.layer_keys, memory.prompt_keys, memory.layer_values, memory.prompt_values):
+    cache.active[:] = True
+    for layer in (cache.layer_keys, cache.prompt_keys, cache.layer_values, cache.prompt_values):
         for tensor in layer:
             tensor.normal_()
-    memory.prompt_length[:] = 2
-    tokens = torch.arange(2, 2 + SLOTS, device=memory.place.device)
+    cache.prompt_length[:] = 2
+    tokens = torch.arange(2, 2 + SLOTS, device=cache.place.device)
     decoder.begin(9)
     try:
-        decoder.step(tokens, memory)  # compiles kernels, which may wait
-        with _host_may_not_wait():
-            decoder.step(tokens, memory)
+        decoder.step(tokens, cache)  # compiles kernels, which may synchronize
+        with _no_synchronization():
+            decoder.step(tokens, cache)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = decoder.step(tokens, memory)
+            found = decoder.step(tokens, cache)
         tokens += SLOTS
         graph.replay()
-        expected = decoder.step(tokens, memory)
+        expected = decoder.step(tokens, cache)
     except FAILURES as error:
-        raise NotUnderstood(f"a step of it cannot be recorded ({first_line(error)})") from error
-    if float((found - expected).norm()) > SAME * float(expected.norm()):
-        raise NotUnderstood("a recorded step of it gives other numbers for other tokens")
+        reason = first_error_line(error)
+        raise UnsupportedModel(f"a step of it cannot be captured ({reason})") from error
+    if float((found - expected).norm()) > TOLERANCE * float(expected.norm()):
+        raise UnsupportedModel("a captured step of it gives wrong numbers for other tokens")
 
 
 @contextmanager
-def _host_may_not_wait() -> Iterator[None]:
+def _no_synchronization() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this is new
+        warnings.simplefilter("ignore")  # torch warns that this feature is new
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield

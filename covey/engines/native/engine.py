@@ -1,115 +1,96 @@
-"""The native sampler: batched generation with the trainer's own weights.
-
-There is no second copy of the model, nothing to synchronise, and no other engine whose
-probabilities differ. A prompt is read once for its whole group; answers are written in slots, and a
-slot whose answer has ended takes the next one, so a long answer does not hold up the rest.
-"""
+"""The native engine: generation in this process, with the trainer's own weights."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from covey.engines.native.scheduler import Answer, Ended, Writer
-from covey.engines.native.stepper import Stepper, stepper_for
-from covey.engines.protocol import Question, Sampling
-from covey.errors import DataError, ModelError
-from covey.models.deterministic import in_order_anyway
+from covey.engines.native.backend import DecodeBackend, choose_backend
+from covey.engines.native.scheduler import Finished, Scheduler
+from covey.engines.protocol import Completion, EngineInfo, RequestSource, WeightSource
+from covey.errors import ModelError
+from covey.models.deterministic import skip_determinism_check
 from covey.models.language_model import LanguageModel
-from covey.types import Rollout
+from covey.types import VersionSpan
+
+
+def has_exact_logp(model: LanguageModel) -> bool:
+    """Return whether the engine's log-probabilities are those of training, up to rounding.
+
+    In float32 the two forward passes differ by about 1e-6. In 16 bits they round differently.
+    """
+    return model.head.linear.weight.dtype == torch.float32
 
 
 @dataclass(slots=True)
 class NativeEngine:
-    """Samples from a language model that somebody else may be training."""
+    """Generates from a language model that may be in training at the same time."""
 
     model: LanguageModel
-    stepper: Stepper = field(init=False)
+    backend: DecodeBackend = field(init=False)
+    version: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.stepper = stepper_for(self.model)
+        self.backend = choose_backend(self.model)
 
     @property
-    def way(self) -> str:
-        """How answers are written."""
-        return self.stepper.way
+    def info(self) -> EngineInfo:
+        """Backend, exactness, weights."""
+        return EngineInfo(
+            backend=self.backend.description,
+            exact_logp=has_exact_logp(self.model),
+            shares_weights=True,
+        )
+
+    def load_weights(self, weights: WeightSource, version: int) -> None:
+        """Note the version. The weights are those of the model already."""
+        self.version = version
+
+    def close(self) -> None:
+        """Do nothing: the model belongs to the trainer."""
 
     @torch.inference_mode()
-    @in_order_anyway()
-    def generate(
-        self,
-        questions: Sequence[Question],
-        *,
-        step: int,
-        sampling: Sampling,
-        version: int = 0,
-        finished: Callable[[int, Rollout], None] | None = None,
-    ) -> list[list[Rollout]]:
-        """Return `sampling.samples` answers for each question, in order."""
-        if not questions:
-            return []
-        self._check_lengths(questions, sampling.max_tokens)
+    @skip_determinism_check()
+    def run(self, requests: RequestSource) -> None:
+        """Generate until the source has no more requests."""
+        if not requests.limits.requests:
+            return
         training = self.model.model.training
         if training:
             self.model.model.eval()
-        rollouts: dict[Answer, Rollout] = {}
         try:
-            for ended in Writer(self.model, self.stepper, questions, step, sampling).run():
-                tokens = [_tuple(one.tokens) for one in ended]
-                texts = self.model.decode_many(tokens)
-                for one, row, text in zip(ended, tokens, texts, strict=True):
-                    question = questions[one.answer.question]
-                    _check_numbers(one, question)
-                    rollout = Rollout(
-                        prompt_id=question.prompt.id,
-                        sample=one.answer.sample,
-                        prompt_tokens=question.tokens,
-                        tokens=row,
-                        trained=(True,) * len(row),
-                        sampler_logp=_tuple(one.logps),
-                        text=text,
-                        finish=one.finish,
-                        policy_version=version,
-                    )
-                    rollouts[one.answer] = rollout
-                    if finished is not None:
-                        finished(one.answer.question, rollout)
+            for finished in Scheduler(self.model, self.backend, requests).run():
+                requests.done([self._completion(one) for one in finished])
         finally:
             if training:
                 self.model.model.train()
-        return [
-            [rollouts[Answer(question, sample)] for sample in range(sampling.samples)]
-            for question in range(len(questions))
-        ]
 
-    def _check_lengths(self, questions: Sequence[Question], max_tokens: int) -> None:
-        for question in questions:
-            needed = len(question.tokens) + max_tokens
-            if not question.tokens:
-                raise DataError(f"prompt {question.prompt.id} has no tokens")
-            if needed > self.model.context:
-                raise DataError(
-                    f"prompt {question.prompt.id} has {len(question.tokens)} tokens, and with "
-                    f"max_tokens = {max_tokens} that is {needed}: the model's context is "
-                    f"{self.model.context}"
-                )
+    def _completion(self, one: Finished) -> Completion:
+        _check_finite(one)
+        return Completion(
+            request=one.request,
+            tokens=_tuple(one.tokens),
+            logp=_tuple(one.logp),
+            finish=one.finish,
+            versions=(VersionSpan(0, len(one.tokens), self.version),),
+        )
 
 
-def _check_numbers(ended: Ended, question: Question) -> None:
-    """Refuse an answer whose tokens mean nothing; asked here, no device has to wait."""
-    wrong = ~np.isfinite(ended.logps)
+def _check_finite(one: Finished) -> None:
+    """Refuse a completion whose logits were not finite. Here no device has to wait for it."""
+    wrong = ~np.isfinite(one.logp)
     if wrong.any():
         raise ModelError(
-            f"model: its logits are not finite, from token {1 + int(wrong.argmax())} of an answer "
-            f"to prompt {question.prompt.id} on; its weights may be none either"
+            f"model: its logits are not finite, from token {1 + int(wrong.argmax())} of a "
+            f"completion of prompt {one.request.address.prompt}; check the model's weights and "
+            "model.dtype"
         )
 
 
 def _tuple(row: np.ndarray) -> tuple[Any, ...]:
-    """Return a row's numbers as Python's own, without the list that `tolist` makes between."""
+    """Return a row as a tuple of Python numbers, without the list that `tolist` builds."""
     return struct.unpack(f"{len(row)}{row.dtype.char}", row.data)

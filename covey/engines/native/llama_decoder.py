@@ -1,9 +1,9 @@
-"""One step of decoding: from the last token of every slot to the hidden state of the next.
+"""Decode step of Llama-like models, written out with the model's own weights.
 
-Any model can take its own forward pass in transformers (own.py). Most have the shape of Llama,
-though, and for these the same arithmetic is written out here: at one token a slot, the layers of
-Python between a model's operations cost more than the operations do. The weights are the model's
-own, and whether the shape is understood is tried when the sampler is made (trial.py).
+Any model can decode with its forward pass in transformers (transformers_decoder.py). Most models
+have Llama's architecture, and for these this module does the same arithmetic directly: with one
+token per slot, the Python code between a model's operations costs more than the operations.
+decoder_parity.py checks the result against the model when the engine is built.
 
 Shapes: W slots in use, H heads, K key-value heads, D head size, L positions.
 """
@@ -24,24 +24,32 @@ from covey.engines.native.kv_cache import SlotCache
 from covey.models.adapter import NAME
 from covey.models.language_model import LanguageModel
 
-JOINT_BYTES = 64 * 2**20
-"""Weights up to this size are copied side by side for every batch of answers: small products are
-slow for their size, and the copy costs nothing. A larger model's are used where they are."""
+FUSED_COPY_BYTES = 64 * 2**20
+"""Weights up to this size are copied into fused matrices at the start of every generation call.
+Small matrix products are slow for their size, and the copy is cheap. Larger models use their
+weights in place."""
+
+
+class UnsupportedModel(Exception):
+    """A backend cannot run a model; the message gives the reason as half a sentence."""
+
+    def __str__(self) -> str:
+        return super().__str__() or "it does not have Llama's architecture"
 
 
 class Decoder(Protocol):
-    """Whatever can go one token further."""
+    """Runs a model for one token per slot."""
 
     def begin(self, positions: int) -> None:
-        """Make ready for prompt and answer of so many positions, with the weights as of now."""
+        """Prepare for sequences of up to `positions` tokens, with the current weights."""
 
     def step(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Return hidden states [W, hidden size] after `tokens` [W], writing to the cache."""
+        """Return hidden states [W, hidden size] after `tokens` [W], and write to the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A linear layer, perhaps with an adapter's two thin ones beside it."""
+    """A linear layer, optionally with LoRA's two matrices."""
 
     layer: nn.Linear
     down: nn.Linear | None = None
@@ -57,9 +65,18 @@ class _Linear:
         return torch.addmm(result, thin, self.up.weight.t(), alpha=self.scale)
 
 
+class FusedWeights(NamedTuple):
+    """Query, key and value weights of a layer in one matrix, and gate and up in another."""
+
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The parts of one layer; modules, so that their weights are always those of now."""
+    """Modules of one layer, so that weights are always the current ones."""
 
     input_norm: nn.Module
     query: _Linear
@@ -77,46 +94,48 @@ class Block:
     scaling: float
 
     @property
-    def heads(self) -> tuple[_Linear, _Linear, _Linear]:
-        """What is applied to the first norm."""
+    def qkv_layers(self) -> tuple[_Linear, _Linear, _Linear]:
+        """The layers that read the first norm."""
         return self.query, self.key, self.value
 
     @property
-    def gates(self) -> tuple[_Linear, _Linear]:
-        """What is applied to the second norm."""
+    def gate_up_layers(self) -> tuple[_Linear, _Linear]:
+        """The layers that read the second norm."""
         return self.gate, self.up
 
     @property
     def adapted(self) -> bool:
-        """Whether an adapter stands beside some layer."""
-        parts = (*self.heads, *self.gates, self.output, self.down)
+        """Whether any of the layers has an adapter."""
+        parts = (*self.qkv_layers, *self.gate_up_layers, self.output, self.down)
         return any(part.down is not None for part in parts)
 
+    def qkv(self, normed: torch.Tensor, fused: FusedWeights | None) -> torch.Tensor:
+        """Return queries, keys and values [W, (H + 2 K) * D]."""
+        if fused is not None:
+            return linear(normed, fused.qkv, fused.qkv_bias)
+        return torch.cat([part(normed) for part in self.qkv_layers], dim=-1)
 
-class Joint(NamedTuple):
-    """Weights of one layer that are applied to the same input, side by side."""
+    def gate_up(
+        self, normed: torch.Tensor, fused: FusedWeights | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gate and up projections."""
+        if fused is None:
+            return self.gate(normed), self.up(normed)
+        gate, up = linear(normed, fused.gate_up, fused.gate_up_bias).chunk(2, dim=-1)
+        return gate, up
 
-    heads: torch.Tensor
-    heads_bias: torch.Tensor | None
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
+    def fuse(self) -> FusedWeights:
+        """Copy weights that are applied to the same input into one matrix."""
 
-    def renew(self, block: Block) -> None:
-        """Copy the layer's weights of now, to where those of before were."""
-        for mine, now in zip(self, join(block), strict=True):
-            if mine is not None and now is not None:
-                mine.copy_(now)
+        def stacked(*parts: _Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+            biases: list[torch.Tensor] = [m.layer.bias for m in parts if m.layer.bias is not None]
+            return torch.cat([m.layer.weight for m in parts]), torch.cat(biases) if biases else None
 
-
-class NotUnderstood(Exception):
-    """A model is not computed in some way; the message says why, in half a sentence."""
-
-    def __str__(self) -> str:
-        return super().__str__() or "it does not have the shape of Llama"
+        return FusedWeights(*stacked(*self.qkv_layers), *stacked(*self.gate_up_layers))
 
 
 class LlamaDecoder:
-    """The arithmetic of a model with the shape of Llama, without the model's Python."""
+    """The arithmetic of a Llama-like model without the model's Python code."""
 
     def __init__(self, model: LanguageModel) -> None:
         backbone: Any = model.backbone
@@ -125,24 +144,25 @@ class LlamaDecoder:
         self.final_norm: nn.Module = backbone.norm
         self.rotary: nn.Module = backbone.rotary_emb
         self.cosine = self.signed_sine = torch.empty(0)
-        self.joint: list[Joint] | None = None
-        self.joins = _joins(self.blocks)
+        self.fused: list[FusedWeights] | list[None] = [None] * len(self.blocks)
+        self.fuses = _fuses(self.blocks)
         if type(self.embedding) is not nn.Embedding or not plain_positions(model.model.config):
-            raise NotUnderstood
+            raise UnsupportedModel
 
     def begin(self, positions: int) -> None:
-        """Tabulate the rotary embedding, and put a small model's weights side by side."""
+        """Tabulate the rotary embedding, and fuse the weights of a small model."""
         weight = self.embedding.weight
         places = torch.arange(positions, device=weight.device)
         cosine, sine = self.rotary(weight[:1, None], places[None])
         half = sine.shape[-1] // 2
-        # rotate_half(x) is (-x2, x1); with the sign in the table it is a mere swap of halves.
+        # rotate_half(x) is (-x2, x1); with the sign in the table it is a swap of halves.
         sign = torch.cat([-torch.ones_like(sine[0, 0, :half]), torch.ones_like(sine[0, 0, half:])])
         self.cosine, self.signed_sine = cosine[0][:, None], (sine[0] * sign)[:, None]
-        self.joint = [join(block) for block in self.blocks] if self.joins else None
+        if self.fuses:
+            self.fused = [block.fuse() for block in self.blocks]
 
     def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-        """Go through all layers."""
+        """Run all layers."""
         place = cache.place[: cache.width]
         rope = self.cosine[place], self.signed_sine[place]
         seen = torch.arange(cache.reach, device=place.device) <= place[:, None]
@@ -150,16 +170,16 @@ class LlamaDecoder:
         rows = _rows(place, heads, cache.layer_keys[0].shape[2])
         attend = _attention(seen, heads, self.blocks[0], self.embedding.weight)
         hidden = embedding(tokens, self.embedding.weight)
-        for number, block in enumerate(self.blocks):
-            joint = None if self.joint is None else self.joint[number]
-            query, key, value = _heads(block, joint, _norm(block.input_norm, hidden), rope)
+        for number, (block, fused) in enumerate(zip(self.blocks, self.fused, strict=True)):
+            qkv = block.qkv(_norm(block.input_norm, hidden), fused)
+            query, key, value = _heads(block, qkv, heads, rope)
             keys, values = cache.layer_keys[number], cache.layer_values[number]
             keys.view(-1, block.head_size).index_copy_(0, rows, key.flatten(0, 1))
             values.view(-1, block.head_size).index_copy_(0, rows, value.flatten(0, 1))
             width, reach = cache.width, cache.reach
             attended = attend(query, keys[:width, :, :reach], values[:width, :, :reach])
             hidden = hidden + block.output(attended)
-            gate, up = _gate_up(block, joint, _norm(block.post_norm, hidden))
+            gate, up = block.gate_up(_norm(block.post_norm, hidden), fused)
             hidden = hidden + block.down(block.activation(gate) * up)
         return _norm(self.final_norm, hidden)
 
@@ -168,24 +188,24 @@ def _block(layer: Any) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
     return Block(
         input_norm=layer.input_layernorm,
-        query=_understood(attention.q_proj),
-        key=_understood(attention.k_proj),
-        value=_understood(attention.v_proj),
-        output=_understood(attention.o_proj),
+        query=_linear(attention.q_proj),
+        key=_linear(attention.k_proj),
+        value=_linear(attention.v_proj),
+        output=_linear(attention.o_proj),
         query_norm=getattr(attention, "q_norm", None),
         key_norm=getattr(attention, "k_norm", None),
         post_norm=layer.post_attention_layernorm,
-        gate=_understood(mlp.gate_proj),
-        up=_understood(mlp.up_proj),
-        down=_understood(mlp.down_proj),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
         activation=mlp.act_fn,
         head_size=attention.head_dim,
         scaling=attention.scaling,
     )
 
 
-def _understood(module: Any) -> _Linear:
-    """Take a linear layer apart; a quantized one, or one with a hook, is more than a product."""
+def _linear(module: Any) -> _Linear:
+    """Take a linear layer apart; quantized layers and layers with hooks are not supported."""
     if not hasattr(module, "lora_A"):
         found = _Linear(module)
     else:
@@ -194,12 +214,12 @@ def _understood(module: Any) -> _Linear:
     parts = [part for part in (found.layer, found.down, found.up) if part is not None]
     hooks = any(part._forward_hooks for part in (module, *parts))
     if hooks or any(type(part) is not nn.Linear for part in parts):
-        raise NotUnderstood
+        raise UnsupportedModel
     return found
 
 
 def _norm(module: Any, values: torch.Tensor) -> torch.Tensor:
-    # Norms compute in float32: from any other precision they round in places of their own.
+    # Modules compute norms in float32; for other types they round at places of their own.
     if values.dtype != torch.float32:
         normed: torch.Tensor = module(values)
         return normed
@@ -210,56 +230,34 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 
 def _heads(
-    block: Block, joint: Joint | None, normed: torch.Tensor, rope: Rope
+    block: Block, qkv: torch.Tensor, key_heads: int, rope: Rope
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return query [W, H, D], key and value [W, K, D], the first two turned by their position."""
-    shape = (len(normed), -1, block.head_size)
-    if joint is not None:
-        count = block.key.layer.out_features // block.head_size
-        heads = linear(normed, joint.heads, joint.heads_bias).view(shape)
-        turned = _turned(heads[:, :-count], rope)
-        return turned[:, :-count], turned[:, -count:], heads[:, -count:]
-    query, key, value = (m(normed).view(shape) for m in (block.query, block.key, block.value))
+    """Return query [W, H, D], key and value [W, K, D]; rotate the first two."""
+    heads = qkv.view(len(qkv), -1, block.head_size)
+    rotated, value = heads[:, :-key_heads], heads[:, -key_heads:]
     if block.query_norm is not None:
-        query, key = _norm(block.query_norm, query), _norm(block.key_norm, key)
-    return _turned(query, rope), _turned(key, rope), value
+        query = _norm(block.query_norm, rotated[:, :-key_heads])
+        rotated = torch.cat([query, _norm(block.key_norm, rotated[:, -key_heads:])], dim=1)
+    rotated = _apply_rope(rotated, rope)
+    return rotated[:, :-key_heads], rotated[:, -key_heads:], value
 
 
-def _gate_up(
-    block: Block, joint: Joint | None, normed: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if joint is None:
-        return block.gate(normed), block.up(normed)
-    gate, up = linear(normed, joint.gate_up, joint.gate_up_bias).chunk(2, dim=-1)
-    return gate, up
-
-
-def join(block: Block) -> Joint:
-    """Put the weights of a layer that are applied to the same input side by side."""
-
-    def joined(*parts: _Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-        biases: list[torch.Tensor] = [m.layer.bias for m in parts if m.layer.bias is not None]
-        return torch.cat([m.layer.weight for m in parts]), torch.cat(biases) if biases else None
-
-    return Joint(*joined(*block.heads), *joined(*block.gates))
-
-
-def _joins(blocks: list[Block]) -> bool:
-    """Tell whether weights are few enough to copy, and all that there is to a layer."""
-    parts = [m for b in blocks for m in (*b.heads, *b.gates)]
+def _fuses(blocks: list[Block]) -> bool:
+    """Tell whether the weights are small enough to copy, and plain linear layers."""
+    parts = [m for b in blocks for m in (*b.qkv_layers, *b.gate_up_layers)]
     size = sum(m.layer.weight.numel() * m.layer.weight.element_size() for m in parts)
     adapted = any(b.adapted for b in blocks)
-    return size <= JOINT_BYTES and not blocks[0].query_norm and not adapted
+    return size <= FUSED_COPY_BYTES and not blocks[0].query_norm and not adapted
 
 
-def _turned(heads: torch.Tensor, rope: Rope) -> torch.Tensor:
+def _apply_rope(heads: torch.Tensor, rope: Rope) -> torch.Tensor:
     cosine, signed_sine = rope
     first, second = heads.chunk(2, dim=-1)
     return torch.addcmul(heads * cosine, torch.cat((second, first), dim=-1), signed_sine)
 
 
 def _rows(place: torch.Tensor, heads: int, capacity: int) -> torch.Tensor:
-    """Return which rows of a cache, flattened to [S * K * L, D], the new positions are."""
+    """Return the rows of the new positions in a cache that is flattened to [S * K * L, D]."""
     slots = torch.arange(len(place) * heads, device=place.device)
     return slots * capacity + place.repeat_interleave(heads)
 
@@ -267,7 +265,7 @@ def _rows(place: torch.Tensor, heads: int, capacity: int) -> torch.Tensor:
 def _attention(
     seen: torch.Tensor, key_heads: int, block: Block, weight: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return attention [W, H * D] from query [W, H, D], keys and values [W, K, L, D]."""
+    """Return a function from query [W, H, D], keys and values [W, K, L, D] to [W, H * D]."""
     mask = seen[:, None, None]
     shared = block.query.layer.out_features // (key_heads * block.head_size)
     if weight.device.type == "cpu" and seen.shape[1] <= SHORT:

@@ -1,4 +1,4 @@
-"""Reading prompts: once for a whole group, several at a time."""
+"""Prefill: one forward pass over several prompts, once per group."""
 
 from __future__ import annotations
 
@@ -8,35 +8,30 @@ import torch
 from transformers import DynamicCache
 
 from covey.accel.packing import pack_prompts
-from covey.engines.native.kv_cache import Memory, SlotCache
-from covey.engines.native.shared_prompt_cache import PooledCache
-from covey.engines.native.transformers_decoder import TokenMemory
+from covey.engines.native.kv_cache import KVCache, SlotCache
+from covey.engines.native.shared_prompt_cache import SharedPromptCache
 from covey.models.language_model import LanguageModel
-from covey.models.logp import device_hidden
+from covey.models.logp import packed_hidden
 
 PREFILL_TOKENS = 16_384
-"""Prompt tokens, padded, that are read in one forward pass."""
+"""Prompt tokens, padding included, of one prefill pass."""
 
 
 def read_prompts(
-    model: LanguageModel, memory: Memory, prompts: dict[int, tuple[int, ...]]
+    model: LanguageModel, cache: KVCache, prompts: dict[int, tuple[int, ...]]
 ) -> dict[int, torch.Tensor]:
-    """Read prompts, by number of question, into a memory; return the logits [V] of what follows."""
+    """Prefill prompts into a cache; return the logits [V] of the first token after each."""
     found: dict[int, torch.Tensor] = {}
     for together in _in_parts(prompts):
-        asked = [prompts[question] for question in together]
-        lengths = [len(tokens) for tokens in asked]
-        if isinstance(memory, PooledCache) and model.fused and model.flash:
-            read, logits = _read_packed(model, asked)
-            memory.remember_packed(together, lengths, read)
-        elif isinstance(memory, TokenMemory):
-            logits = _read(model, asked, None)
-            memory.remember_tokens(together, asked)
+        tokens = [prompts[prompt] for prompt in together]
+        lengths = [len(row) for row in tokens]
+        if isinstance(cache, SharedPromptCache) and model.fused and model.flash:
+            layers, logits = _prefill_packed(model, tokens)
+            cache.store_packed(together, lengths, layers)
         else:
-            assert isinstance(memory, SlotCache | PooledCache)
-            cache = DynamicCache()
-            logits = _read(model, asked, cache)
-            memory.remember(together, cache, lengths)
+            keeps_tokens = isinstance(cache, SlotCache) and not cache.layer_keys
+            states, logits = _prefill(model, tokens, keeps_tokens=keeps_tokens)
+            cache.store(together, states, lengths)
         found |= dict(zip(together, logits, strict=True))
     return found
 
@@ -44,34 +39,41 @@ def read_prompts(
 def _in_parts(prompts: dict[int, tuple[int, ...]]) -> Iterator[list[int]]:
     part: list[int] = []
     longest = 0
-    for question, tokens in prompts.items():
+    for prompt, tokens in prompts.items():
         longest = max(longest, len(tokens))
         if part and longest * (len(part) + 1) > PREFILL_TOKENS:
             yield part
             part, longest = [], len(tokens)
-        part.append(question)
+        part.append(prompt)
     if part:
         yield part
 
 
-def _read_packed(
+def _prefill_packed(
     model: LanguageModel, prompts: list[tuple[int, ...]]
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
-    """Read prompts by the trainer's own forward pass; return keys and values, and logits."""
+    """Run the trainer's fused forward pass; return packed keys and values, and logits."""
     packed = pack_prompts(prompts, model.device)
-    read: list[tuple[torch.Tensor, torch.Tensor]] = []
-    hidden = device_hidden(model, packed, read)
-    return read, model.head.logits(hidden[packed.predictor])
+    layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hidden = packed_hidden(model, packed, layers)
+    return layers, model.head.logits(hidden[packed.predictor])
 
 
-def _read(
-    model: LanguageModel, prompts: Sequence[tuple[int, ...]], cache: DynamicCache | None
-) -> torch.Tensor:
-    """Read prompts by the model's own forward pass into a cache, if any; return logits."""
+def _prefill(
+    model: LanguageModel, prompts: Sequence[tuple[int, ...]], *, keeps_tokens: bool
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Run the model's own forward pass; return what the cache stores, and logits."""
     rows = [torch.tensor(tokens) for tokens in prompts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
     last = torch.tensor([len(row) - 1 for row in rows], device=model.device)
-    # Padding stands on the right, where causal attention never looks, so no mask is needed.
+    # Padding is on the right, where causal attention never looks, so no mask is needed.
+    cache = None if keeps_tokens else DynamicCache()
     kept = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
     hidden = model.backbone(input_ids=ids, **kept).last_hidden_state
-    return model.head.logits(hidden[torch.arange(len(rows), device=model.device), last])
+    logits = model.head.logits(hidden[torch.arange(len(rows), device=model.device), last])
+    return [ids[:, None]] if cache is None else cache_states(cache), logits
+
+
+def cache_states(cache: DynamicCache) -> list[torch.Tensor]:
+    """Return the keys and values of transformers' cache, layer by layer."""
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]

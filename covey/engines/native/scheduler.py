@@ -1,4 +1,4 @@
-"""One call of the native sampler: questions wait, are read, and are answered in slots."""
+"""The scheduler of the native engine: requests wait, their prompts are read, slots decode them."""
 
 from __future__ import annotations
 
@@ -10,182 +10,187 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from covey.accel.packing import sent
+from covey.accel.packing import to_device
 from covey.engines.draw import pick_tokens
+from covey.engines.native.backend import DecodeBackend
 from covey.engines.native.prefill import PREFILL_TOKENS, read_prompts
-from covey.engines.native.stepper import Stepper
-from covey.engines.protocol import Question, Sampling
+from covey.engines.protocol import Request, RequestSource
+from covey.errors import DataError
 from covey.models.language_model import LanguageModel
 from covey.rng import completion_uniforms
 from covey.types import Finish
 
 REFILL_SHARE = 8
-"""Free slots are refilled once they are one in so many: reading prompts one by one is slow."""
+"""Free slots are refilled once they are one in this many: reading prompts one by one is slow."""
 
 
-class Answer(NamedTuple):
-    """An answer to be written: sample number `sample` of question number `question`."""
+class Finished(NamedTuple):
+    """A completion as it comes from the slots."""
 
-    question: int
-    sample: int
-
-
-class Ended(NamedTuple):
-    """An answer that is complete."""
-
-    answer: Answer
+    request: Request
     tokens: np.ndarray
-    logps: np.ndarray
+    logp: np.ndarray
     finish: Finish
 
 
-class Writer:
-    """Answers a list of questions."""
+class Scheduler:
+    """Generates the completions of one source of requests."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        stepper: Stepper,
-        questions: Sequence[Question],
-        step: int,
-        sampling: Sampling,
-    ) -> None:
-        self.model, self.stepper = model, stepper
-        self.questions, self.step, self.sampling = questions, step, sampling
-        self.queue = deque(
-            Answer(q, s) for q in range(len(questions)) for s in range(sampling.samples)
-        )
+    def __init__(self, model: LanguageModel, backend: DecodeBackend, source: RequestSource) -> None:
+        self.model, self.backend, self.source = model, backend, source
+        self.limits = limits = source.limits
+        self.sampling = sampling = limits.sampling
+        self.queue: deque[Request] = deque()
+        self.prompts: dict[int, tuple[int, ...]] = {}
+        """Tokens of each prompt with unfinished requests."""
+        self.waiting: Counter[int] = Counter()
+        """Requests of each prompt that have no slot yet."""
+        self.unfinished: Counter[int] = Counter()
+        """Requests of each prompt that are not complete."""
         self.first_logits: dict[int, torch.Tensor] = {}
-        """By question that was read and for which answers still wait."""
-        self.width = stepper.width_for(min(sampling.slots, len(self.queue)))
-        self.slots = stepper.begin(
+        """Of each prompt that was read and has waiting requests."""
+        self._pull()
+        self.width = backend.width_for(min(sampling.max_concurrent, limits.requests))
+        self.slots = backend.begin(
             width=self.width,
-            questions=len(questions),
-            longest=max(len(q.tokens) for q in questions),
+            prompts=limits.prompts,
+            longest=limits.prompt_tokens,
             sampling=sampling,
         )
-        self.waiting = Counter({q: sampling.samples for q in range(len(questions))})
-        self.unended = Counter(self.waiting)
-        self.answers: list[Answer | None] = [None] * self.width
+        self.requests: list[Request | None] = [None] * self.width
+        """The request of each slot."""
         self.taken = np.zeros(self.width, dtype=bool)
         """Slots that have one."""
         self.counts = np.zeros(self.width, dtype=np.int64)
         """Tokens of each slot when the device was last asked."""
-        self.looked_at = [0] * self.width
+        self.searched = [0] * self.width
         """Tokens of each slot that were searched for stop strings."""
         self.stop_ids = frozenset(model.stop_ids)
         self.stop_tokens = _special_tokens(model, sampling.stop_strings)
-        """Stop strings that are in no text, because decoding leaves special tokens out."""
+        """Stop strings that never appear in text, because decoding leaves special tokens out."""
         self.stop_reach = 1 + max((len(s.encode()) for s in sampling.stop_strings), default=0)
+
+    def _pull(self) -> None:
+        """Queue the requests that are ready."""
+        for request in self.source.take():
+            self._check_length(request)
+            self.queue.append(request)
+            self.prompts[request.prompt] = request.tokens
+            self.waiting[request.prompt] += 1
+            self.unfinished[request.prompt] += 1
+
+    def _check_length(self, request: Request) -> None:
+        prompt, size, most = request.address.prompt, len(request.tokens), self.sampling.max_tokens
+        if not size:
+            raise DataError(f"prompt {prompt} has no tokens")
+        if size + most > self.model.context:
+            raise DataError(
+                f"prompt {prompt} has {size} tokens, and with max_tokens = {most} that is "
+                f"{size + most}: the model's context is {self.model.context}"
+            )
 
     @property
     def running(self) -> int:
-        """How many answers are being written."""
+        """How many completions are in progress."""
         return int(self.taken.sum())
 
     @property
     def left(self) -> int:
-        """How many tokens the shortest answer may still get."""
+        """How many tokens the shortest completion may still get."""
         return self.sampling.max_tokens - int(self.counts[self.taken].min())
 
-    def run(self) -> Iterator[list[Ended]]:
-        """Yield answers as they end, some at a time.
+    def run(self) -> Iterator[list[Finished]]:
+        """Yield completions as they end, in batches.
 
-        What has ended is handed out while the device goes on with the rest.
+        The caller handles a batch while the device decodes the next tokens of the others.
         """
-        ended: list[Ended] = []
-        while self.queue or self.running:
+        ended: list[Finished] = []
+        while self.queue or self.running or ended:
             if self.queue and self._may_refill():
                 self._refill()
-            elif not self.queue:
+            elif self.running and not self.queue:
                 self._shrink()
-            self.stepper.advance(self.slots, self.width, self.left)
+            if self.running:
+                self.backend.advance(self.slots, self.width, self.left)
             if ended:
                 yield ended
-            ended = self._take_ended()
-        if ended:
-            yield ended
+            ended = self._take_finished() if self.running else []
+            self._pull()
 
     def _may_refill(self) -> bool:
         free = self.width - self.running
         return free >= min(max(1, self.width // REFILL_SHARE), len(self.queue))
 
     def _refill(self) -> None:
-        """Give waiting answers the free slots and write their first token."""
+        """Give waiting requests the free slots and write their first token."""
         free = np.flatnonzero(~self.taken)[: len(self.queue)].tolist()
-        answers = [self.queue.popleft() for _ in free]
+        requests = [self.queue.popleft() for _ in free]
         cache = self.slots.cache
         self.first_logits |= read_prompts(
-            self.model, cache, {q: self.questions[q].tokens for q in self._to_read(answers)}
+            self.model, cache, {p: self.prompts[p] for p in self._to_read(requests)}
         )
-        # The device reads prompts meanwhile, and nothing that is sent waits for it.
-        ready = [torch.tensor(free), torch.from_numpy(self._uniforms(answers))]
-        index, uniforms = sent(ready, self.model.device)
-        cache.enter(index, [a.question for a in answers])
+        # The device reads prompts meanwhile. Sending does not wait for it.
+        ready = [torch.tensor(free), torch.from_numpy(self._uniforms(requests))]
+        index, uniforms = to_device(ready, self.model.device)
+        cache.enter(index, [r.prompt for r in requests])
         self.slots.open(index, uniforms)
         tokens, logps = pick_tokens(
-            self._logits(answers), self.slots.uniforms[index, 0], self.sampling.distribution
+            self._logits(requests), self.slots.uniforms[index, 0], self.sampling.distribution
         )
         self.slots.write(index, tokens, logps)
         self.taken[free], self.counts[free] = True, 1
-        for slot, answer in zip(free, answers, strict=True):
-            self.answers[slot], self.looked_at[slot] = answer, 0
-            self.waiting[answer.question] -= 1
-            if not self.waiting[answer.question]:
-                del self.first_logits[answer.question]
-                cache.all_entered(answer.question)
+        for slot, request in zip(free, requests, strict=True):
+            self.requests[slot], self.searched[slot] = request, 0
+            self.waiting[request.prompt] -= 1
+            if not self.waiting[request.prompt]:
+                del self.first_logits[request.prompt]
+                cache.all_entered(request.prompt)
 
-    def _to_read(self, answers: Sequence[Answer]) -> list[int]:
-        """Return the questions of some answers that were not read yet.
+    def _to_read(self, requests: Sequence[Request]) -> list[int]:
+        """Return the prompts of some requests that were not read yet.
 
-        If there are any, those that come next are read with them as far as there is room: a pass
-        over few prompts takes a GPU as long as one over many, and all slots wait for it.
+        If there are any, the next ones in the queue are read with them as far as there is room: a
+        pass over few prompts takes a GPU as long as one over many, and all slots wait for it.
         """
         known = self.first_logits
-        needed = {a.question for a in answers if a.question not in known}
+        needed = {r.prompt for r in requests if r.prompt not in known}
         if not needed:
             return []
-        longest = max(len(question.tokens) for question in self.questions)
-        room = min(PREFILL_TOKENS // longest, self.slots.cache.spare_prompts)
+        room = min(PREFILL_TOKENS // self.limits.prompt_tokens, self.slots.cache.spare_prompts)
         coming = dict.fromkeys(
-            a.question for a in chain(answers, self.queue) if a.question not in known
+            r.prompt for r in chain(requests, self.queue) if r.prompt not in known
         )
         return list(coming)[: max(room, len(needed))]
 
-    def _uniforms(self, answers: Sequence[Answer]) -> np.ndarray:
-        return completion_uniforms(
-            seed=self.sampling.seed,
-            step=self.step,
-            answers=[(self.questions[a.question].prompt.id, a.sample) for a in answers],
-            count=self.sampling.max_tokens,
-        )
+    def _uniforms(self, requests: Sequence[Request]) -> np.ndarray:
+        return completion_uniforms([r.address for r in requests], self.sampling.max_tokens)
 
-    def _logits(self, answers: Sequence[Answer]) -> torch.Tensor:
-        """Return the logits [n, V] of the first token of each answer."""
-        asked = dict.fromkeys(answer.question for answer in answers)
-        rows = {question: row for row, question in enumerate(asked)}
-        logits = torch.stack([self.first_logits[question] for question in asked])
-        (index,) = sent([torch.tensor([rows[a.question] for a in answers])], logits.device)
+    def _logits(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Return the logits [n, V] of the first token of each request."""
+        prompts = dict.fromkeys(request.prompt for request in requests)
+        rows = {prompt: row for row, prompt in enumerate(prompts)}
+        logits = torch.stack([self.first_logits[prompt] for prompt in prompts])
+        (index,) = to_device([torch.tensor([rows[r.prompt] for r in requests])], logits.device)
         return logits[index]
 
     def _shrink(self) -> None:
-        """Once nobody waits, free slots only cost: move the rest together."""
-        width = self.stepper.width_for(self.running)
+        """Move the slots in use together: with an empty queue, free slots only cost time."""
+        width = self.backend.width_for(self.running)
         if 2 * self.running > self.width or width >= self.width:
             return
         kept = np.flatnonzero(self.taken).tolist()
         self.slots.keep(torch.tensor(kept, device=self.model.device))
         spare = width - len(kept)
-        self.answers = [self.answers[slot] for slot in kept] + [None] * spare
-        self.looked_at = [self.looked_at[slot] for slot in kept] + [0] * spare
+        self.requests = [self.requests[slot] for slot in kept] + [None] * spare
+        self.searched = [self.searched[slot] for slot in kept] + [0] * spare
         self.counts = np.pad(self.counts[kept], (0, spare))
         self.taken = np.arange(width) < len(kept)
         self.width = width
 
-    def _take_ended(self) -> list[Ended]:
-        """Free the slots whose answer has ended, and return the answers.
+    def _take_finished(self) -> list[Finished]:
+        """Free the slots whose completion has ended, and return these completions.
 
-        The device waits for this, so what can be done later is left to whoever takes them.
+        The device waits for this, so all work that can be done later is left to the caller.
         """
         active, self.counts = self.slots.progress(self.width)
         cut = self._stop_strings() if self.sampling.stop_strings else {}
@@ -198,24 +203,25 @@ class Writer:
         self.taken[ended] = False
         result = []
         for slot, row, row_logps in zip(ended, tokens, logps, strict=True):
-            answer, length = self.answers[slot], cut.get(slot, int(self.counts[slot]))
-            assert answer is not None
+            request, length = self.requests[slot], cut.get(slot, int(self.counts[slot]))
+            assert request is not None
             stopped = slot in cut or int(row[length - 1]) in self.stop_ids
             finish: Finish = "stop" if stopped else "length"
-            result.append(Ended(answer, row[:length], row_logps[:length], finish))
-            self.answers[slot] = None
-            self.unended[answer.question] -= 1
-            if not self.unended[answer.question]:
-                self.slots.cache.all_ended(answer.question)
+            result.append(Finished(request, row[:length], row_logps[:length], finish))
+            self.requests[slot] = None
+            self.unfinished[request.prompt] -= 1
+            if not self.unfinished[request.prompt]:
+                del self.prompts[request.prompt]
+                self.slots.cache.all_ended(request.prompt)
         return result
 
     def _stop_strings(self) -> dict[int, int]:
-        """Return the slots that have completed a stop string, and how many tokens that took."""
+        """Return the slots that have completed a stop string, and their length with it."""
         found: dict[int, int] = {}
         slots, counts = np.flatnonzero(self.taken).tolist(), self.counts.tolist()
         tokens, _ = self.slots.written(slots)
         # A stop string of n bytes spans at most n tokens, unless they decode to nothing.
-        starts = [max(0, self.looked_at[slot] + 1 - self.stop_reach) for slot in slots]
+        starts = [max(0, self.searched[slot] + 1 - self.stop_reach) for slot in slots]
         tails = [
             row[start : counts[slot]].tolist()
             for slot, start, row in zip(slots, starts, tokens, strict=True)
@@ -223,12 +229,12 @@ class Writer:
         texts = self.model.decode_many(tails)
         for slot, start, tail, text in zip(slots, starts, tails, texts, strict=True):
             if self._stops(tail, text):
-                found[slot] = start + self._first_stop(tail, self.looked_at[slot] - start)
-            self.looked_at[slot] = counts[slot]
+                found[slot] = start + self._first_stop(tail, self.searched[slot] - start)
+            self.searched[slot] = counts[slot]
         return found
 
     def _first_stop(self, tail: list[int], seen: int) -> int:
-        """Return after how many tokens of `tail` a stop string is complete; more than `seen`."""
+        """Return the length of `tail` up to the end of a stop string; it is more than `seen`."""
         for length in range(seen + 1, len(tail)):
             tokens = tail[max(0, length - self.stop_reach) : length]
             if self._stops(tokens, self.model.decode(tokens)):
@@ -236,13 +242,13 @@ class Writer:
         return len(tail)
 
     def _stops(self, tokens: list[int], text: str) -> bool:
-        """Tell whether there is a stop string in some tokens, whose text is `text`."""
+        """Return whether tokens, whose text is `text`, contain a stop string."""
         found = any(stop in text for stop in self.sampling.stop_strings)
         return found or not self.stop_tokens.isdisjoint(tokens)
 
 
 def _special_tokens(model: LanguageModel, texts: Sequence[str]) -> frozenset[int]:
-    """Return the special tokens that are written as one of some texts."""
+    """Return the special tokens whose content is one of some texts."""
     if not texts:
         return frozenset()
     added = model.tokenizer.added_tokens_decoder

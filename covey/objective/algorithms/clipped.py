@@ -93,8 +93,8 @@ def dapo(
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A),  clip_low < clip_high
 
     The clip and the aggregation are here; the rest of DAPO is not a loss and combines with any
-    algorithm: dynamic sampling (filter.dynamic_sampling), overlong filtering (filter.mask_truncated) and
-    soft overlong punishment (length_penalty.name = "soft").
+    algorithm: dynamic sampling (filter.dynamic_sampling), overlong filtering
+    (filter.mask_truncated) and soft overlong punishment (length_penalty.name = "soft").
 
     Where paper and released code differ: equation 8 takes the token mean inside each prompt's group
     (`aggregation = "group_mean_token_mean"`), the code, like ours, over the optimizer step.
@@ -186,7 +186,7 @@ def reinforce_pp(
         penalty=PENALTIES[kl],
         beta=beta,
         kl_in=kl_in,
-        compares=False,
+        reads=frozenset(),
     )
 
 

@@ -183,7 +183,7 @@ def grpo_s(
     """
     return Objective(
         advantage=partial(
-            shaping.entropy_shaped_answers,
+            shaping.entropy_shaped_sequences,
             beta1=beta1,
             beta2=beta2,
             scope=scope,
@@ -196,6 +196,5 @@ def grpo_s(
         weights=weights.sequence_mean_token_mean,
         penalty=PENALTIES[kl],
         beta=beta,
-        needs_entropy=True,
-        needs_success=True,
+        reads=shaping.SHAPED_BY_ENTROPY,
     )

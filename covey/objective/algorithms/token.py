@@ -56,8 +56,7 @@ def gtpo(
         weights=weights.token_mean,
         penalty=PENALTIES[kl],
         beta=beta,
-        needs_entropy=True,
-        needs_success=True,
+        reads=shaping.SHAPED_BY_ENTROPY,
     )
 
 
@@ -95,8 +94,7 @@ def gtpo_trajectory(
         weights=weights.sequence_mean_token_mean,
         penalty=PENALTIES[kl],
         beta=beta,
-        needs_entropy=True,
-        needs_tokens=True,
+        reads=shaping.WITHOUT_CONFLICTS,
     )
 
 
@@ -115,8 +113,8 @@ def clip_cov(
     """Clip-Cov, arXiv 2505.22617: no gradient for a few tokens that would collapse the entropy.
 
         cov  = (A - mean A) (logp - mean logp), over the tokens of the optimizer step
-        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A), but 0 for max(1, share T)
-               random tokens with cov_low < cov < cov_high that the clip does not cut
+        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A), but 0 for
+               max(1, share T) random tokens with cov_low < cov < cov_high that are not clipped
 
     Choices: cov is over the whole optimizer step, not over a micro-batch, so it takes a forward
     pass more. The random tokens are picked by a hash of what was sampled: the same whatever the

@@ -1,4 +1,4 @@
-"""Kernels run on the device where there is one, and else by Triton's interpreter on the CPU."""
+"""Kernels run on a GPU if there is one, else in Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 

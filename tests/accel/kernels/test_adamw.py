@@ -13,7 +13,7 @@ NUMBERS = numbers_of(
 
 @pytest.mark.parametrize("halves", [True, False])
 @pytest.mark.parametrize("count", [7, 5000])
-def test_the_kernel_is_what_torch_operations_are_bit_for_bit(
+def test_the_kernel_equals_torch_bit_for_bit(
     device: torch.device, halves: bool, count: int
 ) -> None:
     from covey.accel.kernels.adamw import adamw

@@ -1,4 +1,4 @@
-"""The attention kernel compiles for GPUs that are not here, and fits in their memory."""
+"""The attention kernel compiles for other GPUs, and fits in their shared memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import pytest
 pytest.importorskip("triton")
 
 LEAST_SHARED_MEMORY = 99 * 2**10
-"""Bytes that a program may have on the smaller GPUs since Ampere: RTX 3090, A10, L4, RTX 4090."""
+"""Shared memory of a program on the smaller GPUs since Ampere: RTX 3090, A10, L4, RTX 4090."""
 
-# In a process of its own: here kernels may be interpreted. What is no number is a pointer.
+# In a separate process, because kernels may be interpreted in this one. All but numbers are
+# pointers.
 COMPILE = """
 import json, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from covey.accel.kernels.decode import _decode_attention as kernel, pieces
+from covey.accel.kernels.decode_attention import _decode_attention as kernel, tile_sizes
 
 KINDS = {"cosine": "*fp32", "sine": "*fp32", "prompt_row": "*i64", "prompt_length": "*i64",
          "place": "*i64", "active": "*i1", "scale": "fp32", "eps": "fp32",
@@ -27,7 +28,7 @@ KINDS = {"cosine": "*fp32", "sine": "*fp32", "prompt_row": "*i64", "prompt_lengt
 found = {}
 for size in (32, 64, 128, 256):
     for kind, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        block, warps, stages = pieces(100, size, dtype)
+        block, warps, stages = tile_sizes(100, size, dtype)
         known = dict(key_heads=2, shared=6, size=size, rows=16, block=block, norms=False,
                      precision="ieee" if kind == "fp32" else "tf32")
         signature = {name: "constexpr" if name in known else KINDS.get(name, "*" + kind)

@@ -22,10 +22,10 @@ ROWS = [[0, 1, 2, 3], [0, 1, 4], [5, 6]]
 
 
 def table(device: torch.device):
-    from covey.accel.kernels.rope import Shared
+    from covey.accel.varlen_attention import KeyIndex
 
     make = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
-    return Shared(
+    return KeyIndex(
         tokens=make([token for row in ROWS for token in row]),
         starts=make([0, 4, 7]),
         begin=make([0, 0, 0, 0, 1, 2, 2]),
@@ -38,10 +38,10 @@ def table(device: torch.device):
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("shape", [(3, 1, 8), (6, 3, 12)])
-def test_turning_and_gathering_and_their_gradients_are_those_of_float64(
+def test_rope_gathering_and_gradients_match_float64(
     device: torch.device, dtype: torch.dtype, joint: bool, shares: bool, shape: tuple[int, int, int]
 ) -> None:
-    from covey.accel.kernels.rope import turn
+    from covey.accel.kernels.rope import apply_rope
 
     torch.manual_seed(0)
     heads, key_heads, size = shape
@@ -52,7 +52,7 @@ def test_turning_and_gathering_and_their_gradients_are_those_of_float64(
     given = [product.requires_grad_()] if joint else [
         part.clone().requires_grad_() for part in product.split(widths, dim=1)
     ]  # fmt: skip
-    found = turn(*given, rope=rope, shared=table(device) if shares else None, shape=shape)
+    found = apply_rope(*given, rope=rope, shared=table(device) if shares else None, shape=shape)
 
     exact = product.detach().double().cpu().requires_grad_()
     query, key, value = (part.view(7, -1, size) for part in exact.split(widths, dim=1))

@@ -11,12 +11,12 @@ SLOTS, ROOM, VOCABULARY = 24, 5, 4500
 
 
 def written(device: torch.device, uniforms: torch.Tensor) -> Any:
-    from covey.accel.kernels.sample import Written
+    from covey.accel.kernels.sample import SlotState
 
     def full(value: int) -> torch.Tensor:
         return torch.full((SLOTS,), value, device=device)
 
-    return Written(
+    return SlotState(
         tokens=torch.zeros(SLOTS, ROOM, dtype=torch.long, device=device),
         logps=torch.zeros(SLOTS, ROOM, device=device),
         uniforms=uniforms,
@@ -28,8 +28,10 @@ def written(device: torch.device, uniforms: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_what_is_drawn_is_what_plain_code_draws(device: torch.device, temperature: float) -> None:
-    from covey.accel.kernels.sample import draw
+def test_the_kernel_samples_the_same_tokens_as_torch(
+    device: torch.device, temperature: float
+) -> None:
+    from covey.accel.kernels.sample import sample_tokens
 
     torch.manual_seed(0)
     logits = 3 * torch.randn(SLOTS, VOCABULARY, device=device)
@@ -39,7 +41,7 @@ def test_what_is_drawn_is_what_plain_code_draws(device: torch.device, temperatur
         logits, state.uniforms[:, 2], Distribution(temperature=temperature)
     )
     stops = torch.tensor([-1, int(expected[5])], device=device)
-    draw(logits, state, temperature=temperature, stop_ids=stops)
+    sample_tokens(logits, state, temperature=temperature, stop_ids=stops)
     rest = torch.arange(SLOTS, device=device) != 3
     assert torch.equal(state.tokens[rest, 2], expected[rest])
     assert torch.equal(state.last[rest], expected[rest])
@@ -51,12 +53,12 @@ def test_what_is_drawn_is_what_plain_code_draws(device: torch.device, temperatur
     assert state.active.tolist() == [slot not in ended for slot in range(SLOTS)]
 
 
-def test_an_answer_ends_when_its_room_is_full(device: torch.device) -> None:
-    from covey.accel.kernels.sample import draw
+def test_a_completion_ends_when_its_slot_is_full(device: torch.device) -> None:
+    from covey.accel.kernels.sample import sample_tokens
 
     state = written(device, torch.rand(SLOTS, ROOM, device=device))
     state.counts[:] = ROOM - 1
-    draw(
+    sample_tokens(
         torch.randn(SLOTS, 50, device=device),
         state,
         temperature=1.0,
@@ -65,26 +67,26 @@ def test_an_answer_ends_when_its_room_is_full(device: torch.device) -> None:
     assert not state.active.any()
 
 
-def test_the_ends_of_the_uniforms_draw_tokens_that_have_mass(device: torch.device) -> None:
-    from covey.accel.kernels.sample import draw
+def test_extreme_uniforms_select_tokens_with_mass(device: torch.device) -> None:
+    from covey.accel.kernels.sample import sample_tokens
 
     uniforms = torch.full((SLOTS, ROOM), 1 - 2**-24, device=device)
     uniforms[:12] = 0.0
     state = written(device, uniforms)
     logits = torch.full((SLOTS, VOCABULARY), -torch.inf, device=device)
     logits[:, 2100:2110] = torch.randn(SLOTS, 10, device=device)
-    draw(logits, state, temperature=1.0, stop_ids=torch.tensor([-1], device=device))
+    sample_tokens(logits, state, temperature=1.0, stop_ids=torch.tensor([-1], device=device))
     assert state.tokens[:12, 2].tolist() == [2100] * 12
     assert state.tokens[12:, 2].tolist() == [2109] * 12
     assert torch.isfinite(state.logps).all()
 
 
-def test_rounding_where_stretches_meet_draws_no_token_without_mass(device: torch.device) -> None:
-    """Every stretch begins with tokens that have none; uniforms fall on where one begins."""
-    from covey.accel.kernels.sample import STRETCH, draw
+def test_rounding_at_block_borders_selects_no_token_without_mass(device: torch.device) -> None:
+    """Every block begins with tokens without mass; uniforms fall on the borders of blocks."""
+    from covey.accel.kernels.sample import BLOCK, sample_tokens
 
     torch.manual_seed(2)
-    logits = torch.full((40, STRETCH), -torch.inf, device=device)
+    logits = torch.full((40, BLOCK), -torch.inf, device=device)
     logits[:, 1000:1003] = torch.randn(40, 3).to(device)
     tops = logits.amax(dim=1)
     sums = (logits - tops[:, None]).exp().sum(dim=1) * (tops - tops.max()).exp()
@@ -93,21 +95,23 @@ def test_rounding_where_stretches_meet_draws_no_token_without_mass(device: torch
         uniforms = (begins.view(torch.int32) + ulps).view(torch.float32)
         state = written(device, uniforms[:, None].repeat(1, ROOM))
         stops = torch.tensor([-1], device=device)
-        draw(logits.flatten().repeat(SLOTS, 1), state, temperature=1.0, stop_ids=stops)
+        sample_tokens(logits.flatten().repeat(SLOTS, 1), state, temperature=1.0, stop_ids=stops)
         assert torch.isfinite(state.logps).all()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("wrong", [slice(None), slice(2100, 2101)], ids=["all", "one"])
-def test_logits_that_are_not_numbers_give_a_token_and_a_logp_that_is_none(
+def test_nan_logits_give_a_valid_token_with_nan_logp(
     device: torch.device, temperature: float, wrong: slice
 ) -> None:
-    from covey.accel.kernels.sample import draw
+    from covey.accel.kernels.sample import sample_tokens
 
     state = written(device, torch.rand(SLOTS, ROOM, device=device))
     logits = torch.randn(SLOTS, VOCABULARY, device=device)
     logits[7, wrong] = torch.nan
-    draw(logits, state, temperature=temperature, stop_ids=torch.tensor([-1], device=device))
+    sample_tokens(
+        logits, state, temperature=temperature, stop_ids=torch.tensor([-1], device=device)
+    )
     assert ((state.tokens >= 0) & (state.tokens < VOCABULARY)).all()
     assert state.logps[:, 2].isnan().nonzero().flatten().tolist() == [7]

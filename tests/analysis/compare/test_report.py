@@ -12,26 +12,24 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from covey.analysis.compare import facts as facts_module
+from covey.analysis.compare import report_contents as contents_module
 from covey.analysis.compare import report_text
-from covey.analysis.compare.charts import MISSING, page_file
-from covey.analysis.compare.facts import Facts, facts_of
-from covey.analysis.compare.listings import runs_table
-from covey.analysis.compare.report import SCHEMA, report_data, terminal_table, write_reports
-from covey.analysis.compare.report_html import page
-from covey.analysis.compare.report_text import fenced, markdown, plain
-from covey.analysis.compare.tables import (
-    course_table,
-    matrix,
+from covey.analysis.compare.report_contents import ReportContents, report_contents
+from covey.analysis.compare.report_files import SCHEMA, report_data, write_reports
+from covey.analysis.compare.report_html import MISSING, page, page_file
+from covey.analysis.compare.report_tables import (
     p_value,
+    pair_summaries,
     pair_table,
-    pair_words,
     points,
-    reach_table,
     result_table,
+    runs_table,
+    speed_table,
+    training_table,
 )
+from covey.analysis.compare.report_text import fenced, markdown, plain, terminal_report
 from covey.errors import DiskError
-from tests.compare import made
+from tests.analysis.compare import sample_comparison as sample
 
 # Attributes by which a page may load something.
 LOADING = {
@@ -48,9 +46,9 @@ LOADING = {
 
 
 @pytest.fixture
-def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Facts:
-    monkeypatch.setattr(facts_module, "verdict", lambda comparison: made.verdict())
-    return facts_of(made.fill(tmp_path), made.comparison())
+def contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReportContents:
+    monkeypatch.setattr(contents_module, "conclude", lambda comparison: sample.conclusion())
+    return report_contents(sample.fill(tmp_path), sample.comparison())
 
 
 @pytest.fixture
@@ -104,26 +102,26 @@ def check_page(text: str) -> Page:
 
 
 @pytest.mark.usefixtures("no_plotly")
-def test_a_page_without_plotly_has_its_tables_and_names_the_extra(facts: Facts) -> None:
-    read = check_page(page(facts))
+def test_page_without_plotly_has_tables_and_names_the_extra(contents: ReportContents) -> None:
+    read = check_page(page(contents))
     assert [tag for tag, _ in read.tags if tag in ("script", "img")] == []
     assert MISSING in read.text
     assert "First and last of each metric" in read.text
-    for told in (
+    for text in (
         "Cannot tell grpo and <b> apart",  # headline
         "about 7 seeds would be needed",
         "+83.3", "[+47.5, +100.0]",  # improvement of grpo
-        "[-98.7, +12.3]", "p 0.084",  # the pair turned round
+        "[-12.3, +98.7]", "0.084",  # the pair
         "12,500 tokens, 6 s", "not reached", "1 of 2 seeds",
-        "the checkpoints cannot be told apart",
+        "the checkpoints do not differ",
         "killed <by> signal 9",
         "<b> is the same as grpo (grpo, <b>)", "train.mini_batches = 4",
-        "objective.clip_low", "0.0003", "(it has no such option)",
+        "objective.clip_low", "0.0003", "(no such option)",
         "covey compare small --algorithms grpo,<b>",
         'name = "<common>"',
-        "2 arms, 3 seeds each, 20,000 tokens a run",
+        "2 arms, 3 seeds each, 20,000 tokens per run",
     ):  # fmt: skip
-        assert told in read.text
+        assert text in read.text
 
 
 @pytest.mark.usefixtures("no_plotly")
@@ -136,23 +134,27 @@ def test_a_page_without_plotly_has_its_tables_and_names_the_extra(facts: Facts) 
         ("a.b and c:d are the same.", ["a.b and c:d are the same."]),
     ],
 )
-def test_a_headline_is_shown_in_two_parts_with_every_letter_as_it_is(
-    facts: Facts, headline: str, shown: list[str]
+def test_headline_is_split_without_changing_its_text(
+    contents: ReportContents, headline: str, shown: list[str]
 ) -> None:
-    read = check_page(page(replace(facts, verdict=replace(facts.verdict, headline=headline))))
+    read = check_page(
+        page(replace(contents, conclusion=replace(contents.conclusion, headline=headline)))
+    )
     after = read.texts.index("small: which is better?") + 1
     assert read.texts[after : after + len(shown)] == shown
 
 
 @pytest.mark.usefixtures("no_plotly")
-def test_one_arm_and_one_seed_are_not_several(facts: Facts) -> None:
-    alone = replace(facts.comparison, seeds=(1,))
-    assert "2 arms, 1 seed each, 20,000" in check_page(page(replace(facts, comparison=alone))).text
+def test_one_seed_is_singular(contents: ReportContents) -> None:
+    alone = replace(contents.comparison, seeds=(1,))
+    assert (
+        "2 arms, 1 seed each, 20,000" in check_page(page(replace(contents, comparison=alone))).text
+    )
 
 
 def test_a_comparison_without_evaluations_has_no_empty_chart(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    read = check_page(page(facts_of(tmp_path, made.comparison(outcomes=()))))
+    read = check_page(page(report_contents(tmp_path, sample.comparison(runs=()))))
     assert "No run has been evaluated yet." in read.text
     assert [
         tag for tag, attrs in read.tags if tag == "input" or "chart" in attrs.get("class", "")
@@ -161,7 +163,7 @@ def test_a_comparison_without_evaluations_has_no_empty_chart(tmp_path: Path) -> 
     assert 'if (!document.getElementById("chart-curves")) return;' in page_file("report.js")
 
 
-def test_a_long_name_is_folded_on_a_narrow_screen() -> None:
+def test_long_name_wraps_on_a_narrow_screen() -> None:
     narrow = page_file("report.css").partition("@media (max-width: 40rem) {")[2].partition("\n}")[0]
     (rule,) = re.findall(r"tbody th \{(.*?)\}", narrow)
     assert {"white-space: normal", "overflow-wrap: anywhere", "max-width: 40vw"} <= {
@@ -170,18 +172,18 @@ def test_a_long_name_is_folded_on_a_narrow_screen() -> None:
 
 
 @pytest.mark.usefixtures("no_plotly")
-def test_answers_stand_side_by_side_and_their_markup_is_text(facts: Facts) -> None:
-    read = check_page(page(facts))
-    # Four problems with seed 1: two on which the two arms differ, one right, one wrong.
-    assert read.texts.count(made.EVIL) == 8
-    assert read.text.count("✓ right") == 4
-    assert read.text.count("✗ wrong") == 4
+def test_completions_are_shown_side_by_side_and_escaped(contents: ReportContents) -> None:
+    read = check_page(page(contents))
+    # Four prompts with seed 1: two on which the arms differ, one all correct, one all incorrect.
+    assert read.texts.count(sample.EVIL) == 8
+    assert read.text.count("✓ correct") == 4
+    assert read.text.count("✗ incorrect") == 4
     assert "5 tokens, ended by length" in read.text
 
 
-def test_charts_bring_their_program_along_and_load_nothing(facts: Facts) -> None:
+def test_charts_embed_their_scripts_and_load_nothing(contents: ReportContents) -> None:
     pytest.importorskip("plotly")
-    text = page(facts)
+    text = page(contents)
     read = check_page(text)
     scripts = [attrs for tag, attrs in read.tags if tag == "script"]
     assert scripts == [{"type": "application/json", "id": "chart-data"}, {}, {}]
@@ -200,63 +202,54 @@ def test_charts_bring_their_program_along_and_load_nothing(facts: Facts) -> None
     assert [a["value"] for a in axes if "checked" in a] == ["tokens"]
 
 
-def test_tables_say_what_was_found() -> None:
-    found = made.verdict()
+def test_tables_show_the_results() -> None:
+    found = sample.conclusion()
     assert result_table(found).rows == [
         ["grpo", "0.0%", "83.3%", "+83.3", "[+47.5, +100.0]", "3"],
         ["<b>", "0.0%", "37.5%", "+37.5", "[-20.0, +95.0]", "2"],
     ]
-    assert course_table(found).rows[1] == [
+    assert training_table(found).rows[1] == [
         "<b>",
         "[0.0%, 100.0%]",
         "37.6%",
         "12.0%",
         "1 of 2 seeds",
     ]
-    assert reach_table(found).head == ["method", "50%"]
-    assert reach_table(found).rows == [["grpo", "12,500 tokens, 6 s"], ["<b>", "not reached"]]
+    assert speed_table(found).head == ["arm", "50%"]
+    assert speed_table(found).rows == [["grpo", "12,500 tokens, 6 s"], ["<b>", "not reached"]]
     assert pair_table(found).rows == [["grpo - <b>", "+50.0", "[-12.3, +98.7]", "0.084", "2", "7"]]
-    assert matrix(found).rows == [
-        ["grpo", "", "+50.0\n[-12.3, +98.7]\np 0.084"],
-        ["<b>", "-50.0\n[-98.7, +12.3]\np 0.084", ""],
-    ]
 
 
-def test_tables_of_what_cannot_be_said_have_dashes() -> None:
-    found = made.verdict()
+def test_tables_without_results_have_dashes() -> None:
+    found = sample.conclusion()
     nothing = dict.fromkeys(("initial", "final", "improvement", "best", "area"))
-    empty = replace(found.arms[0], seeds=0, reach=(), **nothing)
+    empty = replace(found.arms[0], seeds=0, time_to_accuracy=(), **nothing)
     alone = replace(
         found.pairs[0], difference=None, p_holm=None, decision="one seed", seeds_needed=None
     )
     none = replace(alone, mean=None, decision="nothing to compare", checkpoints=())
     unsaid = replace(found, arms=(empty, found.arms[1]), pairs=(alone, none))
     assert result_table(unsaid).rows[0] == ["grpo", "-", "-", "-", "-", "0"]
-    assert course_table(unsaid).rows[0] == ["grpo", "-", "-", "-", "-"]
-    assert reach_table(unsaid).rows == [["grpo", "-"], ["<b>", "not reached"]]
-    assert matrix(replace(found, pairs=(alone,))).rows == [
-        ["grpo", "", "+50.0"],
-        ["<b>", "-50.0", ""],
-    ]
-    assert matrix(replace(found, pairs=(none,))).rows == [["grpo", "", "-"], ["<b>", "-", ""]]
-    assert reach_table(replace(found, arms=(empty,))).rows == []
+    assert training_table(unsaid).rows[0] == ["grpo", "-", "-", "-", "-"]
+    assert speed_table(unsaid).rows == [["grpo", "-"], ["<b>", "not reached"]]
+    assert speed_table(replace(found, arms=(empty,))).rows == []
     assert [row[1:4] + row[5:] for row in pair_table(unsaid).rows] == [
         ["+50.0", "-", "-", "at least 2"],
         ["-", "-", "-", "-"],
     ]
 
 
-def test_what_the_headline_says_of_the_only_pair_is_not_said_twice() -> None:
-    found = made.verdict()
-    assert len(pair_words(found)) == 1
-    assert pair_words(replace(found, headline=found.pairs[0].words)) == []
+def test_summary_of_a_pair_does_not_repeat_the_headline() -> None:
+    found = sample.conclusion()
+    assert len(pair_summaries(found)) == 1
+    assert pair_summaries(replace(found, headline=found.pairs[0].summary)) == []
 
 
-def test_numbers_are_written_with_the_digits_that_mean_something() -> None:
+def test_points_and_p_values_are_rounded() -> None:
     assert [points(x) for x in (0.0, -0.0, -0.0001, 0.1234, -1.0)] == [
-        "+0.0",
-        "+0.0",
-        "-0.0",
+        "0.0",
+        "0.0",
+        "0.0",
         "+12.3",
         "-100.0",
     ]
@@ -269,12 +262,12 @@ def test_numbers_are_written_with_the_digits_that_mean_something() -> None:
     ]
 
 
-def test_a_terminal_shows_the_table_then_the_pairs_then_the_findings(
+def test_terminal_shows_table_then_pairs_then_findings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(report_text, "verdict", lambda comparison: made.verdict())
+    monkeypatch.setattr(report_text, "conclude", lambda comparison: sample.conclusion())
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(terminal_table(made.comparison()))
+    console.print(terminal_report(sample.comparison()))
     text = console.export_text()
     order = ["improvement", "+83.3", "[+47.5, +100.0]", "Cannot tell grpo and <b> apart", "seed 3: killed",
              "about 7 seeds would be needed", "<b> is the same as grpo"]  # fmt: skip
@@ -282,8 +275,8 @@ def test_a_terminal_shows_the_table_then_the_pairs_then_the_findings(
     assert sorted(order, key=text.find) == order
 
 
-def test_markdown_has_the_same_tables_and_no_markup_of_others(facts: Facts) -> None:
-    text = markdown(facts)
+def test_markdown_has_the_same_tables_and_escapes_text(contents: ReportContents) -> None:
+    text = markdown(contents)
     assert "**Cannot tell grpo and &lt;b&gt; apart**" in text
     assert "| grpo | 0.0% | 83.3% | +83.3 | \\[+47.5, +100.0\\] | 3 |" in text
     assert "| grpo - &lt;b&gt; | +50.0 |" in text
@@ -295,7 +288,7 @@ def test_markdown_has_the_same_tables_and_no_markup_of_others(facts: Facts) -> N
             assert len({len(re.findall(r"(?<!\\)\|", row)) for row in block.split("\n")}) == 1
 
 
-def test_text_cannot_leave_its_place_in_markdown() -> None:
+def test_text_is_literal_in_markdown() -> None:
     assert plain("a|b\n<c> *d* [e](f) `g` @h") == (
         "a\\|b &lt;c&gt; \\*d\\* \\[e\\](f) \\`g\\` @\u200bh"
     )
@@ -303,67 +296,65 @@ def test_text_cannot_leave_its_place_in_markdown() -> None:
     assert fenced("x") == "```\nx\n```"
 
 
-def test_json_holds_everything_under_a_version(facts: Facts) -> None:
-    data = report_data(facts)
-    assert data["schema"] == SCHEMA == 1
-    assert data["prompts"][1] == {"id": "p/1", "prompt": f"p/1: {made.EVIL}", "expected": "<p/1>"}
+def test_json_has_every_section_and_a_schema_version(contents: ReportContents) -> None:
+    data = report_data(contents)
+    assert data["schema"] == SCHEMA == 2
+    assert data["prompts"][1] == {"id": "p/1", "prompt": f"p/1: {sample.EVIL}", "target": "<p/1>"}
     assert [(r["arm"], r["seed"], r["state"]) for r in data["runs"]][-1] == ("<b>", 3, "failed")
-    assert data["runs"][0]["points"][2] == {
-        "step": 20, "tokens": 20_000, "updates": 80, "seconds": 10.0, "accuracy": 0.75, "right": "1110",
+    assert data["runs"][0]["evaluations"][2] == {
+        "step": 20, "tokens": 20_000, "updates": 80, "seconds": 10.0, "accuracy": 0.75, "correct": "1110",
     }  # fmt: skip
-    assert data["verdict"]["pairs"][0]["p_holm"] == 0.0842
+    assert data["conclusion"]["pairs"][0]["p_holm"] == 0.0842
     assert data["agreement"]["solved_only_by"] == {"grpo": 2, "<b>": 0}
-    assert data["curves"][0]["high"] == [0.0, 0.5, 1.0]
+    assert data["curves"][0]["high"] == (0.0, 0.5, 1.0)
 
 
-def test_every_field_of_the_json_is_documented(facts: Facts) -> None:
-    text = (Path(__file__).parents[2] / "docs/compare-report.md").read_text()
+def test_every_json_field_is_documented(contents: ReportContents) -> None:
+    text = (Path(__file__).parents[3] / "docs/compare-report.md").read_text()
     named = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
-    assert set(report_data(facts)) == named
+    assert set(report_data(contents)) == named
 
 
-def test_reports_are_written_the_same_each_time_and_read_back(tmp_path: Path) -> None:
-    folder = made.fill(tmp_path)
-    write_reports(folder, made.comparison())
+def test_reports_are_deterministic_and_parse(tmp_path: Path) -> None:
+    folder = sample.fill(tmp_path)
+    write_reports(folder, sample.comparison())
     first = {
         name: (folder / name).read_bytes() for name in ("report.html", "report.md", "report.json")
     }
-    write_reports(folder, made.comparison())
+    write_reports(folder, sample.comparison())
     assert {name: (folder / name).read_bytes() for name in first} == first
     data = json.loads(first["report.json"])
-    pair = data["verdict"]["pairs"][0]
+    pair = data["conclusion"]["pairs"][0]
     assert pair["mean"] == 0.5
     assert pair["differences"] == [0.5, 0.5]
     check_page(first["report.html"].decode())
 
 
-@pytest.mark.parametrize(
-    "outcomes", [(), made.comparison().outcomes[-1:], made.comparison().outcomes[:1]]
-)
-def test_a_comparison_of_which_little_is_there_still_has_a_report(
-    outcomes: tuple[made.Outcome, ...], tmp_path: Path
+@pytest.mark.parametrize("runs", [(), sample.comparison().runs[-1:], sample.comparison().runs[:1]])
+def test_incomplete_comparison_still_has_a_report(
+    runs: tuple[sample.RunResult, ...], tmp_path: Path
 ) -> None:
-    write_reports(tmp_path, made.comparison(outcomes=outcomes, findings=()))
+    write_reports(tmp_path, sample.comparison(runs=runs, findings=()))
     check_page((tmp_path / "report.html").read_text())
-    assert json.loads((tmp_path / "report.json").read_text())["answers"]["seed"] is None
+    assert json.loads((tmp_path / "report.json").read_text())["completions"]["seed"] is None
 
 
-def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    write_reports(tmp_path, made.comparison(environment={"x": math.nan}))
+def test_nonfinite_numbers_are_null(tmp_path: Path) -> None:
+    write_reports(tmp_path, sample.comparison(environment={"x": math.nan}))
     assert json.loads((tmp_path / "report.json").read_text())["environment"] == {"x": None}
 
 
-def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
+def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"report\.html"):
-        write_reports(tmp_path / "nowhere", made.comparison())
+        write_reports(tmp_path / "nowhere", sample.comparison())
 
 
-def test_the_runs_say_whether_their_first_answers_were_shared() -> None:
-    assert "same answers in the first step." in runs_table(made.comparison()).note
-    outcomes = made.comparison().outcomes
-    other = replace(outcomes[3], first_answers="else")
-    apart = made.comparison(outcomes=(*outcomes[:3], other))
+def test_runs_table_says_whether_first_rollouts_were_shared() -> None:
+    assert "same rollouts in the first step." in runs_table(sample.comparison()).note
+    outcomes = sample.comparison().runs
+    other = replace(outcomes[3], first_rollouts="else")
+    apart = sample.comparison(runs=(*outcomes[:3], other))
     assert (
-        "Not all arms learned from the same answers in the first step (seed 1)"
+        "Not all arms learned from the same rollouts in the first step (seed 1)"
         in runs_table(apart).note
     )

@@ -28,7 +28,7 @@ from covey.analysis.compare.statistics import (
 )
 from covey.evaluate.intervals import proportion
 
-PROBLEMS = 128
+PROMPTS = 128
 
 
 def drawn(
@@ -37,35 +37,35 @@ def drawn(
     *,
     mean: float = 0.2,
     training: float = 0.3,
-    taste: float = 0.0,
+    preference: float = 0.0,
     seed: int = 0,
 ) -> np.ndarray:
-    """Simulate answers [repetitions, seeds, problems] of an arm that was trained again and again.
+    """Simulate whether completions [repetitions, seeds, prompts] of repeated runs are correct.
 
-    A problem is answered right where ability exceeds difficulty, in units of a normal deviate.
-    Problems differ (1.5), training runs differ (`training`: 8 points of accuracy), and so do the
-    answers of a run (0.8). `taste` is what an arm finds easy that others do not. `seed` picks the
-    arm; difficulties are the same for all.
+    A completion is correct if ability exceeds difficulty, in units of a normal deviate. Prompts
+    vary (1.5), training runs vary (`training`: 8 points of accuracy), and so do the completions of
+    a run (0.8). `preference` is how much easier some prompts are for this arm than for others.
+    `seed` selects the arm; difficulties are the same for all.
     """
-    shape = (repetitions, 1, PROBLEMS)
+    shape = (repetitions, 1, PROMPTS)
     difficulty = np.random.default_rng(12345).normal(0, 1.5, shape).astype(np.float32)
     own = np.random.default_rng(seed)
     ability = mean + training * own.normal(size=(repetitions, seeds, 1))
-    liking = taste * own.normal(size=shape)
-    noise = 0.8 * own.standard_normal((repetitions, seeds, PROBLEMS), dtype=np.float32)
-    return ability + liking + noise > difficulty
+    own_ease = preference * own.normal(size=shape)
+    noise = 0.8 * own.standard_normal((repetitions, seeds, PROMPTS), dtype=np.float32)
+    return ability + own_ease + noise > difficulty
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5])
 @pytest.mark.parametrize("training", [0.1, 0.3])
-def test_an_algorithm_is_seldom_found_better_than_itself(seeds: int, training: float) -> None:
+def test_false_alarm_rate_is_the_level(seeds: int, training: float) -> None:
     one, other = (drawn(4000, seeds, training=training, seed=arm) for arm in (1, 2))
     differences = one.mean(axis=-1) - other.mean(axis=-1)
-    alarms = (seed_test(differences, PROBLEMS) < 0.05).mean()
+    alarms = (seed_test(differences, PROMPTS) < 0.05).mean()
     assert 0.035 <= alarms <= 0.065
 
 
-def test_problems_of_one_seed_find_an_algorithm_better_than_itself_every_third_time() -> None:
+def test_a_test_over_prompts_of_one_seed_has_30_percent_false_alarms() -> None:
     one, other = (drawn(2000, 1, seed=arm)[:, 0] for arm in (1, 2))
     gained, lost = (one & ~other).sum(axis=-1), (other & ~one).sum(axis=-1)
     p_values = 2 * stats.binom.cdf(np.minimum(gained, lost), gained + lost, 0.5)
@@ -75,10 +75,10 @@ def test_problems_of_one_seed_find_an_algorithm_better_than_itself_every_third_t
 @pytest.mark.parametrize(
     ("seeds", "shift", "rate"), [(2, 1.0, 0.15), (3, 0.8, 0.40), (5, 0.6, 0.60)]
 )
-def test_power_is_what_simulated_comparisons_find(seeds: int, shift: float, rate: float) -> None:
+def test_power_matches_simulated_comparisons(seeds: int, shift: float, rate: float) -> None:
     one, other = drawn(4000, seeds, mean=shift, seed=1), drawn(4000, seeds, mean=0.0, seed=2)
     differences = one.mean(axis=-1) - other.mean(axis=-1)
-    found = (seed_test(differences, PROBLEMS) < 0.05) & (differences.mean(axis=-1) > 0)
+    found = (seed_test(differences, PROMPTS) < 0.05) & (differences.mean(axis=-1) > 0)
     effect = differences.mean() / differences.std(axis=-1, ddof=1).mean()
     effect *= _bias(seeds)
     assert found.mean() == pytest.approx(power(effect, seeds), abs=0.03)
@@ -86,7 +86,7 @@ def test_power_is_what_simulated_comparisons_find(seeds: int, shift: float, rate
 
 
 def _bias(seeds: int) -> float:
-    """A mean deviation of few values is below the true one by this factor."""
+    """Return the factor by which the mean deviation of few values underestimates the true one."""
     freedom = seeds - 1
     return math.sqrt(2 / freedom) * math.exp(math.lgamma(seeds / 2) - math.lgamma(freedom / 2))
 
@@ -94,7 +94,7 @@ def _bias(seeds: int) -> float:
 # True accuracies by the normal distribution of ability + noise - difficulty.
 @pytest.mark.parametrize("seeds", [2, 3, 5])
 @pytest.mark.parametrize(("mean", "training"), [(0.2, 0.05), (0.2, 0.3), (0.2, 0.8), (2.5, 0.8)])
-def test_the_interval_of_an_arm_covers_its_accuracy_over_seeds_and_problems(
+def test_interval_of_an_arm_covers_its_accuracy_over_seeds_and_prompts(
     seeds: int, mean: float, training: float
 ) -> None:
     truth = stats.norm.cdf(mean / math.sqrt(1.5**2 + 0.8**2 + training**2))
@@ -102,7 +102,7 @@ def test_the_interval_of_an_arm_covers_its_accuracy_over_seeds_and_problems(
     assert 0.935 <= ((low <= truth) & (truth <= high)).mean() <= 0.992
 
 
-def test_an_interval_from_seeds_alone_forgets_the_problems() -> None:
+def test_interval_over_seeds_alone_is_too_narrow() -> None:
     truth = stats.norm.cdf(0.2 / math.sqrt(1.5**2 + 0.8**2 + 0.05**2))
     by_seed = drawn(2000, 5, training=0.05, seed=3).mean(axis=-1)
     half = 2.776 * by_seed.std(axis=-1, ddof=1) / math.sqrt(5)
@@ -110,27 +110,29 @@ def test_an_interval_from_seeds_alone_forgets_the_problems() -> None:
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_the_interval_for_other_problems_covers_where_arms_like_different_problems(
+def test_interval_for_new_prompts_covers_if_arms_prefer_different_prompts(
     seeds: int,
 ) -> None:
-    one, other = (drawn(2000, seeds, mean=0.0, taste=1.0, training=0.1, seed=a) for a in (1, 2))
+    one, other = (
+        drawn(2000, seeds, mean=0.0, preference=1.0, training=0.1, seed=a) for a in (1, 2)
+    )
     values = one.astype(float) - other
     parts = crossed(values)
-    covered = (np.abs(parts.mean) <= half_width(parts, seeds, PROBLEMS)).mean()
+    covered = (np.abs(parts.mean) <= half_width(parts, seeds, PROMPTS)).mean()
     assert 0.94 <= covered <= 0.99
 
 
-def test_on_the_same_problems_a_liking_is_a_true_difference() -> None:
-    # Why a verdict says when it holds for these problems only.
-    one, other = (drawn(2000, 5, mean=0.0, taste=1.0, training=0.1, seed=a) for a in (1, 2))
+def test_on_the_same_prompts_a_preference_is_a_true_difference() -> None:
+    # Hence a summary says when it holds for these held-out prompts only.
+    one, other = (drawn(2000, 5, mean=0.0, preference=1.0, training=0.1, seed=a) for a in (1, 2))
     differences = one.mean(axis=-1) - other.mean(axis=-1)
-    assert (seed_test(differences, PROBLEMS) < 0.05).mean() > 0.1
+    assert (seed_test(differences, PROMPTS) < 0.05).mean() > 0.1
 
 
-def test_the_variance_of_a_mean_is_taken_apart_as_in_the_analysis_of_variance() -> None:
+def test_variance_components_match_the_analysis_of_variance() -> None:
     values = np.array([[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
     parts = crossed(values)
-    # Degrees of freedom: 2 between seeds, 3 between problems, 6 for the rest.
+    # Degrees of freedom: 2 between seeds, 3 between prompts, 6 for the rest.
     total = ((values - 0.5) ** 2).sum()
     by_seed = 4 * ((values.mean(axis=1) - 0.5) ** 2).sum()
     by_item = 3 * ((values.mean(axis=0) - 0.5) ** 2).sum()
@@ -141,21 +143,21 @@ def test_the_variance_of_a_mean_is_taken_apart_as_in_the_analysis_of_variance() 
     assert parts.over_items == pytest.approx((by_item / 3 - rest / 6) / 12)
 
 
-def test_runs_that_are_all_the_same_have_the_interval_of_their_problems() -> None:
-    right = np.array([[True] * 30 + [False] * 70] * 4)
-    estimate = accuracy(right)
+def test_identical_runs_have_the_interval_over_prompts() -> None:
+    correct = np.array([[True] * 30 + [False] * 70] * 4)
+    estimate = accuracy(correct)
     # Student's quantile for 99 degrees of freedom in place of the normal's.
     wilson = proportion(30, 100)
     assert (estimate.low, estimate.high) == pytest.approx((wilson.low, wilson.high), abs=0.003)
-    assert accuracy(right[:1]) == wilson
+    assert accuracy(correct[:1]) == wilson
 
 
-@pytest.mark.parametrize("answer", [True, False])
-def test_an_accuracy_of_all_or_nothing_is_not_certain(answer: bool) -> None:
-    estimate = accuracy(np.full((3, 50), answer))
-    wilson = proportion(50 * answer, 50)
+@pytest.mark.parametrize("correct", [True, False])
+def test_interval_of_accuracy_0_or_1_has_a_width(correct: bool) -> None:
+    estimate = accuracy(np.full((3, 50), correct))
+    wilson = proportion(50 * correct, 50)
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx(
-        (float(answer), wilson.low, wilson.high), abs=1e-9
+        (float(correct), wilson.low, wilson.high), abs=1e-9
     )
 
 
@@ -168,7 +170,7 @@ def test_an_accuracy_lies_in_its_interval_between_0_and_1(
     assert 0.0 <= estimate.low <= estimate.value <= estimate.high <= 1.0
 
 
-def test_a_change_of_one_seed_is_known_over_problems_only() -> None:
+def test_interval_of_a_change_of_one_seed_is_over_prompts() -> None:
     values = np.array([[1.0] * 6 + [0.0] * 14])
     assert change(values).value == 0.3
     assert 0.05 < change(values).low < 0.2 < 0.4 < change(values).high < 0.6
@@ -177,7 +179,7 @@ def test_a_change_of_one_seed_is_known_over_problems_only() -> None:
 
 
 @given(st.lists(st.integers(-60, 60), min_size=2, max_size=8))
-def test_the_test_over_seeds_is_students_and_agrees_with_its_interval(counts: list[int]) -> None:
+def test_seed_test_is_students_t_and_agrees_with_its_interval(counts: list[int]) -> None:
     differences = np.array(counts) / 100
     p_value, interval = float(seed_test(differences, 100)), seed_interval(differences, 100)
     assert 0.0 < p_value <= 1.0
@@ -188,9 +190,9 @@ def test_the_test_over_seeds_is_students_and_agrees_with_its_interval(counts: li
     assert seed_test(-differences, 100) == pytest.approx(p_value)
 
 
-def test_equal_differences_are_believed_up_to_rounding() -> None:
+def test_equal_differences_have_the_deviation_of_rounding() -> None:
     assert seed_test(np.zeros(3), 100) == 1.0
-    # Two seeds, both one problem of 100 better: t = 1 * sqrt(12) * sqrt(2), one degree of freedom.
+    # Two seeds, both one prompt of 100 better: t = 1 * sqrt(12) * sqrt(2), one degree of freedom.
     p_value = 2 * stats.t.sf(math.sqrt(24), 1)
     assert seed_test(np.array([0.01, 0.01]), 100) == pytest.approx(p_value)
     assert p_value == pytest.approx(0.128, abs=5e-4)
@@ -208,12 +210,12 @@ def test_equal_differences_are_believed_up_to_rounding() -> None:
         ([1] * 20, 2**-16),
     ],
 )
-def test_sign_flips_are_counted(values: list[float], p_value: float | None) -> None:
+def test_sign_flip_test_counts_flips(values: list[float], p_value: float | None) -> None:
     assert sign_flip_test([0.01 * v for v in values]) == p_value
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_holms_correction_keeps_the_order_and_lies_between_none_and_bonferronis(
+def test_holm_keeps_the_order_and_lies_between_none_and_bonferroni(
     p_values: list[float],
 ) -> None:
     corrected = holm(p_values)
@@ -229,12 +231,12 @@ def test_holms_correction_keeps_the_order_and_lies_between_none_and_bonferronis(
 @pytest.mark.parametrize(
     ("effect", "pairs"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10), (9.0, 3)]
 )
-def test_seeds_needed_are_those_of_the_tables(effect: float, pairs: int) -> None:
+def test_seeds_needed_match_cohens_tables(effect: float, pairs: int) -> None:
     assert seeds_needed(effect * 0.04, 0.04) == pairs
     assert seeds_needed(-effect * 0.04, 0.04) == pairs
 
 
-def test_no_number_of_seeds_finds_what_is_not_there() -> None:
+def test_no_number_of_seeds_detects_a_zero_difference() -> None:
     assert seeds_needed(0.0, 0.04) is None
     assert seeds_needed(0.0001, 0.04) is None
     assert power(0.0, 5) == pytest.approx(0.025, abs=1e-3)
@@ -242,7 +244,7 @@ def test_no_number_of_seeds_finds_what_is_not_there() -> None:
 
 @pytest.mark.parametrize("seeds", [2, 3, 5, 20])
 @pytest.mark.parametrize("level", [0.05, 0.05 / 6])
-def test_what_seeds_can_find_takes_that_many(seeds: int, level: float) -> None:
+def test_detectable_difference_needs_that_many_seeds(seeds: int, level: float) -> None:
     least = detectable(0.03, seeds, level)
     assert seeds_needed(least * 1.001, 0.03, level) == seeds
     assert seeds_needed(least * 0.98, 0.03, level) == seeds + 1
@@ -269,14 +271,14 @@ def test_a_level_is_reached_where_the_curve_first_crosses_it(level: float, place
     assert found == pytest.approx(place)
 
 
-def test_one_seed_has_no_scatter_and_several_have_students_interval() -> None:
+def test_mean_over_seeds_has_students_interval() -> None:
     assert over_seeds([0.4]).low == over_seeds([0.4]).high == 0.4
     estimate = over_seeds([0.4, 0.5, 0.6])
     half = 4.302653 * 0.1 / math.sqrt(3)
     assert (estimate.low, estimate.high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
 
 
-def test_a_fall_is_one_that_chance_does_not_make() -> None:
+def test_fall_must_exceed_chance() -> None:
     before = np.array([True] * 12 + [False] * 20)
     few, many = before.copy(), before.copy()
     few[:7], many[:8] = False, False  # p = 2 / 2^7 = 1.6 % and 2 / 2^8 = 0.8 %

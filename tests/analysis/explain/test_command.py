@@ -8,13 +8,11 @@ import pytest
 from covey.cli.main import run
 
 
-def test_the_table_of_a_step_says_which_weights_and_what_taught(
-    run_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_of_a_step(run_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", str(run_path), "--step", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "step 2: grpo, 32 answers, learned in 2 updates" in shown
-    assert "checkpoints/000001): those that sampled these answers" in shown
+    assert "step 2: grpo, 32 rollouts, 2 optimizer steps" in shown
+    assert "checkpoints/000001): those that generated these rollouts" in shown
     rows = [
         json.loads(line) for line in (run_path / "rollouts/000002.jsonl").read_text().splitlines()
     ]
@@ -25,7 +23,7 @@ def test_the_table_of_a_step_says_which_weights_and_what_taught(
         assert lines in shown
 
 
-def test_an_answer_is_shown_whole_and_without_colour_in_a_pipe(
+def test_a_rollout_is_shown_whole_and_without_colour_in_a_pipe(
     run_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["explain", str(run_path), "--step", "2", "--rollout", "3"]) == 0
@@ -46,25 +44,25 @@ def test_json_holds_every_token(run_path: Path, capsys: pytest.CaptureFixture[st
     assert run(["explain", str(run_path), "--step", "2", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["exact"] is True
-    assert [a["line"] for a in data["answers"]] == list(range(1, 33))
-    for answer, row in zip(data["answers"], rows, strict=True):
-        assert [t["id"] for t in answer["tokens"]] == row["tokens"]
-        assert [t["sampler_logp"] for t in answer["tokens"]] == pytest.approx(row["sampler_logp"])
+    assert [a["line"] for a in data["rollouts"]] == list(range(1, 33))
+    for rollout, row in zip(data["rollouts"], rows, strict=True):
+        assert [t["id"] for t in rollout["tokens"]] == row["tokens"]
+        assert [t["sampler_logp"] for t in rollout["tokens"]] == pytest.approx(row["sampler_logp"])
     assert run(["explain", str(run_path), "--step", "2", "--rollout", "9", "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
-    assert one["answers"] == [data["answers"][8]]
+    assert one["rollouts"] == [data["rollouts"][8]]
     assert one["groups"] == [data["groups"][1]]
 
 
-def test_replay_prints_twins_and_cosines(
+def test_replay_prints_families_and_cosines(
     run_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["explain", str(run_path), "--step", "1", "--replay", "grpo,gspo,dapo"]
     assert run([*arguments, "--set", "beta=0"]) == 0
     shown = capsys.readouterr().out
-    assert "the model at the start (embedded): those that sampled these answers" in shown
-    assert "the same: grpo = gspo\n" in shown
-    assert "after the 2 updates that the run took with grpo" in shown
+    assert "the initial model (embedded): those that generated these rollouts" in shown
+    assert "equal: grpo = gspo\n" in shown
+    assert "after the run's 2 optimizer steps with grpo" in shown
     assert run([*arguments, "--set", "beta=0", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [m["updates"] for m in data["moments"]] == [0, 2]
@@ -79,8 +77,8 @@ def test_replay_prints_twins_and_cosines(
     ("arguments", "code", "message"),
     [
         (["--step", "9"], 1, "has no answers of step 9; it has steps 1 to 3"),
-        (["--step", "1", "--rollout", "33"], 2, "--rollout 33: the step has 32 answers"),
-        (["--step", "1", "--rollout", "1", "--replay", "all"], 2, "give one"),
+        (["--step", "1", "--rollout", "33"], 2, "--rollout 33: the step has 32 rollouts"),
+        (["--step", "1", "--rollout", "1", "--replay", "all"], 2, "give one of the two"),
         (["--step", "1", "--replay", "grop"], 2, "did you mean 'grpo'"),
         (["--step", "1", "--replay", "grpo", "--set", "beta"], 2, "--set takes key=value"),
         (["--step", "1", "--set", "beta=0"], 2, "--replay"),

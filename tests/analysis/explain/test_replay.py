@@ -9,7 +9,7 @@ from covey.analysis.explain.effect import effect, whole_effect
 from covey.analysis.explain.families import families, multiple
 from covey.analysis.explain.gradients import parameter_gradients
 from covey.analysis.explain.lengths import length_bins
-from covey.analysis.explain.recorded import bring_back, read_step
+from covey.analysis.explain.recorded import policy_before, read_step
 from covey.analysis.explain.replay import objectives, replay
 from covey.errors import ConfigError
 from covey.models.logp import LogProbs
@@ -32,7 +32,7 @@ def make_policy(dtype: torch.dtype = torch.float64) -> Policy:
 
 
 def prepared(seed: int = 3, *, longest: int = 9, moved: float = 0.1) -> tuple[Batch, LogProbs]:
-    """Return a batch with all that an objective may ask for, and the policy's logp a way off."""
+    """Return a batch with everything an objective may need, and log-probs of a moved policy."""
     batch = make_batch(rows=8, groups=2, seed=seed, longest=longest)
     generator = torch.Generator().manual_seed(seed)
     noise = lambda: torch.randn(batch.mask.shape, generator=generator, dtype=torch.float64)  # noqa: E731
@@ -46,7 +46,7 @@ def prepared(seed: int = 3, *, longest: int = 9, moved: float = 0.1) -> tuple[Ba
 
 CASES = {
     "grpo": {"beta": 0.1},
-    "gspo": {"low": 0.05, "high": 0.05, "beta": 0.0},
+    "gspo": {"clip_low": 0.05, "clip_high": 0.05, "beta": 0.0},
     "dr_grpo": {"length": 9},
     "rloo": {"beta": 0.05},
     "sapo": {},
@@ -112,7 +112,7 @@ def members(found: dict[str, torch.Tensor]) -> list[list[str]]:
     return [[m.name for m in family.members] for family in families(found)]
 
 
-def test_on_policy_grpo_and_gspo_are_one_algorithm_whatever_the_lengths() -> None:
+def test_on_policy_grpo_and_gspo_are_equal_at_all_lengths() -> None:
     names = {"grpo": {"beta": 0.0}, "gspo": {}, "gspo_token": {}}
     for same_length in (True, False):
         found = families(slopes(names, same_length=same_length))
@@ -120,7 +120,7 @@ def test_on_policy_grpo_and_gspo_are_one_algorithm_whatever_the_lengths() -> Non
         assert all(m.factor == pytest.approx(1, abs=1e-12) for m in found[0].members)
 
 
-def test_length_weights_are_a_factor_where_lengths_are_equal_and_a_direction_elsewhere() -> None:
+def test_length_weights_are_a_factor_if_lengths_are_equal() -> None:
     names = {"grpo": {"beta": 0.0}, "dapo": {}, "luspo": {}}
     assert members(slopes(names, same_length=True)) == [["grpo", "dapo", "luspo"]]
     assert members(slopes(names, same_length=False)) == [["grpo"], ["dapo", "luspo"]]
@@ -129,7 +129,7 @@ def test_length_weights_are_a_factor_where_lengths_are_equal_and_a_direction_els
     assert [m.factor for m in family.members] == pytest.approx([1, 1, 9])
 
 
-def test_a_deviation_is_a_factor_for_each_group_and_so_a_direction() -> None:
+def test_a_deviation_is_a_factor_for_each_group() -> None:
     names = {"grpo": {"beta": 0.0}, "dr_grpo": {"length": 9}}
     found = slopes(names, same_length=True)
     assert multiple(found["dr_grpo"], found["grpo"]) is None
@@ -142,12 +142,12 @@ def test_a_deviation_is_a_factor_for_each_group_and_so_a_direction() -> None:
         assert factor == pytest.approx(deviation, rel=1e-4)
 
 
-def test_nothing_is_a_multiple_of_nothing_only() -> None:
+def test_zeros_are_a_multiple_of_zeros_only() -> None:
     zeros, ones = torch.zeros(3).double(), torch.ones(3).double()
     assert multiple(zeros, zeros) == 1.0
     assert multiple(zeros, ones) is None
     assert multiple(ones, zeros) is None
-    assert multiple(-ones, ones) is None  # the other direction is no twin
+    assert multiple(-ones, ones) is None  # the opposite direction is no multiple
     assert multiple(2 * ones, ones) == 2.0
     assert multiple(ones + torch.tensor([1e-3, 0, 0]), ones) is None
 
@@ -163,7 +163,7 @@ def test_length_bins_show_the_weight_of_a_token() -> None:
         objective = build_objective(name, **options)
         filled = with_advantage(objective, batch)
         bins = length_bins(filled, whole_effect(objective, filled, now).gradient)
-        assert sum(b.answers for b in bins) == 8
+        assert sum(b.completions for b in bins) == 8
         assert (bins[0].shortest, bins[-1].longest) == (int(rows.min()), int(rows.max()))
         for b in bins:
             assert weight(b.longest) <= b.per_advantage * (1 + 1e-9)
@@ -173,10 +173,10 @@ def test_length_bins_show_the_weight_of_a_token() -> None:
 @pytest.fixture(scope="module")
 def replayed(recorded_run: RunFolder):
     built = objectives(recorded_run, ["all"])
-    return replay(bring_back(recorded_run, 2), read_step(recorded_run, 2), built)
+    return replay(policy_before(recorded_run, 2), read_step(recorded_run, 2), built)
 
 
-def test_every_algorithm_learns_from_a_recorded_step(replayed) -> None:
+def test_every_algorithm_replays_a_recorded_step(replayed) -> None:
     first, later = replayed.moments
     assert (first.updates, later.updates) == (0, 2)
     assert len(first.algorithms) == 22
@@ -193,7 +193,7 @@ def test_every_algorithm_learns_from_a_recorded_step(replayed) -> None:
             assert cosine[rows][:, rows].min() > 1 - 1e-9
 
 
-def test_on_policy_nothing_is_clipped_and_later_sequence_clips_act_first(replayed) -> None:
+def test_clips_act_only_off_policy_and_sequence_clips_act_first(replayed) -> None:
     first, later = replayed.moments
     assert all(a.clipped == 0 for a in first.algorithms)
     clipped = {a.name: a.clipped for a in later.algorithms}
@@ -206,30 +206,31 @@ def test_on_policy_nothing_is_clipped_and_later_sequence_clips_act_first(replaye
     assert len(later.families) > len(first.families)
 
 
-def test_cosines_are_those_of_gradients_taken_one_by_one(recorded_run: RunFolder) -> None:
+def test_cosines_equal_those_of_separate_gradients(recorded_run: RunFolder) -> None:
     names = ["grpo", "dr_grpo", "reinforce_pp"]
     built = objectives(recorded_run, names, ["beta=0.1"])
     assert [o.beta for o in built.values()] == [0.1] * 3
     recorded = read_step(recorded_run, 2)
-    trainee = bring_back(recorded_run, 2)
+    trainee = policy_before(recorded_run, 2)
     found = replay(trainee, recorded, built, ["beta=0.1"]).moments[0]
 
     from covey.reference.build import make_reference
     from covey.training.build import load_model
     from covey.training.collate import collate
-    from covey.training.update import prepare
+    from covey.training.step import Learner, prepare
 
-    trainee = bring_back(recorded_run, 2)
+    trainee = policy_before(recorded_run, 2)
     parameters = list(trainee.policy.optimizer.parameters.values())
     reference = make_reference(
         trainee.config, policy=trainee.policy.model, load=lambda: load_model(trainee.config)
     )
     gradients = []
     for objective in built.values():
-        batch = prepare(
-            collate(recorded.groups), policy=trainee.policy, objective=objective,
-            reference=reference, settings=replace(trainee.settings, old_logp_from_sampler=False),
-        )  # fmt: skip
+        settings = replace(trainee.learner.settings, old_logp_from_sampler=False)
+        learner = Learner(
+            policy=trainee.policy, objective=objective, settings=settings, reference=reference
+        )
+        batch = prepare(learner, collate(recorded.groups))
         batch = with_weight(objective, with_advantage(objective, batch))
         loss = policy_loss(objective, batch, *trainee.policy.logp(batch)).loss
         parts = torch.autograd.grad(loss, parameters)
@@ -241,7 +242,7 @@ def test_cosines_are_those_of_gradients_taken_one_by_one(recorded_run: RunFolder
             assert found.cosine[i][j] == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_run_s_own_algorithm_has_the_run_s_options_and_others_their_own(
+def test_the_runs_algorithm_has_the_runs_options_and_others_their_defaults(
     recorded_run: RunFolder,
 ) -> None:
     built = objectives(recorded_run, ["grpo", "dr_grpo", "gspo"])
@@ -258,7 +259,7 @@ def test_the_run_s_own_algorithm_has_the_run_s_options_and_others_their_own(
         (["grpo"], ["beta=-1"], "beta"),
     ],
 )
-def test_what_no_algorithm_has_is_refused(
+def test_unknown_options_are_errors(
     recorded_run: RunFolder, names: list[str], options: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -13,7 +13,7 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faulty:
-    """The usual reward with a fault."""
+    """The default reward with a fault."""
 
     fault: str
 

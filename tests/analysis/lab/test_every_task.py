@@ -1,4 +1,4 @@
-"""Every task with the reward made for it passes the lab; what published rewards let through."""
+"""Every task passes the lab with its reward; published rewards fail on their known hacks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 
 import pytest
 
-from covey.analysis.lab.hacks import HACKS
-from covey.analysis.lab.lab import (
+from covey.analysis.lab.checks import (
     Check,
     Lab,
     check_bounds,
+    check_correct,
     check_determinism,
-    check_gold,
     check_hacks,
     check_order,
 )
+from covey.analysis.lab.hacks import HACKS
 from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards import Reward
 from covey.rewards.build import make_reward, reward_options
 from covey.rewards.code import CodeTests
 from covey.rewards.mix import Mix
-from covey.rewards.seeds import gamed_by
+from covey.rewards.published import gamed_by
 from covey.sandbox import require_isolation
 from covey.scoring import Pool
 from covey.tasks import Arithmetic, Code, Countdown, Gsm8k, Jsonl, ReasoningGym, Tools
@@ -40,7 +40,7 @@ def reward_of(name: str, **options: Any) -> Reward:
 
 
 def formed(accuracy: str) -> Reward:
-    """The reward of an answer in its form, right answers counting most."""
+    """Return a mix of accuracy and format."""
     parts = {
         "accuracy": {"name": accuracy, "weight": 0.9},
         "format": {"name": "think_answer_form", "weight": 0.1},
@@ -50,9 +50,9 @@ def formed(accuracy: str) -> Reward:
 
 @pytest.fixture
 def without_walls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the hacks of a hundred thousand signs where the same reward has met them before."""
+    """Leave out the longest hacks for rewards that another test tries them on."""
     short = tuple(hack for hack in HACKS if not hack.name.startswith("100,000"))
-    monkeypatch.setattr("covey.analysis.lab.lab.HACKS", short)
+    monkeypatch.setattr("covey.analysis.lab.checks.HACKS", short)
 
 
 @contextmanager
@@ -65,13 +65,13 @@ def lab_of(reward: Reward, timeout: float = 20.0) -> Iterator[Lab]:
 
 
 def faults(reward: Reward, prompts: Sequence[Prompt], hacked: int = 1) -> list[Check]:
-    """Everything but the throughput, which is no matter of right or wrong."""
+    """Run every check but the throughput, and return those that fail."""
     with lab_of(reward) as lab:
-        gold, form = check_gold(lab, prompts)
-        checks = [gold, *check_hacks(lab, prompts[:hacked], form)]
+        solution, form = check_correct(lab, prompts)
+        checks = [solution, *check_hacks(lab, prompts[:hacked], form)]
         checks.append(check_order(lab, prompts[:hacked], form))
         checks += [check_bounds(lab), check_determinism(lab)]
-        unscored = [verdict.error for verdict in lab.seen.values() if verdict.score is None]
+        unscored = [result.error for result in lab.seen.values() if result.score is None]
     assert len(checks) > 30
     assert unscored == []
     return [check for check in checks if not check.passed]
@@ -79,9 +79,9 @@ def faults(reward: Reward, prompts: Sequence[Prompt], hacked: int = 1) -> list[C
 
 def hacks_that_work(reward: Reward, prompts: Sequence[Prompt]) -> tuple[str, set[str]]:
     with lab_of(reward) as lab:
-        gold, form = check_gold(lab, prompts)
+        solution, form = check_correct(lab, prompts)
         checks = check_hacks(lab, prompts, form)
-    assert gold.passed
+    assert solution.passed
     return form.name, {c.name.removeprefix("hack: ") for c in checks if not c.passed}
 
 
@@ -140,7 +140,7 @@ def test_code() -> None:
         pytest.skip(str(error))
     reward = reward_of("code")
     assert isinstance(reward, Mix)
-    # Nobody here waits twenty seconds for an endless loop, and then again.
+    # Shorter limits, because the hacks include endless loops.
     hasty = CodeTests(seconds=1.0, total_seconds=2.0)
     reward = replace(reward, parts={**reward.parts, "accuracy": hasty})
     assert faults(reward, Code().held_out()[:3], hacked=1) == []
@@ -194,7 +194,7 @@ def test_texts(tmp_path: Path) -> None:
         ("grpo_zero", "prefilled", 6),
     ],
 )
-def test_each_published_reward_says_what_games_it(name: str, form: str, count: int) -> None:
+def test_each_published_reward_lists_the_hacks_that_work(name: str, form: str, count: int) -> None:
     task = Countdown() if name in ("nano_aha", "grpo_zero") else Arithmetic()
     reward = reward_of(name)
     known = gamed_by(reward)

@@ -36,7 +36,7 @@ def test_the_text_names_the_numbers_of_the_json(
     assert rows == [
         [
             c["title"], *(f"{c[key]:.2e}" for key in ("mean", "p99", "max")),
-            f"{c['ratio_mean']:.5f}", f"{c['outside']:.2%}", f"{c['effective']:.2%}", c["verdict"],
+            f"{c['ratio_mean']:.5f}", f"{c['outside']:.2%}", f"{c['effective']:.2%}", c["severity"],
         ]
         for c in data["causes"]
     ]  # fmt: skip
@@ -46,13 +46,13 @@ def test_the_text_names_the_numbers_of_the_json(
     for cause in data["causes"]:
         assert cause["what"] in shown
         assert cause["advice"] in shown
-    assert f"{data['answers']} answers, {data['causes'][0]['tokens']} tokens" in shown
+    assert f"{data['completions']} completions, {data['causes'][0]['tokens']} tokens" in shown
     assert "need not add up" in shown
     assert "not in [0.8, 1.2]" in shown
-    assert data["clip"] == {"low": 0.8, "high": 1.2, "per_answer": False}
+    assert data["clip"] == {"low": 0.8, "high": 1.2, "per_completion": False}
 
 
-def test_of_a_run_the_newest_weights_are_measured_and_nothing_is_changed(
+def test_the_newest_weights_of_a_run_are_measured_and_nothing_is_changed(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # As if it had been stopped after step 1: the next step is then the one that was logged.
@@ -74,7 +74,7 @@ def test_mistakes_are_one_line(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, message in (
-        ([str(finished), "--model", "embedded"], "a run brings its own weights"),
+        ([str(finished), "--model", "embedded"], "a run has its own weights"),
         (["--out", str(tmp_path / "no/x.json")], "there is no folder"),
         ([str(tmp_path)], "not a run"),
         (["arithmetik"], "did you mean 'arithmetic'"),
@@ -85,7 +85,7 @@ def test_mistakes_are_one_line(
         assert len(error.splitlines()) == 1
 
 
-def test_a_warm_up_is_pointed_elsewhere(
+def test_an_sft_run_is_an_error(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copied = tmp_path / "warm"
@@ -93,7 +93,7 @@ def test_a_warm_up_is_pointed_elsewhere(
     file = copied / "environment.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "kind": "warmup"}))
     assert run(["numerics", str(copied)]) != 0
-    assert "is a warm-up; give a configuration, and --model its checkpoint" in (
+    assert "is an SFT run; give a configuration, and its checkpoint as --model" in (
         capsys.readouterr().err
     )
 
@@ -101,6 +101,6 @@ def test_a_warm_up_is_pointed_elsewhere(
 def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["numerics", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Measure how far the sampler's log-probabilities are from the trainer's" in shown
+    assert "Measure how far the engine's log-probs are from the trainer's" in shown
     for flag in ("--set", "--model", "--updates", "--out", "--smoke", "--json"):
         assert flag in shown

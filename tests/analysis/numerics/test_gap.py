@@ -26,9 +26,7 @@ def test_the_numbers_of_a_difference_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("kind", "first"), [(ratio.sequence, 0.1), (ratio.product, 0.2)])
-def test_where_answers_have_one_ratio_it_is_theirs_that_counts(
-    kind: ratio.Ratio, first: float
-) -> None:
+def test_sequence_level_ratios_are_counted_per_completion(kind: ratio.Ratio, first: float) -> None:
     difference = torch.tensor([[0.4, -0.2], [0.3, 7.0], [0.0, 0.0]])
     mask = torch.tensor([[True, True], [True, False], [False, False]])
     gap = gap_of(difference, mask, ClipRange(low=0.8, high=1.2, ratio=kind))
@@ -46,13 +44,13 @@ def test_ninety_nine_of_a_hundred_are_at_most_p99(count: int, place: int) -> Non
     assert gap_of(difference, torch.ones(1, count, dtype=torch.bool), TOKENS).p99 == place
 
 
-def test_no_tokens_are_no_difference() -> None:
+def test_without_tokens_there_is_no_difference() -> None:
     gap = gap_of(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool), TOKENS)
-    assert (gap.tokens, gap.max, gap.ratio_mean, gap.verdict) == (0, 0.0, 1.0, "harmless")
+    assert (gap.tokens, gap.max, gap.ratio_mean, gap.severity) == (0, 0.0, 1.0, "harmless")
 
 
 @pytest.mark.parametrize(
-    ("effective", "outside", "mean", "verdict"),
+    ("effective", "outside", "mean", "severity"),
     [
         (1.0, 0.0, 1.0, "harmless"),
         (0.999, 0.0, 0.9991, "harmless"),
@@ -64,17 +62,17 @@ def test_no_tokens_are_no_difference() -> None:
         (1.0, 0.0, 1.06, "matters"),
     ],
 )
-def test_what_matters_is_the_ratio(
-    effective: float, outside: float, mean: float, verdict: str
+def test_severity_depends_on_the_ratios(
+    effective: float, outside: float, mean: float, severity: str
 ) -> None:
     gap = Gap(
         tokens=9, mean=0.0, p99=0.0, max=9.0,
         ratio_mean=mean, outside=outside, effective=effective,
     )  # fmt: skip
-    assert gap.verdict == verdict
+    assert gap.severity == severity
 
 
-def test_a_line_says_all_of_itself() -> None:
+def test_the_row_of_a_cause() -> None:
     gap = gap_of(torch.tensor([[0.1]]), torch.tensor([[True]]), TOKENS)
     for name, words in CAUSES.items():
         row = Cause(name=name, gap=gap, updates=2).row()

@@ -1,4 +1,4 @@
-"""Short real runs of the embedded model, for what a plan says about them."""
+"""Short real runs of the embedded model, to check the claims of findings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tests.train.test_rewards_that_fail import Notes
 
 from covey.config import load_config
 from covey.run.folder import RunFolder
 from covey.stopping import StopSignal
-from covey.training.build import assemble, resolve
+from covey.training.build import assemble
 from covey.training.loop import train
+from covey.training.resolve import resolve
+from tests.trackers import Notes
 
 SHORT = (
     "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluate.every=0", "save.every=0",
@@ -23,7 +24,7 @@ SHORT = (
 
 
 class Ran(NamedTuple):
-    """What a run came to."""
+    """Metrics and final weights of a run."""
 
     steps: list[dict[str, Any]]
     weights: torch.Tensor
@@ -40,14 +41,14 @@ def ran(*settings: str, steps: int = 1) -> Ran:
     parts = assemble(resolve(load_config("arithmetic", overrides)))
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder.create(Path(folder) / "run", "", {})
-        train(parts, run, Notes(), StopSignal())
+        train(parts, run, [Notes()], StopSignal())
         rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in run.steps()]
     parameters = parts.policy.model.model.parameters()
     return Ran(rows, torch.cat([p.detach().flatten() for p in parameters]))
 
 
 def starting_weights() -> torch.Tensor:
-    """Return the weights that every run starts from."""
+    """Return the initial weights of every run."""
     parts = assemble(resolve(load_config("arithmetic", SHORT)))
     parameters = parts.policy.model.model.parameters()
     return torch.cat([p.detach().flatten() for p in parameters])

@@ -1,4 +1,4 @@
-"""What a plan finds, and what it does not find."""
+"""Findings about configurations, and configurations without findings."""
 
 from __future__ import annotations
 
@@ -7,63 +7,63 @@ from pathlib import Path
 
 import pytest
 
-from covey.analysis.plan.finding import Finding, Seen, setup_of
+from covey.analysis.plan.finding import Finding, setup_of
 from covey.analysis.plan.findings import RULES, coincidences, findings
-from covey.analysis.plan.look import look
+from covey.analysis.plan.task_facts import TaskFacts, task_facts
 from covey.config import Config, load_config, recipe_names
 from covey.objective import ALGORITHMS
-from covey.training.build import resolve
+from covey.training.resolve import resolve
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 ONCE = "train.mini_batches=1"
 WIDE_CLIP = ["objective.name=gspo", "objective.clip_low=0.2", "objective.clip_high=0.2"]
 
-# Settings on top of the packaged recipe, the kind of what is found, how its title begins, and
-# settings next to these of which nothing is said.
+# Settings on top of the packaged recipe, the kind of the finding, how its title begins, and similar
+# settings without a finding.
 CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
-    "dual": ([ONCE, "objective.dual=3.0"], "idle", "objective.dual = 3.0 does nothing", ["objective.dual=3.0"]),
+    "dual": ([ONCE, "objective.dual=3.0"], "idle", "objective.dual = 3.0 has no effect", ["objective.dual=3.0"]),
     "off policy limit": (
-        [ONCE, "objective.off_policy_limit=0.1"], "idle", "objective.off_policy_limit = 0.1 does nothing",
+        [ONCE, "objective.off_policy_limit=0.1"], "idle", "objective.off_policy_limit = 0.1 has no effect",
         [ONCE, "objective.off_policy_limit=0.1", "model.dtype=bfloat16"],
     ),
     "kl_cov": (
-        [ONCE, "objective.name=kl_cov"], "idle", "objective.coefficient = 1.0, objective.share = 0.0002 do nothing",
+        [ONCE, "objective.name=kl_cov"], "idle", "objective.coefficient = 1.0, objective.share = 0.0002 have no effect",
         ["objective.name=kl_cov"],
     ),
-    "old_logp": ([ONCE, "train.old_logp=recompute"], "idle", "train.old_logp = 'recompute' is not looked at",
+    "old_logp": ([ONCE, "train.old_logp=recompute"], "idle", "train.old_logp = 'recompute' has no effect",
                  ["train.old_logp=recompute"]),
     "old_logp and entropy": (
-        ["objective.name=gtpo", "train.old_logp=sampler"], "idle", "train.old_logp = 'sampler' is not looked at",
+        ["objective.name=gtpo", "train.old_logp=sampler"], "idle", "train.old_logp = 'sampler' has no effect",
         ["train.old_logp=sampler"],
     ),
     "sequence clip": (
         [*WIDE_CLIP, "optimizer.learning_rate=1e-5"], "idle",
-        "objective.clip_low = 0.2, high = 0.2 hardly ever clip the ratio of a whole answer",
+        "objective.clip_low = 0.2, clip_high = 0.2 hardly ever clip a sequence-level ratio",
         ["objective.name=gspo", "optimizer.learning_rate=1e-5"],
     ),
     "sequence clip of few updates": (
         [*WIDE_CLIP, "optimizer.learning_rate=1e-6"], "idle",
-        "objective.clip_low = 0.2, high = 0.2 hardly ever clip the ratio of a whole answer",
+        "objective.clip_low = 0.2, clip_high = 0.2 hardly ever clip a sequence-level ratio",
         [*WIDE_CLIP, "optimizer.learning_rate=1e-6", "train.mini_batches=8"],
     ),
     "sequence clip of small steps": (
         [*WIDE_CLIP, "optimizer.learning_rate=1e-6", "train.mini_batches=2"], "idle",
-        "objective.clip_low = 0.2, high = 0.2 hardly ever clip the ratio of a whole answer", WIDE_CLIP,
+        "objective.clip_low = 0.2, clip_high = 0.2 hardly ever clip a sequence-level ratio", WIDE_CLIP,
     ),
     "reference without a penalty": (
         ["reference.kind=moving", "reference.alpha=0.5", "objective.kl=k2"], "idle",
-        "reference.kind = 'moving', reference.alpha = 0.5, objective.kl = 'k2': not looked at",
+        "reference.kind = 'moving', reference.alpha = 0.5, objective.kl = 'k2': no effect",
         ["reference.kind=moving", "objective.kl=k2", "objective.beta=0.1"],
     ),
     "renewed reference": (
         [ONCE, "reference.kind=renewed", "reference.every=1", "objective.beta=0.1"], "idle",
-        "objective.beta = 0.1 does nothing", ["reference.kind=renewed", "reference.every=1", "objective.beta=0.1"],
+        "objective.beta = 0.1 has no effect", ["reference.kind=renewed", "reference.every=1", "objective.beta=0.1"],
     ),
     "penalty in an unread reward": (
         ["objective.name=gtpo", "objective.beta=0.1", "objective.kl_in=reward"], "idle",
-        "objective.beta = 0.1 does nothing", ["objective.name=gtpo", "objective.beta=0.1"],
+        "objective.beta = 0.1 has no effect", ["objective.name=gtpo", "objective.beta=0.1"],
     ),
-    "horizon": (["objective.kl_horizon=500"], "idle", "objective.kl_horizon = 500.0 is not looked at",
+    "horizon": (["objective.kl_horizon=500"], "idle", "objective.kl_horizon = 500.0 has no effect",
                 ["objective.kl_horizon=500", "objective.beta=0.1", "objective.kl_target=0.1"]),
     "far horizon": (
         ["objective.beta=0.1", "objective.kl_target=0.1", "train.steps=20"], "idle",
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
         ["objective.beta=0.1", "objective.kl_target=0.1", "train.steps=20", "train.stop_after={tokens=100000000}"],
     ),
     "bounds of no correction": (
-        ["objective.correction_high=5.0"], "idle", "objective.correction_high = 5.0: not looked at",
+        ["objective.correction_high=5.0"], "idle", "objective.correction_high = 5.0: no effect",
         ["objective.correction_high=5.0", "objective.correction=token_mask", "model.dtype=bfloat16"],
     ),
     "nothing to correct": (
@@ -85,34 +85,34 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     ),
     "skipping": (["filter.skip_zero_gradient=true", "objective.beta=0.1"], "idle",
                  "filter.skip_zero_gradient = True skips nothing", ["filter.skip_zero_gradient=true"]),
-    "rounds": (["filter.max_rounds=9"], "idle", "filter.max_rounds = 9 is not looked at",
+    "rounds": (["filter.max_rounds=9"], "idle", "filter.max_rounds = 9 has no effect",
                ["filter.max_rounds=9", "filter.dynamic_sampling=true"]),
     "age": (["overlap.max_staleness=2"], "idle", "overlap.max_staleness = 2 drops nothing", []),
     "punishment unseen": (
         ["length_penalty.name=soft", "objective.name=gtpo"], "idle",
-        "length_penalty.name = 'soft' is not seen by gtpo", ["length_penalty.name=soft"],
+        "length_penalty.name = 'soft' has no effect with gtpo", ["length_penalty.name=soft"],
     ),
     "punishment out of reach": (
         ["length_penalty.name=soft", "length_penalty.limit=60", "length_penalty.cache=12"], "idle",
-        "length_penalty.limit = 60, cache = 12 punish nothing",
+        "length_penalty.limit = 60, cache = 12 never apply",
         ["length_penalty.name=soft", "length_penalty.limit=60", "length_penalty.cache=13"],
     ),
     "two answers": (["rollout.group_size=2"], "idle", "rollout.group_size = 2: every advantage is +-0.71",
                     ["rollout.group_size=2", "objective.name=dr_grpo"]),
-    "adapter": (["adapter.alpha=16"], "idle", "adapter.alpha = 16: not looked at", ["adapter.alpha=16", "adapter.rank=8"]),
-    "scoring": (["scoring.workers=3"], "idle", "scoring.workers = 3: not looked at",
+    "adapter": (["adapter.alpha=16"], "idle", "adapter.alpha = 16: no effect", ["adapter.alpha=16", "adapter.rank=8"]),
+    "scoring": (["scoring.workers=3"], "idle", "scoring.workers = 3: no effect",
                 ["scoring.workers=3", "reward.name=code_tests"]),
     "no rate": (["optimizer.learning_rate=0"], "risk", "optimizer.learning_rate = 0: no weight changes", []),
-    "warm-up": (["optimizer.warmup_steps=400"], "risk", "optimizer.warmup_steps = 400 is not over",
+    "warm-up": (["optimizer.warmup_steps=400"], "risk", "optimizer.warmup_steps = 400 is longer than the run",
                 ["optimizer.warmup_steps=399"]),
-    "cold": (["rollout.temperature=0.3"], "risk", "rollout.temperature = 0.3 lets the answers of a group agree",
+    "cold": (["rollout.temperature=0.3"], "risk", "rollout.temperature = 0.3 makes the completions of a group equal",
              ["rollout.temperature=0.6"]),
-    "greedy": (["rollout.top_k=1"], "risk", "rollout.top_k = 1 lets the answers of a group agree", []),
-    "truncated": (["rollout.top_p=0.9"], "risk", "rollout.top_k, top_p or min_p cut the distribution",
+    "greedy": (["rollout.top_k=1"], "risk", "rollout.top_k = 1 makes the completions of a group equal", []),
+    "truncated": (["rollout.top_p=0.9"], "risk", "rollout.top_k, top_p or min_p truncate the distribution",
                   ["rollout.top_p=0.9", "objective.correction=token_truncate"]),
     "form": (
         ["reward.name=think_answer_form", "filter.dynamic_sampling=true"], "risk",
-        "filter.dynamic_sampling = True asks which answers are right", ["reward.name=think_answer_form"],
+        "filter.dynamic_sampling = True needs correct completions", ["reward.name=think_answer_form"],
     ),
     "k1": (["objective.beta=0.1", "objective.kl=k1"], "risk", "objective.kl = 'k1' in the loss does not pull",
            ["objective.beta=0.1", "objective.kl=k3"]),
@@ -121,10 +121,10 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
         "objective.beta = 0.1 is divided by the deviation", ["objective.name=rloo"],
     ),
     "cut groups": (["rollout.prompts_per_step=2", "train.mini_batches=4"], "risk",
-                   "train.mini_batches = 4 cuts groups: an optimizer step has 4 answers, a group 8",
+                   "train.mini_batches = 4 splits groups: a mini-batch has 4 completions, a group 8",
                    ["rollout.prompts_per_step=4", "train.mini_batches=4"]),
     "tight clip": (["objective.clip_low=3e-4", "objective.clip_high=4e-4"], "risk",
-                   "objective.clip_low = 0.0003, high = 0.0004 clip the ratios of tokens",
+                   "objective.clip_low = 0.0003, clip_high = 0.0004 clip token ratios",
                    [ONCE, "objective.clip_low=3e-4", "objective.clip_high=4e-4"]),
     "few prompts": (["evaluate.prompts=119"], "risk", "119 held-out prompts cannot show a difference of 5%",
                     ["evaluate.prompts=120"]),
@@ -135,50 +135,53 @@ def config_of(*settings: str) -> Config:
     return resolve(load_config("arithmetic", ["model.device=cpu", *settings]))
 
 
-def said(*settings: str, seen: Seen | None = None) -> list[Finding]:
-    """Return findings but for what is merely the same."""
-    return [f for f in findings(config_of(*settings), seen) if f.kind != "same"]
+def reported(*settings: str, facts: TaskFacts | None = None) -> list[Finding]:
+    """Return findings except for equivalent algorithms."""
+    return [f for f in findings(config_of(*settings), facts) if f.kind != "same"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_setting_that_does_nothing_or_harms_is_found(case: str) -> None:
+def test_settings_without_effect_and_harmful_settings_are_found(case: str) -> None:
     settings, kind, title, near = CASES[case]
-    (finding,) = said(*settings)
+    (finding,) = reported(*settings)
     assert (finding.kind, finding.title[: len(title)]) == (kind, title)
-    assert said(*near) == []
+    assert reported(*near) == []
 
 
-def test_every_rule_finds_something_in_some_case() -> None:
+def test_every_rule_has_a_case() -> None:
     setups = [setup_of(config_of(*settings)) for settings, *_ in CASES.values()]
-    setups.append(setup_of(config_of(), Seen(solutions=(999,))))
+    setups.append(setup_of(config_of(), TaskFacts(solution_tokens=(999,))))
     silent = [rule.__name__ for rule in RULES if not any(list(rule(setup)) for setup in setups)]
     assert silent == []
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_nothing_is_said_of_an_algorithm_with_the_packaged_recipe(name: str) -> None:
-    found = [finding.title for finding in said(f"objective.name={name}")]
+def test_no_algorithm_has_a_finding_with_the_packaged_recipe(name: str) -> None:
+    found = [finding.title for finding in reported(f"objective.name={name}")]
     assert found == []
 
 
-def test_nothing_is_said_of_the_defaults() -> None:
+def test_the_defaults_have_no_finding() -> None:
     config = resolve(load_config("arithmetic"))
-    assert findings(config, look(config)) == []
+    assert findings(config, task_facts(config)) == []
     assert [f.kind for f in findings(resolve(Config()))] == ["same"]
 
 
-def test_right_answers_that_do_not_fit() -> None:
+def test_solutions_longer_than_max_tokens() -> None:
     config = config_of("rollout.max_tokens=24")
-    seen = look(config)
-    assert (seen.held_out, len(seen.solutions)) == (256, 64)
-    assert max(seen.solutions) <= 48  # they fit into the recipe's
-    cut = sum(length > 24 for length in seen.solutions)
-    (finding,) = (f for f in findings(config, seen) if f.kind == "risk")
+    facts = task_facts(config)
+    assert (facts.held_out, len(facts.solution_tokens)) == (256, 64)
+    assert max(facts.solution_tokens) <= 48  # they fit into the recipe's
+    cut = sum(length > 24 for length in facts.solution_tokens)
+    (finding,) = (f for f in findings(config, facts) if f.kind == "risk")
     assert (
-        finding.title == f"rollout.max_tokens = 24 cuts off the right answer to {cut} of 64 prompts"
+        finding.title == f"rollout.max_tokens = 24 truncates the solutions of {cut} of 64 prompts"
     )
-    assert said("rollout.max_tokens=24") == []  # nothing is said of what is not known
-    assert said("rollout.max_tokens=24", seen=Seen(solutions=(24, 24, 24, 25, 24))) == []
+    assert reported("rollout.max_tokens=24") == []  # lengths are not known
+    assert (
+        reported("rollout.max_tokens=24", facts=TaskFacts(solution_tokens=(24, 24, 24, 25, 24)))
+        == []
+    )
 
 
 def test_one_update_names_the_algorithms_that_coincide() -> None:
@@ -190,7 +193,7 @@ def test_one_update_names_the_algorithms_that_coincide() -> None:
     assert findings(config_of(ONCE, "objective.name=dr_grpo")) == []
 
 
-def test_a_limit_of_drift_tells_arms_apart_where_sampler_and_trainer_differ() -> None:
+def test_an_off_policy_limit_makes_arms_differ_if_engine_and_trainer_differ() -> None:
     limited = (ONCE, "objective.off_policy_limit=0.001")
     for dtype, alike in (("float32", 1), ("bfloat16", 0)):
         arms = {
@@ -200,12 +203,27 @@ def test_a_limit_of_drift_tells_arms_apart_where_sampler_and_trainer_differ() ->
         assert len(coincidences(arms)) == alike
 
 
-def test_a_finding_is_plain_data_and_one_line() -> None:
-    (finding,) = said("optimizer.learning_rate=0")
+def test_a_finding_as_plain_data_and_in_one_line() -> None:
+    (finding,) = reported("optimizer.learning_rate=0")
     assert list(finding.row()) == ["kind", "title", "why", "remedy", "docs"]
     assert all(isinstance(value, str) and value for value in finding.row().values())
     assert finding.line() == f"{finding.title}: {finding.remedy}"
     assert "\n" not in finding.line()
+
+
+def test_a_finding_names_the_settings_it_depends_on() -> None:
+    """Each is a key of the configuration, and those of the case are among them."""
+    for settings, _, _, near in CASES.values():
+        (finding,) = reported(*settings)
+        config = config_of(*settings)
+        for key in finding.settings:
+            table, _, name = key.partition(".")
+            section = getattr(config, table)
+            assert name in {*type(section).model_fields, *getattr(section, "options", ())}, key
+        changed = {setting.partition("=")[0] for setting in set(settings) ^ set(near)}
+        if near:
+            assert finding.depends_on(changed), (finding.settings, changed)
+        assert not finding.depends_on(["save.every"])
 
 
 def anchors(page: Path) -> set[str]:
@@ -213,9 +231,9 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-def test_what_a_finding_refers_to_is_there() -> None:
+def test_documented_sections_exist() -> None:
     found = [f for settings, *_ in CASES.values() for f in findings(config_of(*settings))]
-    found += findings(config_of("rollout.max_tokens=8"), Seen(solutions=(9,)))
+    found += findings(config_of("rollout.max_tokens=8"), TaskFacts(solution_tokens=(9,)))
     once = {n: config_of(ONCE, f"objective.name={n}", "objective.beta=0")
             for n in ("grpo", "gspo", "dr_grpo", "rloo")}  # fmt: skip
     found += [
@@ -229,6 +247,6 @@ def test_what_a_finding_refers_to_is_there() -> None:
         assert anchor in anchors(ROOT / page), reference
 
 
-def test_every_packaged_recipe_can_be_looked_at() -> None:
+def test_every_packaged_recipe_can_be_planned() -> None:
     for name in recipe_names():
         assert all(f.title and f.remedy for f in findings(resolve(load_config(name))))

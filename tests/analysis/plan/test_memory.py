@@ -11,32 +11,35 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tests.policy.test_gguf import tiny, write_gguf
 from torch import nn
 
 from covey.accel.head import LIVE_COPIES
-from covey.analysis.plan import activations, device
+from covey.accel.packing import pack
+from covey.analysis.plan import activations
+from covey.analysis.plan import forecast as forecasts
 from covey.analysis.plan.activations import Pass
-from covey.analysis.plan.device import Device
-from covey.analysis.plan.forecast import ALWAYS, BUDGET_STEP, Forecast
-from covey.analysis.plan.memory import MARGIN, forecast
-from covey.analysis.plan.prompts import ASSUMED, prompt_lengths
-from covey.analysis.plan.shapes import measure, shape_of
+from covey.analysis.plan.fit import changed, memory_findings, settings_that_fit
+from covey.analysis.plan.forecast import ALWAYS, MICRO_BATCH_STEP, Device, Forecast
+from covey.analysis.plan.memory import ASSUMED_PROMPT, MARGIN, forecast
+from covey.analysis.plan.model_shape import measure, shape_of
+from covey.analysis.plan.task_facts import TaskFacts, task_facts
 from covey.config import Config, load_config
 from covey.embedded import CHECKPOINT
+from covey.engines.native.backend import EagerBackend
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.stepper import EagerStepper
-from covey.engines.protocol import Question
 from covey.errors import ConfigError, ModelError
 from covey.models.adapter import add_adapter, save_adapter
-from covey.models.language_model import LanguageModel, load_language_model, wrap
-from covey.models.layout import micro_batches, pack
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model, wrap
 from covey.models.logp import batch_logp
-from covey.training.build import resolve, sampling_of
-from covey.types import Batch, Prompt
-from tests.conftest import build
+from covey.models.micro_batches import micro_batches
+from covey.rollout.episode import EncodedPrompt
+from covey.training.resolve import resolve, sampling_of
+from covey.types import Batch, HostRows, Prompt
+from tests.conftest import build, rollouts_of
+from tests.models.test_gguf import tiny, write_gguf
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 CPU = Device(kind="cpu", memory=2**34, name="a laptop")
 GPU = Device(kind="cuda", memory=80 * 2**30, name="a GPU")
 
@@ -52,7 +55,7 @@ def llama(
     kind: str = "llama",
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> LanguageModel:
-    """Return a model of Llama's shape; `prepare` is given its backbone before an adapter comes."""
+    """Return a small model with Llama layers; `prepare` changes its backbone before the adapter."""
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(
             kind, vocab_size=262, hidden_size=48, num_hidden_layers=layers, num_attention_heads=6,
@@ -69,39 +72,39 @@ def llama(
     return wrapped
 
 
-def equal_rows(groups: int, samples: int, prompt: int, answer: int) -> Batch:
-    """Return a batch in which all prompts, and all answers, are of one length: the worst case."""
-    rows = groups * samples
+def equal_rows(groups: int, group_size: int, prompt: int, completion: int) -> Batch:
+    """Return a batch of prompts of one length and completions of one length: the worst case."""
+    rows = groups * group_size
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(6, 260, (groups, prompt), generator=generator)
     return Batch(
-        prompt_tokens=prompts.repeat_interleave(samples, 0),
+        prompt_tokens=prompts.repeat_interleave(group_size, 0),
         prompt_lengths=torch.full((rows,), prompt),
-        tokens=torch.randint(6, 260, (rows, answer), generator=generator),
-        lengths=torch.full((rows,), answer),
-        mask=torch.ones(rows, answer, dtype=torch.bool),
-        sampler_logp=torch.zeros(rows, answer),
+        tokens=torch.randint(6, 260, (rows, completion), generator=generator),
+        lengths=torch.full((rows,), completion),
+        mask=torch.ones(rows, completion, dtype=torch.bool),
+        sampler_logp=torch.zeros(rows, completion),
         rewards=torch.zeros(rows, dtype=torch.float64),
         success=torch.zeros(rows, dtype=torch.bool),
-        group=torch.arange(groups).repeat_interleave(samples),
+        group=torch.arange(groups).repeat_interleave(group_size),
         truncated=torch.zeros(rows, dtype=torch.bool),
     )
 
 
 def saved_bytes(model: LanguageModel, batch: Batch) -> int:
-    """Return what autograd keeps of a batch's forward pass."""
+    """Return the bytes autograd keeps of a batch's forward pass."""
     return kept_bytes(model, lambda: batch_logp(model, batch))
 
 
 def kept_bytes(model: LanguageModel, forward: Callable[[], object]) -> int:
-    """Return the memory of everything that autograd keeps, weights and integers not counted."""
+    """Return the bytes autograd keeps, without weights and integers."""
     weights = {p.untyped_storage().data_ptr() for p in model.model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         address = tensor.untyped_storage().data_ptr()
         if address not in weights and tensor.is_floating_point():
-            kept[address] = tensor  # which keeps the address from being used again
+            kept[address] = tensor  # so that the address is not used again
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -111,15 +114,15 @@ def kept_bytes(model: LanguageModel, forward: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("rank", [0, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("answer", [60, 260])  # attention made of products, and the fused one
-def test_a_layer_keeps_what_autograd_saves(answer: int, dtype: torch.dtype, rank: int) -> None:
-    batch = equal_rows(2, 3, prompt=20, answer=answer)
+@pytest.mark.parametrize("completion", [60, 260])  # attention as two products, and fused
+def test_a_layer_keeps_what_autograd_saves(completion: int, dtype: torch.dtype, rank: int) -> None:
+    batch = equal_rows(2, 3, prompt=20, completion=completion)
     one, two = llama(1, dtype, rank), llama(2, dtype, rank)
-    packed = pack(batch)
+    packed = pack(HostRows.of(batch), torch.device("cpu"), varlen=False)
     shape = replace(measure(llama(2).model), rank=rank, adapted=14 if rank else 0)
     rows, columns = packed.packing.rows.shape
     tokens = packed.input_ids.shape[1]
-    count = Pass(rows=rows, columns=columns, tokens=tokens, chosen=6 * answer, packed=True)
+    count = Pass(rows=rows, columns=columns, tokens=tokens, chosen=6 * completion, packed=True)
     got = activations.layer_bytes(shape, dtype.itemsize, count, activations.EAGER, "cpu")
     # A number for each token and norm is not worth a term.
     assert saved_bytes(two, batch) - saved_bytes(one, batch) == pytest.approx(got, rel=0.01)
@@ -140,7 +143,7 @@ def test_parameters_are_those_of_the_model(name: str, rank: int) -> None:
     assert shape.head_trained == model.head.linear.weight.requires_grad
 
 
-def test_an_adapter_has_the_targets_and_copies_that_are_asked_for() -> None:
+def test_an_adapter_with_targets_and_fully_trained_modules() -> None:
     targets, copies = ("q_proj", "down_proj"), ("lm_head",)
     shape = measure(build("llama").model, 3, targets, copies)
     model = add_adapter(build("llama"), rank=3, targets=targets, also_train=copies)
@@ -159,21 +162,21 @@ def test_no_weights_are_needed(tmp_path: Path) -> None:
         shape_of(config_of("model.path=./nowhere"))
 
 
-def test_of_a_gguf_file_the_header_is_read(tmp_path: Path) -> None:
+def test_the_shape_of_a_gguf_file_comes_from_its_header(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny())
     config = config_of(f"model.path={path}")
     assert shape_of(config) == measure(tiny())
-    assert "the longest of 64" in prompt_lengths(config).why
+    assert task_facts(config).measured == 64
 
 
-def test_a_trained_adapter_says_itself_how_large_it_is(tmp_path: Path) -> None:
+def test_the_shape_of_a_saved_adapter(tmp_path: Path) -> None:
     model = load_language_model("embedded", device="cpu")
     model = add_adapter(model, rank=6, targets=("v_proj",), base="embedded")
     trained = {n: p for n, p in model.model.named_parameters() if p.requires_grad}
     save_adapter(model, trained, tmp_path)
     shape = shape_of(config_of(f"model.path={tmp_path}"))
     assert (shape.rank, shape.trained) == (6, sum(p.numel() for p in trained.values()))
-    # The weights under it are not those that training starts from: the reference is a copy.
+    # The weights under it are not the initial ones: the reference is a copy.
     assert bytes_of(forecast(config_of(f"model.path={tmp_path}"), CPU), "reference") > 0
 
 
@@ -186,31 +189,32 @@ def bytes_of(found: Forecast, name: str) -> int:
 def test_micro_batches_are_those_of_training(budget: int) -> None:
     overrides = ("rollout.prompts_per_step=3", "rollout.group_size=4", "rollout.max_tokens=40")
     found = forecast(config_of(*overrides, f"train.micro_batch_tokens={budget}"), CPU)
-    prompt = prompt_lengths(config_of()).longest
-    batch = equal_rows(3, 4, prompt=prompt, answer=40)
+    prompt = task_facts(resolve(config_of())).longest_prompt
+    assert prompt is not None
+    batch = equal_rows(3, 4, prompt=prompt, completion=40)
     rows = next(micro_batches(batch, budget))
-    tokens = pack(batch.rows(rows)).input_ids.shape[1]
+    tokens = len(pack(HostRows.of(batch.rows(rows)), torch.device("cpu"), varlen=False).input_ids)
     (part,) = [p for p in found.parts if p.name == "activations"]
     assert part.why == f"{tokens:,} tokens packed, in {len(rows)} rows"
-    # Gradients wait beside the activations of a later pass only.
+    # Gradients are kept during a pass only if an earlier one accumulated them.
     (gradients,) = [p for p in found.parts if p.name == "gradients"]
     assert ("update" in gradients.phases) == (len(rows) < 12)
 
 
-def test_slots_are_those_of_the_sampler(embedded: LanguageModel) -> None:
+def test_the_kv_cache_is_that_of_the_engine(embedded: LanguageModel) -> None:
     config = resolve(
         config_of("rollout.prompts_per_step=3", "rollout.group_size=4", "evaluate.every=0")
     )
     found = forecast(config, CPU)
-    longest = prompt_lengths(config).longest
+    longest = task_facts(config).longest_prompt or 0
     prompts = [Prompt(id=str(n), task="", target="", messages=()) for n in range(3)]
-    questions = [Question(prompt=p, tokens=(7,) * longest, opening="") for p in prompts]
+    questions = [EncodedPrompt(prompt=p, tokens=(7,) * longest, prefill="") for p in prompts]
     sampler = NativeEngine(embedded)
-    sampler.generate(questions, step=0, sampling=sampling_of(config))
-    assert isinstance(sampler.stepper, EagerStepper)
-    assert sampler.stepper.spare is not None
-    beside = 12 * config.rollout.max_tokens * 16  # uniforms, tokens and log-probabilities
-    assert bytes_of(found, "slots") == sampler.stepper.spare.bytes + beside
+    rollouts_of(sampler, questions, step=0, sampling=sampling_of(config))
+    assert isinstance(sampler.backend, EagerBackend)
+    assert sampler.backend.spare is not None
+    beside = 12 * config.rollout.max_tokens * 16  # uniforms, tokens and log-probs
+    assert bytes_of(found, "KV cache") == sampler.backend.spare.bytes + beside
 
 
 @pytest.mark.parametrize(
@@ -226,7 +230,7 @@ def test_slots_are_those_of_the_sampler(embedded: LanguageModel) -> None:
         (("adapter.rank=4", "reference.kind=adapter_off"), 0, ALWAYS),
     ],
 )
-def test_a_reference_takes_what_its_kind_takes(
+def test_the_memory_of_each_kind_of_reference(
     overrides: tuple[str, ...], weights: int, phases: tuple[str, ...]
 ) -> None:
     found = forecast(config_of("objective.beta=0.04", *overrides), GPU)
@@ -235,17 +239,17 @@ def test_a_reference_takes_what_its_kind_takes(
     assert part.phases == phases
 
 
-def test_old_logp_is_read_wherever_training_reads_it() -> None:
+def test_old_logp_takes_a_no_grad_pass() -> None:
     once = ("model.dtype=bfloat16", "train.mini_batches=1", "objective.beta=0")
     for options in (("objective.correction=token_truncate",), ("train.epochs=2",)):
-        assert bytes_of(forecast(config_of(*once, *options), CPU), "reading") > 0
-    assert bytes_of(forecast(config_of(*once), CPU), "reading") == 0
+        assert bytes_of(forecast(config_of(*once, *options), CPU), "no-grad pass") > 0
+    assert bytes_of(forecast(config_of(*once), CPU), "no-grad pass") == 0
 
 
 def test_the_optimizer_of_a_model_in_bfloat16() -> None:
     parameters = shape_of(config_of()).parameters
     on_gpu, on_cpu = forecast(config_of(), GPU), forecast(config_of(), CPU)
-    names = ("weights", "masters", "moments", "gradients")
+    names = ("weights", "master weights", "moments", "gradients")
     assert [bytes_of(on_gpu, n) for n in names] == [n * parameters for n in (2, 4, 8, 4)]
     assert [bytes_of(on_cpu, n) for n in names] == [n * parameters for n in (4, 0, 8, 4)]
     compact = [forecast(config_of("optimizer.state=compact"), d) for d in (GPU, CPU)]
@@ -254,7 +258,7 @@ def test_the_optimizer_of_a_model_in_bfloat16() -> None:
     trained = shape_of(config_of("adapter.rank=4")).trained
     adapter = forecast(config_of("adapter.rank=4"), GPU)
     assert [bytes_of(adapter, n) for n in names[1:]] == [n * trained for n in (4, 8, 4)]
-    assert bytes_of(adapter, "head") == 0
+    assert bytes_of(adapter, "head gradient") == 0
 
 
 def test_the_peak_is_that_of_the_fullest_phase() -> None:
@@ -262,8 +266,11 @@ def test_the_peak_is_that_of_the_fullest_phase() -> None:
         config_of("model.gradient_checkpointing=true", "engine.max_concurrent=1000"), GPU
     )
     assert found.peak == max(found.row()["phases"].values()) == found.during(found.peak_phase)
-    assert found.tensors == found.peak - GPU.framework
-    assert json.loads(json.dumps(found.row()))["suggested_token_budget"] == found.suggested_budget
+    assert found.tensors == found.peak - forecasts.FRAMEWORK["cuda"][0]
+    assert (
+        json.loads(json.dumps(found.row()))["suggested_micro_batch_tokens"]
+        == found.suggested_micro_batch_tokens
+    )
     assert found.text().startswith("memory: ")
     tight = replace(found, device=replace(GPU, memory=found.peak - 1))
     assert (found.fits, tight.fits) == (True, False)
@@ -285,40 +292,85 @@ def test_checkpointing_and_smaller_chunks_take_less() -> None:
     assert bytes_of(on_cpu, "logits") == rows * 262 * 4 * LIVE_COPIES
 
 
-def test_the_suggested_budget_is_the_largest_that_leaves_a_tenth() -> None:
+def test_the_suggested_micro_batch_is_the_largest_that_leaves_a_tenth() -> None:
     overrides = ("rollout.prompts_per_step=64", "rollout.max_tokens=200")
     small = replace(CPU, memory=2**30)
-    budget = forecast(config_of(*overrides), small).suggested_budget
+    budget = forecast(config_of(*overrides), small).suggested_micro_batch_tokens
     assert budget is not None
-    assert budget % BUDGET_STEP == 0
+    assert budget % MICRO_BATCH_STEP == 0
     peaks = [
         forecast(config_of(*overrides, f"train.micro_batch_tokens={b}"), small).peak
-        for b in (budget, budget + BUDGET_STEP)
+        for b in (budget, budget + MICRO_BATCH_STEP)
     ]
     assert peaks[0] <= (1 - MARGIN) * small.memory < peaks[1]
     nothing = forecast(config_of(*overrides), replace(CPU, memory=2**28))
-    assert nothing.suggested_budget is None
-    # Where all of a step goes through at once, there is nothing to suggest.
-    assert forecast(config_of(), CPU).suggested_budget == config_of().train.micro_batch_tokens
+    assert nothing.suggested_micro_batch_tokens is None
+    # If one micro-batch holds a whole step, there is nothing to suggest.
+    assert (
+        forecast(config_of(), CPU).suggested_micro_batch_tokens
+        == config_of().train.micro_batch_tokens
+    )
+
+
+SEVEN_BILLION = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "settings"),
+    [
+        (280, None),
+        (140, {"engine.max_concurrent", "optimizer.state", "train.micro_batch_tokens"}),
+        (100, {"adapter.rank"}),
+        (40, {"model.gradient_checkpointing", "engine.max_concurrent", "adapter.rank"}),
+        (24, {"model.path"}),  # nothing helps: the finding says how much memory it takes
+    ],
+)
+def test_a_run_that_does_not_fit_gets_settings_that_do(
+    gibibytes: float, settings: set[str] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN_BILLION))
+    rollout = ("prompts_per_step=64", "group_size=8", "max_tokens=1024")
+    config = resolve(config_of(f"model.path={tmp_path}", *(f"rollout.{r}" for r in rollout)))
+    facts, shape = TaskFacts(longest_prompt=256, held_out=256, measured=1), shape_of(config)
+    assert shape.parameters == 7_615_616_512
+    device = Device.gpu(gibibytes)
+    found = forecast(config, device, facts, shape)
+    assert found.fits == (settings is None)
+    findings = list(memory_findings(config, found, facts, shape))
+    assert [set(finding.settings) for finding in findings] == [settings] * (not found.fits)
+    for finding in findings:
+        assert finding.title == f"the run needs 196.8 GiB, and one GPU has {gibibytes}.0 GiB"
+    changes = settings_that_fit(config, device, facts, shape)
+    assert (changes is None) == (gibibytes == 24)
+    if changes is not None:
+        peak = forecast(changed(config, changes), device, facts).peak
+        assert peak <= (1 - MARGIN) * device.memory
 
 
 def test_prompts_that_cannot_be_measured_are_assumed(tmp_path: Path) -> None:
     files = [f"task.{name}_file={tmp_path}/none.jsonl" for name in ("train", "held_out")]
-    found = prompt_lengths(resolve(config_of("task.name=jsonl", *files)))
-    assert found.longest == ASSUMED
-    assert "none.jsonl" in found.why
+    config = resolve(config_of("task.name=jsonl", *files))
+    facts = task_facts(config)
+    assert facts.longest_prompt is None
+    assert "none.jsonl" in facts.problem
+    (note,) = forecast(config, CPU).notes
+    assert f"prompts of {ASSUMED_PROMPT} tokens, which could not be measured" in note
+    assert "none.jsonl" in note
 
 
 def test_main_memory_is_what_a_container_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(device, "CGROUP_LIMIT", limit)
-    whole = device.main_memory()
+    monkeypatch.setattr(forecasts, "CGROUP_LIMIT", limit)
+    whole = forecasts.main_memory()
     limit.write_text("max\n")
-    assert device.main_memory() == whole
+    assert forecasts.main_memory() == whole
     limit.write_text("12345\n")
-    assert device.main_memory() == 12345
+    assert forecasts.main_memory() == 12345
     assert Device.here("cpu").memory == 12345
 
 
@@ -328,7 +380,7 @@ def measured(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_run_takes_what_was_foretold(tmp_path: Path) -> None:
+def test_a_run_takes_what_was_forecast(tmp_path: Path) -> None:
     done = measured("--only", "embedded", "--output", str(tmp_path / "cpu.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     ratio = json.loads((tmp_path / "cpu.json").read_text())["settings"]["embedded"]["ratio"]
@@ -337,7 +389,7 @@ def test_a_run_takes_what_was_foretold(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_run_takes_what_was_foretold_on_a_gpu(tmp_path: Path) -> None:
+def test_a_run_takes_what_was_forecast_on_a_gpu(tmp_path: Path) -> None:
     output = ("--output", str(tmp_path / "gpu.json"))
     done = measured("--device", "cuda", "--only", "smollm2-lora", *output)
     assert done.returncode == 0, done.stdout + done.stderr

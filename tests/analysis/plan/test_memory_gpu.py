@@ -1,4 +1,4 @@
-"""The forecast of a run on a GPU: counted from the code that runs there, and from what it took."""
+"""The forecast on a GPU, compared with the code that runs there and with measured memory."""
 
 from __future__ import annotations
 
@@ -11,28 +11,24 @@ import transformers
 
 pytest.importorskip("triton")
 
-from tests.plan.test_memory import bytes_of, equal_rows, kept_bytes, llama
-
 from covey.accel import fused_forward as fused
-from covey.accel import fused_head as device_head
-from covey.accel.fused_parameters import join_weights
-from covey.accel.kernels import sample
-from covey.accel.packing import balanced, host_rows
-from covey.analysis.plan import activations, memory, pooled
+from covey.accel.fused_parameters import fuse_parameters
+from covey.accel.packing import host_rows, pack
+from covey.analysis.plan import activations
 from covey.analysis.plan.activations import Pass, Saved
-from covey.analysis.plan.batches import largest_part
-from covey.analysis.plan.device import Device
-from covey.analysis.plan.forecast import ALWAYS, Forecast
+from covey.analysis.plan.engine_sizes import largest_micro_batch
+from covey.analysis.plan.forecast import ALWAYS, Device, Forecast
 from covey.analysis.plan.memory import forecast
-from covey.analysis.plan.prompts import Lengths, prompt_lengths
-from covey.analysis.plan.shapes import measure
+from covey.analysis.plan.model_shape import measure
+from covey.analysis.plan.task_facts import TaskFacts, task_facts
 from covey.config import Config, load_config
 from covey.engines.native import decode_graph as graph
 from covey.engines.native.fused_decoder import FusedDecoder
-from covey.engines.native.kv_cache import KeyShape
+from covey.engines.native.kv_cache import KVShape
 from covey.models.language_model import LanguageModel
-from covey.models.layout import pack_for
-from covey.training.build import resolve, sampling_of
+from covey.models.micro_batches import balanced_parts
+from covey.training.resolve import resolve, sampling_of
+from tests.analysis.plan.test_memory import bytes_of, equal_rows, kept_bytes, llama
 from tests.conftest import build
 
 GPU = Device(kind="cuda", memory=139 * 2**30, name="an H200")
@@ -49,7 +45,7 @@ SHAPES = {
 
 
 class Attention(torch.autograd.Function):
-    """Keeps what the flash kernels keep, which are for GPUs only, and computes nothing."""
+    """Saves what the flash kernels save, which need a GPU, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, *keys: torch.Tensor) -> torch.Tensor:
@@ -59,11 +55,11 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        raise AssertionError("nobody asks")
+        raise AssertionError("there is no backward pass")
 
 
 def fused_bytes(model: LanguageModel, packed: Any) -> int:
-    """Return what autograd keeps of the fused forward pass."""
+    """Return the bytes autograd keeps of the fused forward pass."""
     ids, positions = packed.input_ids, packed.position_ids
     backbone = model.backbone
     return kept_bytes(model, lambda: fused.fused_backbone(backbone, ids, positions, packed.packing))
@@ -78,22 +74,22 @@ def test_a_fused_layer_keeps_what_autograd_saves(
         return Attention.apply(query, key, value)
 
     monkeypatch.setattr(fused, "flash_attention", attend)
-    batch = equal_rows(2, 3, prompt=5, answer=8)
-    packed = pack_for(host_rows(batch), torch.device("cpu"), flash=True)
+    batch = equal_rows(2, 3, prompt=5, completion=8)
+    packed = pack(host_rows(batch), torch.device("cpu"), varlen=True)
     one, two = (layers_of(name, layers, rank) for layers in (1, 2))
     tokens = len(packed.input_ids)
     count = Pass(rows=6, columns=12, tokens=tokens, chosen=48, packed=True)
     shape = replace(measure(llama(2, kind=name).model), rank=rank, adapted=14 if rank else 0)
     assert (tokens, shape.fuses, shape.head_norms) == (2 * 5 + 6 * 7, True, name == "qwen3")
     got = activations.layer_bytes(shape, 4, count, activations.FLASH, "cuda")
-    # Numbers of which there is one for each token and norm are not worth a term.
+    # One number per token and norm is not worth a term.
     found = fused_bytes(two, packed) - fused_bytes(one, packed)
     heads = 4 * tokens * 8 if shape.head_norms else 0
     assert found - 2 * 4 * tokens - heads == got
 
 
 def layers_of(name: str, layers: int, rank: int) -> LanguageModel:
-    return llama(layers, rank=rank, kind=name, prepare=join_weights)
+    return llama(layers, rank=rank, kind=name, prepare=fuse_parameters)
 
 
 @pytest.mark.parametrize(
@@ -107,25 +103,21 @@ def layers_of(name: str, layers: int, rank: int) -> LanguageModel:
         ("gemma3", 2, "cuda", activations.EAGER),
     ],
 )
-def test_which_kernels_a_model_takes(name: str, size: int, device: str, kernels: Saved) -> None:
+def test_the_kernels_of_a_model(name: str, size: int, device: str, kernels: Saved) -> None:
     assert activations.kernels_of(measure(build(name).model), size, device) == kernels
-
-
-def test_numbers_are_those_of_the_kernels() -> None:
-    assert (pooled.STRETCH, memory.CHUNK_STEP) == (sample.STRETCH, device_head.ROWS)
 
 
 @pytest.mark.parametrize("budget", [1, 100, 300, 1000, 100_000])
 def test_micro_batches_are_those_of_a_gpu(budget: int) -> None:
-    batch = equal_rows(5, 4, prompt=30, answer=40)
-    parts = balanced(batch, budget)
-    packed = [len(pack_for(host_rows(batch.rows(p)), torch.device("cpu"), flash=True).input_ids)
+    batch = equal_rows(5, 4, prompt=30, completion=40)
+    parts = balanced_parts(batch, budget)
+    packed = [len(pack(host_rows(batch.rows(p)), torch.device("cpu"), varlen=True).input_ids)
               for p in parts]  # fmt: skip
-    rows, prompts = largest_part(20, 4, 30, 40, budget)
+    rows, prompts = largest_micro_batch(20, 4, 30, 40, budget)
     assert prompts * 30 + rows * 39 == max(packed)
 
 
-def test_the_pool_is_that_of_the_sampler(embedded: LanguageModel) -> None:
+def test_the_kv_cache_is_that_of_the_engine(embedded: LanguageModel) -> None:
     overrides = (
         "rollout.prompts_per_step=9",
         "rollout.group_size=4",
@@ -133,30 +125,31 @@ def test_the_pool_is_that_of_the_sampler(embedded: LanguageModel) -> None:
         "engine.max_concurrent=100",
     )
     config = resolve(load_config(None, overrides))
-    lengths = prompt_lengths(config)
+    facts = task_facts(config)
+    longest = facts.longest_prompt or 0
     found = forecast(config, GPU)
     keys = embedded.model.config
-    shape = KeyShape(
+    shape = KVShape(
         layers=keys.num_hidden_layers, heads=keys.num_key_value_heads,
         size=keys.head_dim, dtype=torch.bfloat16, device=torch.device("cpu"),
     )  # fmt: skip
-    stepper = graph.GraphStepper(embedded, FusedDecoder(embedded), shape, way="tried")
+    backend = graph.GraphBackend(embedded, FusedDecoder(embedded), shape, way="tried")
     sampling = sampling_of(config)
-    for questions, samples in ((9, 4), (lengths.held_out, 1), (9, 4)):
-        width = stepper.width_for(min(sampling.slots, questions * samples))
-        slots = stepper.begin(
-            width=width, questions=questions, longest=lengths.longest, sampling=sampling
-        )
-    assert stepper.memory is not None
-    pool = stepper.memory
+    for questions, samples in ((9, 4), (facts.held_out or 0, 1), (9, 4)):
+        width = backend.width_for(min(sampling.max_concurrent, questions * samples))
+        slots = backend.begin(width=width, prompts=questions, longest=longest, sampling=sampling)
+    assert backend.cache is not None
+    pool = backend.cache
     notes = (slots.uniforms, slots.tokens, slots.logps)
     mine = sum(t.nbytes for t in (*pool.layer_keys, *pool.layer_values, *notes))
     asked = sum(t.nbytes for t in (*pool.prompt_keys, *pool.prompt_values))
-    assert (bytes_of(found, "slots"), bytes_of(found, "prompts")) == (mine, asked)
-    # Graphs hold the addresses: nothing of it goes while the model is trained.
+    assert (bytes_of(found, "KV cache"), bytes_of(found, "prompt KV cache")) == (mine, asked)
+    # CUDA graphs hold the addresses: nothing is freed while the model is trained.
     kept = {part.name for part in found.parts if part.phases == ALWAYS}
-    assert {"slots", "prompts", "graph", "gradients"} <= kept
-    assert not {"decoder", "embedding"} & {part.name for part in found.parts if part.bytes}
+    assert {"KV cache", "prompt KV cache", "decode graph", "gradients"} <= kept
+    assert not {"fused weights", "embedding grad"} & {
+        part.name for part in found.parts if part.bytes
+    }
 
 
 def update_config(shape: str, graphs: str) -> Config:
@@ -177,36 +170,28 @@ def update_config(shape: str, graphs: str) -> Config:
 @pytest.mark.parametrize(
     ("shape", "prompt", "gibibytes"), [("smollm2", 128, 6.02), ("qwen2.5", 256, 33.94)]
 )
-def test_an_update_takes_what_it_took_on_an_h200(
-    shape: str, prompt: int, gibibytes: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_takes_what_it_took_on_an_h200(shape: str, prompt: int, gibibytes: float) -> None:
     """benchmarks/update_gpu.py: torch.cuda.max_memory_allocated, without checkpointing.
 
     When it was measured, the head's gradient of the step before was still there beside the new one.
     """
-    found = update_forecast(shape, prompt, "off", monkeypatch)
-    # There was no sampler, and what CUDA takes for itself is not counted by torch.
-    beside = ("framework", "slots", "prompts", "graph")
+    found = update_forecast(shape, prompt, "off")
+    # There was no engine, and torch does not count the CUDA context.
+    beside = ("framework", "KV cache", "prompt KV cache", "decode graph")
     update = found.during("update") - sum(bytes_of(found, name) for name in beside)
     twice = 4 * SHAPES[shape].vocab_size * SHAPES[shape].hidden_size
     assert (update + twice) / 2**30 == pytest.approx(gibibytes, rel=0.03)
 
 
-def update_forecast(
-    shape: str, prompt: int, graphs: str, monkeypatch: pytest.MonkeyPatch
-) -> Forecast:
+def update_forecast(shape: str, prompt: int, graphs: str) -> Forecast:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(SHAPES[shape])
-    monkeypatch.setattr(memory, "shape_of", lambda _: measure(model))
-    lengths = Lengths(longest=prompt, held_out=1, why="")
-    monkeypatch.setattr(memory, "prompt_lengths", lambda _: lengths)
-    return forecast(update_config(shape, graphs), GPU)
+    facts = TaskFacts(longest_prompt=prompt, held_out=1, measured=1)
+    return forecast(update_config(shape, graphs), GPU, facts, measure(model))
 
 
-def test_what_a_recorded_pass_keeps_is_padded_and_there_all_the_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    off, auto = (update_forecast("smollm2", 128, g, monkeypatch) for g in ("off", "auto"))
+def test_a_training_graph_keeps_padded_activations() -> None:
+    off, auto = (update_forecast("smollm2", 128, g) for g in ("off", "auto"))
     parts = {part.name: part for part in auto.parts}
     assert parts["activations"].phases == parts["logits"].phases == ALWAYS
     assert "6,656 tokens" in parts["activations"].why

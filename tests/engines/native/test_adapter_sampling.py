@@ -1,4 +1,4 @@
-"""The sampler has an adapter's weights as soon as the optimizer has changed them."""
+"""The engine uses an adapter's weights as soon as the optimizer has changed them."""
 
 from __future__ import annotations
 
@@ -6,35 +6,38 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.policy.test_adapter import adapted, embedded_model, learn, policy_of, trained
-from tests.sampler.test_decoder import UNDERSTOOD, made
-from tests.sampler.test_native import ragged_questions
 
-from covey.engines.native.choose_backend import decoder_for, trial
+from covey.engines.native.decoder_parity import decode_with_cache, decoder_for
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.llama_decoder import LlamaDecoder
 from covey.engines.native.transformers_decoder import TransformersDecoder
 from covey.engines.protocol import Sampling
-from covey.models.adapter import add_adapter, stirred
+from covey.models.adapter import add_adapter, perturbed_adapter
 from covey.models.language_model import LanguageModel
 from covey.training.collate import collate
 from covey.training.policy import Policy
 from covey.types import Group
-from tests.conftest import build
+from tests.conftest import build, rollouts_of
+from tests.engines.native.test_engine import ragged_prompts
+from tests.engines.native.test_llama_decoder import UNDERSTOOD, made
+from tests.models.test_adapter import adapted, embedded_model, learn, policy_of, trained
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("targets", [["all-linear"], ["v_proj", "down_proj"]])
-def test_adapters_are_written_out_exactly(
+def test_the_decoder_supports_adapters_exactly(
     name: str, dtype: torch.dtype, targets: list[str]
 ) -> None:
     plain = made(UNDERSTOOD[name](), dtype)
-    without = trial(plain, TransformersDecoder(plain))
+    without = decode_with_cache(plain, TransformersDecoder(plain))
     model = adapted("", base=plain, targets=targets)
     decoder = decoder_for(model)
     assert isinstance(decoder, LlamaDecoder)
-    expected, got = trial(model, TransformersDecoder(model)), trial(model, decoder)
+    expected, got = (
+        decode_with_cache(model, TransformersDecoder(model)),
+        decode_with_cache(model, decoder),
+    )
     assert (expected - without).abs().max() > 0.1
     limit = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 0.06}[dtype]
     torch.testing.assert_close(got, expected, atol=limit, rtol=limit)
@@ -42,9 +45,9 @@ def test_adapters_are_written_out_exactly(
 
 def sampled_and_trained(policy: Policy, sampler: NativeEngine) -> tuple[torch.Tensor, ...]:
     """Return what sampler and trainer say of the same answers."""
-    questions = ragged_questions(8)
-    sampling = Sampling(samples=3, max_tokens=20, slots=10)
-    answers = sampler.generate(questions, step=policy.version, sampling=sampling)
+    questions = ragged_prompts(8)
+    sampling = Sampling(group_size=3, max_tokens=20, max_concurrent=10)
+    answers = rollouts_of(sampler, questions, step=policy.version, sampling=sampling)
     groups = [
         Group(prompt=q.prompt, rollouts=tuple(rollouts))
         for q, rollouts in zip(questions, answers, strict=True)
@@ -65,12 +68,12 @@ def sampled_and_trained(policy: Policy, sampler: NativeEngine) -> tuple[torch.Te
     ],
     ids=["embedded", "qwen2", "llama", "gpt2", "gemma3"],
 )
-def test_after_updates_the_samplers_log_probabilities_are_the_trainers(
+def test_after_updates_sampler_logp_equals_the_trainers(
     make: Callable[[], LanguageModel], also_train: list[str], written_out: bool
 ) -> None:
     policy = policy_of(add_adapter(make(), rank=4, also_train=also_train))
     sampler = NativeEngine(policy.model)
-    assert isinstance(sampler.stepper.decoder, LlamaDecoder) == written_out
+    assert isinstance(sampler.backend.decoder, LlamaDecoder) == written_out
     first, _ = sampled_and_trained(policy, sampler)
     for _ in range(2):
         learn(policy, 2)
@@ -79,32 +82,32 @@ def test_after_updates_the_samplers_log_probabilities_are_the_trainers(
     assert ours.shape != first.shape or (ours - first).abs().max() > 0.1
 
 
-def test_the_trial_sees_an_adapter_whose_weights_are_still_zero() -> None:
+def test_the_parity_check_sees_an_adapter_whose_b_is_zero() -> None:
     model = add_adapter(made(UNDERSTOOD["qwen2"]()), rank=4)
     layer = model.backbone.layers[1].self_attn.q_proj
     before = {name: p.detach().clone() for name, p in trained(model).items()}
     assert isinstance(decoder_for(model), LlamaDecoder)
     assert all(torch.equal(p, before[name]) for name, p in trained(model).items())
-    # One that counts half as much as it says. As long as B is zero, all is the same.
+    # An adapter scaled by one half. While B is zero, nothing changes.
     forward, base = layer.forward, layer.base_layer
     layer.forward = lambda x: 0.5 * (forward(x) + base(x))
     lean = LlamaDecoder(model)
-    same = trial(model, lean) - trial(model, TransformersDecoder(model))
+    same = decode_with_cache(model, lean) - decode_with_cache(model, TransformersDecoder(model))
     assert same.abs().max() < 1e-4
     assert isinstance(decoder_for(model), TransformersDecoder)
 
 
-def test_a_trial_that_fails_leaves_the_weights_as_they_were() -> None:
+def test_a_failed_parity_check_restores_the_weights() -> None:
     model = add_adapter(build("llama"), rank=2)
     before = {name: p.detach().clone() for name, p in trained(model).items()}
-    with stirred(model):
+    with perturbed_adapter(model):
         assert not any(torch.equal(p, before[name]) for name, p in trained(model).items())
-    with pytest.raises(KeyError), stirred(model):
+    with pytest.raises(KeyError), perturbed_adapter(model):
         raise KeyError
     assert all(torch.equal(p, before[name]) for name, p in trained(model).items())
 
 
-def test_a_hook_on_an_adapted_layer_is_left_to_the_model() -> None:
+def test_a_hook_on_an_adapted_layer_uses_the_models_forward() -> None:
     model = add_adapter(made(UNDERSTOOD["llama"]()), rank=2)
     model.backbone.layers[0].mlp.up_proj.register_forward_hook(lambda m, x, y: y)
     assert isinstance(decoder_for(model), TransformersDecoder)

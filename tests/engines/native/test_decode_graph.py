@@ -1,4 +1,4 @@
-"""The GPU's sampler: on a GPU by recorded graphs, elsewhere step by step in Triton's interpreter."""
+"""The CUDA graph backend: captured on a GPU, elsewhere step by step in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from covey.accel.packing import sent
+from covey.accel.packing import to_device
 from covey.engines.draw import Distribution
-from covey.engines.native.choose_backend import decoder_for
+from covey.engines.native.backend import EagerBackend
+from covey.engines.native.decoder_parity import decoder_for
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.kv_cache import KeyShape, Memory, Slots
+from covey.engines.native.kv_cache import KVCache, KVShape
 from covey.engines.native.prefill import read_prompts
-from covey.engines.native.stepper import EagerStepper
-from covey.engines.protocol import Question, Sampling
+from covey.engines.native.slots import Slots
+from covey.engines.protocol import Sampling
 from covey.models.adapter import add_adapter
-from covey.models.language_model import LanguageModel, load_language_model
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import load_language_model
+from covey.rollout.episode import EncodedPrompt
 from covey.types import Prompt
-from tests.conftest import build
+from tests.conftest import build, rollouts_of
 
 pytest.importorskip("triton")
 
-from covey.engines.native.decode_graph import GraphStepper
+from covey.engines.native.decode_graph import GraphBackend
 from covey.engines.native.fused_decoder import FusedDecoder
-from covey.engines.native.llama_decoder import NotUnderstood
+from covey.engines.native.llama_decoder import UnsupportedModel
 
 
 def made(kind: str) -> LanguageModel:
@@ -36,10 +39,10 @@ def made(kind: str) -> LanguageModel:
     return model
 
 
-def questions(model: LanguageModel) -> list[Question]:
+def questions(model: LanguageModel) -> list[EncodedPrompt]:
     size = model.model.config.vocab_size
     return [
-        Question(
+        EncodedPrompt(
             prompt=Prompt(id=str(number), task="t", messages=(), target=""),
             tokens=tuple((3 + 5 * number + i * i) % size for i in range(2 + 3 * number)),
         )
@@ -47,19 +50,19 @@ def questions(model: LanguageModel) -> list[Question]:
     ]
 
 
-def shape_of(model: LanguageModel) -> KeyShape:
+def shape_of(model: LanguageModel) -> KVShape:
     prefix = DynamicCache()
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     model.backbone(input_ids=ids, past_key_values=prefix, use_cache=True)
-    return KeyShape.of(prefix)
+    return KVShape.of(prefix)
 
 
 def by_graph(model: LanguageModel) -> NativeEngine:
-    from covey.engines.native.decode_graph import graph_stepper
+    from covey.engines.native.decode_graph import graph_backend
 
     sampler = NativeEngine(model)
-    stepper = graph_stepper(model, shape_of(model))
-    sampler.stepper = stepper
+    backend = graph_backend(model, shape_of(model))
+    sampler.backend = backend
     return sampler
 
 
@@ -72,62 +75,62 @@ def by_graph(model: LanguageModel) -> NativeEngine:
     ],
     ids=["llama-plain", "qwen2-greedy", "adapter-truncated"],
 )
-def test_the_graph_writes_what_the_plain_sampler_writes(
-    kind: str, distribution: Distribution
-) -> None:
-    from covey.engines.native.decode_graph import GraphStepper
+def test_the_graph_backend_equals_the_eager_one(kind: str, distribution: Distribution) -> None:
+    from covey.engines.native.decode_graph import GraphBackend
 
     model = made(kind)
-    sampling = Sampling(samples=2, max_tokens=4, slots=4, distribution=distribution, seed=1)
+    sampling = Sampling(
+        group_size=2, max_tokens=4, max_concurrent=4, distribution=distribution, seed=1
+    )
     asked = questions(model)
     plain = NativeEngine(model)
-    plain.stepper = EagerStepper(model, decoder_for(model), shape_of(model))
-    expected = plain.generate(asked, step=2, sampling=sampling)
+    plain.backend = EagerBackend(model, decoder_for(model), shape_of(model))
+    expected = rollouts_of(plain, asked, step=2, sampling=sampling)
     sampler = by_graph(model)
     for slots in (4, 3):  # the second call finds the memory of the first
-        got = sampler.generate(asked, step=2, sampling=replace(sampling, slots=slots))
+        got = rollouts_of(sampler, asked, step=2, sampling=replace(sampling, max_concurrent=slots))
         for mine, theirs in zip(chain(*got), chain(*expected), strict=True):
             assert mine.tokens == theirs.tokens
             assert mine.finish == theirs.finish
             assert mine.sampler_logp == pytest.approx(theirs.sampler_logp, abs=1e-5)
-    assert isinstance(sampler.stepper, GraphStepper)
-    memory = sampler.stepper.memory
+    assert isinstance(sampler.backend, GraphBackend)
+    memory = sampler.backend.cache
     assert memory is not None
-    assert not memory.rows  # all is free again
+    assert not memory.rows  # all rows are free again
     assert len(memory.free) == len(memory.prompt_keys[0])
     assert not memory.active.any()
 
 
 @pytest.mark.parametrize(("tokens", "passes"), [(1000, [3]), (16, [2, 1])])
-def test_prompts_that_come_next_are_read_at_the_same_time(
+def test_upcoming_prompts_are_prefilled_together(
     tokens: int, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from covey.engines.native import scheduler as writer
 
     model, read = made("llama"), []
 
-    def counted(model: LanguageModel, memory: Memory, prompts: dict) -> dict:
+    def counted(model: LanguageModel, memory: KVCache, prompts: dict) -> dict:
         read.extend([len(prompts)] if prompts else [])
         return read_prompts(model, memory, prompts)
 
     monkeypatch.setattr(writer, "read_prompts", counted)
     monkeypatch.setattr(writer, "PREFILL_TOKENS", tokens)
-    sampling = Sampling(samples=4, max_tokens=2, slots=4, seed=1)
-    found = by_graph(model).generate(questions(model), step=2, sampling=sampling)
+    sampling = Sampling(group_size=4, max_tokens=2, max_concurrent=4, seed=1)
+    found = rollouts_of(by_graph(model), questions(model), step=2, sampling=sampling)
     assert read == passes
     assert [len(answers) for answers in found] == [4, 4, 4]
     read.clear()
     plain = NativeEngine(model)
-    plain.stepper = EagerStepper(model, decoder_for(model), shape_of(model))
-    plain.generate(questions(model), step=2, sampling=sampling)
+    plain.backend = EagerBackend(model, decoder_for(model), shape_of(model))
+    rollouts_of(plain, questions(model), step=2, sampling=sampling)
     assert read == [1, 1, 1]
 
 
-def test_small_heads_of_16_bits_are_not_written_out() -> None:
-    # Half a head of 16 is 8 numbers, of which the matrix units take 32-bit ones only.
+def test_small_16_bit_heads_are_not_fused() -> None:
+    # Half a head of 16 is 8 numbers; tensor cores need 16 of a 16-bit type.
     FusedDecoder(load_language_model("embedded", dtype="float32", device="cpu"))
     small = load_language_model("embedded", dtype="bfloat16", device="cpu")
-    with pytest.raises(NotUnderstood, match="its heads are too small"):
+    with pytest.raises(UnsupportedModel, match="its heads are too small"):
         FusedDecoder(small)
 
 
@@ -136,36 +139,36 @@ def test_small_heads_of_16_bits_are_not_written_out() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_embedded_model_samples_on_a_gpu(dtype: str) -> None:
     model = load_language_model("embedded", dtype=dtype, device="cuda")
-    sampling = Sampling(samples=4, max_tokens=20, slots=4, seed=1)
+    sampling = Sampling(group_size=4, max_tokens=20, max_concurrent=4, seed=1)
     sampler = NativeEngine(model)
-    found = sampler.generate(questions(model), step=2, sampling=sampling)
+    found = rollouts_of(sampler, questions(model), step=2, sampling=sampling)
     assert [len(answers) for answers in found] == [4, 4, 4]
-    assert isinstance(sampler.stepper, GraphStepper)
+    assert isinstance(sampler.backend, GraphBackend)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_slots_are_refilled_without_waiting_for_the_device() -> None:
-    from covey.engines.native.decode_graph import _host_may_not_wait
-    from covey.engines.native.shared_prompt_cache import PooledCache
+def test_slots_are_refilled_without_synchronization() -> None:
+    from covey.engines.native.decode_graph import _no_synchronization
+    from covey.engines.native.shared_prompt_cache import SharedPromptCache
 
     device, slots = torch.device("cuda"), 6
-    shape = KeyShape(layers=2, heads=2, size=4, dtype=torch.float32, device=device)
-    cache = PooledCache(slots=slots, capacity=5, prompts=3, prompt_capacity=8, shape=shape)
+    shape = KVShape(layers=2, heads=2, size=4, dtype=torch.float32, device=device)
+    cache = SharedPromptCache(slots=slots, capacity=5, prompts=3, prompt_capacity=8, shape=shape)
     room = Slots.make(cache, 5, [1])
     read = [(torch.randn(7, 2, 4, device=device), torch.randn(7, 2, 4, device=device))] * 2
     tokens, logps = torch.arange(4, device=device), torch.arange(-4.0, 0.0, device=device)
 
     def refill() -> None:
         cache.emptied()
-        cache.remember_packed([8, 9], [3, 4], read)
-        index, uniforms = sent([torch.arange(4), torch.rand(4, 5)], device)
+        cache.store_packed([8, 9], [3, 4], read)
+        index, uniforms = to_device([torch.arange(4), torch.rand(4, 5)], device)
         cache.enter(index, [8, 8, 9, 9])
         room.open(index, uniforms)
         room.write(index, tokens, logps)
 
     refill()
-    with _host_may_not_wait():
+    with _no_synchronization():
         refill()
     written, said = room.written([0, 1, 2, 3])
     assert written[:, 0].tolist() == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""The decoder that is written out says what the model's own forward pass says, or is not used."""
+"""The Llama decoder equals the model's own forward pass, or is not used."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import transformers
 from torch import nn
 
 from covey.embedded import CHECKPOINT
-from covey.engines.native.choose_backend import decoder_for, trial
+from covey.engines.native.decoder_parity import decode_with_cache, decoder_for
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.llama_decoder import LlamaDecoder
 from covey.engines.native.transformers_decoder import TransformersDecoder
-from covey.models.language_model import LanguageModel, wrap
+from covey.models.language_model import LanguageModel
+from covey.models.load_model import wrap
 from tests.conftest import build
 
 SIZES = {
@@ -52,31 +53,32 @@ def made(model: nn.Module, dtype: torch.dtype = torch.float32) -> LanguageModel:
 
 @pytest.mark.parametrize("name", UNDERSTOOD)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_models_of_the_shape_of_llama_are_written_out_exactly(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_llama_like_models_are_decoded_exactly(name: str, dtype: torch.dtype) -> None:
     model = made(UNDERSTOOD[name](), dtype)
     decoder = decoder_for(model)
     assert isinstance(decoder, LlamaDecoder)
-    expected, got = trial(model, TransformersDecoder(model)), trial(model, decoder)
+    expected, got = (
+        decode_with_cache(model, TransformersDecoder(model)),
+        decode_with_cache(model, decoder),
+    )
     assert expected.std() > 0.1
     limit = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 0.05}[dtype]
     torch.testing.assert_close(got, expected, atol=limit, rtol=limit)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "gemma2", "gemma3"])
-def test_other_models_take_their_own_forward_pass(name: str) -> None:
+def test_other_models_use_their_own_forward_pass(name: str) -> None:
     assert isinstance(decoder_for(build(name)), TransformersDecoder)
 
 
-def test_a_model_that_only_looks_like_llama_is_found_out() -> None:
+def test_a_model_that_only_looks_like_llama_is_rejected() -> None:
     model = made(UNDERSTOOD["llama"]())
     forward = model.backbone.layers[1].mlp.forward
     model.backbone.layers[1].mlp.forward = lambda x: 1.01 * forward(x)
     assert isinstance(decoder_for(model), TransformersDecoder)
 
 
-def test_a_layer_that_is_more_than_a_product_is_left_alone() -> None:
+def test_a_layer_that_is_more_than_a_product_is_not_replaced() -> None:
     class Adapter(nn.Linear):
         pass
 
@@ -88,13 +90,13 @@ def test_a_layer_that_is_more_than_a_product_is_left_alone() -> None:
     assert isinstance(decoder_for(model), TransformersDecoder)
 
 
-def test_the_weights_are_the_models_own(embedded: LanguageModel) -> None:
+def test_the_decoder_uses_the_models_weights(embedded: LanguageModel) -> None:
     model = made(UNDERSTOOD["qwen2"]())
-    decoder = NativeEngine(model).stepper.decoder
-    before = trial(model, decoder)
+    decoder = NativeEngine(model).backend.decoder
+    before = decode_with_cache(model, decoder)
     with torch.no_grad():
         model.backbone.layers[0].mlp.up_proj.weight.mul_(1.5)
-    after = trial(model, decoder)
+    after = decode_with_cache(model, decoder)
     assert (after - before).abs().max() > 0.01
-    torch.testing.assert_close(after, trial(model, TransformersDecoder(model)))
-    assert isinstance(NativeEngine(embedded).stepper.decoder, LlamaDecoder)
+    torch.testing.assert_close(after, decode_with_cache(model, TransformersDecoder(model)))
+    assert isinstance(NativeEngine(embedded).backend.decoder, LlamaDecoder)

@@ -1,4 +1,4 @@
-"""Models that are not written out: their own forward pass, recorded or not, says what they say."""
+"""Decoding with a model's own forward pass, captured or not, equals the model."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from tests.sampler.test_graph import by_graph, shape_of
-from tests.sampler.test_native import as_groups
 
 from covey.engines.draw import Distribution
-from covey.engines.native.choose_backend import decoder_for, tried
+from covey.engines.native.backend import EagerBackend
+from covey.engines.native.decoder_parity import checked_decoder, decoder_for
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.kv_cache import KeyShape
-from covey.engines.native.llama_decoder import NotUnderstood
-from covey.engines.native.shared_prompt_cache import PooledCache
-from covey.engines.native.stepper import EagerStepper
+from covey.engines.native.kv_cache import KVShape
+from covey.engines.native.llama_decoder import UnsupportedModel
+from covey.engines.native.shared_prompt_cache import SharedPromptCache
 from covey.engines.native.transformers_decoder import (
-    PooledDecoder,
-    RereadingDecoder,
+    RecomputeDecoder,
+    SharedPromptDecoder,
     TransformersDecoder,
 )
-from covey.engines.protocol import Question, Sampling
+from covey.engines.protocol import Sampling
 from covey.errors import DataError
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
 from covey.models.logp import batch_logp
+from covey.rollout.episode import EncodedPrompt
 from covey.training.collate import collate
 from covey.types import Prompt
-from tests.conftest import ARCHITECTURES, build
+from tests.conftest import ARCHITECTURES, build, rollouts_of
+from tests.engines.native.test_decode_graph import by_graph, shape_of
+from tests.engines.native.test_engine import as_groups
 
 SIZES = {
     "vocab_size": 262, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -39,14 +40,14 @@ SIZES = {
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 RECORDED = {
     **{name: ARCHITECTURES[name] for name in ("gpt2", "mistral", "gemma3")},
-    # A soft cap of the size that scores have here.
+    # A soft cap of the same size as the scores.
     "gemma2": lambda: transformers.Gemma2ForCausalLM(
         transformers.Gemma2Config(
             **SIZES, head_dim=8, sliding_window=7, query_pre_attn_scalar=1,
             attn_logit_softcapping=0.1, attn_implementation="eager",
         )
     ),
-    # Rotary embedding of a part of each head; attention and the rest beside each other.
+    # RoPE on a part of each head; attention and MLP in parallel.
     "gpt_neox": lambda: transformers.GPTNeoXForCausalLM(
         transformers.GPTNeoXConfig(**SIZES, rotary_pct=0.25)
     ),
@@ -57,7 +58,7 @@ RECORDED = {
     "smollm3": lambda: transformers.SmolLM3ForCausalLM(
         transformers.SmolLM3Config(**SIZES | {"num_hidden_layers": 4}, pad_token_id=0)
     ),
-    # Queries that grow with the position, from the eighth on.
+    # Queries scaled by position, from the eighth on.
     "ministral3": lambda: transformers.Ministral3ForCausalLM(
         transformers.Ministral3Config(
             **SIZES, head_dim=8, sliding_window=None,
@@ -82,14 +83,14 @@ RECORDED = {
     ),
 }  # fmt: skip
 REREAD = {
-    "gpt_neo": "its local layers take all slots to be of the same length",
+    "gpt_neo": "its local layers assume that all slots have the same length",
     "mamba": "it keeps no keys and values",
 }
-"""Models of which no keys can be kept, and why."""
+"""Models without a usable KV cache, and why."""
 WAITING = ("mixtral", "qwen3_moe")
-"""Models whose experts, on a GPU, wait for the host unless they are bfloat16."""
+"""Models whose experts synchronize with the host on a GPU unless they are bfloat16."""
 OTHERS = {
-    # Scores that belong to no position.
+    # Attention sinks: scores without a position.
     "gpt_oss": lambda: transformers.GptOssForCausalLM(
         transformers.GptOssConfig(
             **SIZES, **EXPERTS, head_dim=8, sliding_window=128,
@@ -120,9 +121,9 @@ OTHERS = {
 }  # fmt: skip
 
 
-def questions() -> list[Question]:
+def questions() -> list[EncodedPrompt]:
     return [
-        Question(
+        EncodedPrompt(
             prompt=Prompt(id=str(number), task="t", messages=(), target=""),
             tokens=tuple((6 + 5 * number + i * i) % 262 for i in range(length)),
         )
@@ -135,14 +136,16 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
     return build(name, dtype, kinds, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def small_memory(slots: int, shape: KeyShape) -> PooledCache:
-    return PooledCache(slots=slots, capacity=4, prompts=slots, prompt_capacity=5, shape=shape)
+def small_cache(slots: int, shape: KVShape) -> SharedPromptCache:
+    return SharedPromptCache(slots=slots, capacity=4, prompts=slots, prompt_capacity=5, shape=shape)
 
 
 def check_greedy(model: LanguageModel, sampler: NativeEngine, tokens: int) -> None:
-    sampling = Sampling(max_tokens=tokens, slots=4, distribution=Distribution(temperature=0.0))
+    sampling = Sampling(
+        max_tokens=tokens, max_concurrent=4, distribution=Distribution(temperature=0.0)
+    )
     for question, (rollout,) in zip(
-        questions(), sampler.generate(questions(), step=0, sampling=sampling), strict=True
+        questions(), rollouts_of(sampler, questions(), step=0, sampling=sampling), strict=True
     ):
         ids = torch.tensor([question.tokens], device=model.device)
         theirs = model.model.generate(
@@ -152,8 +155,8 @@ def check_greedy(model: LanguageModel, sampler: NativeEngine, tokens: int) -> No
 
 
 def check_logps(model: LanguageModel, sampler: NativeEngine, tokens: int) -> None:
-    sampling = Sampling(max_tokens=tokens, slots=4, seed=1)
-    rollouts = sampler.generate(questions(), step=0, sampling=sampling)
+    sampling = Sampling(max_tokens=tokens, max_concurrent=4, seed=1)
+    rollouts = rollouts_of(sampler, questions(), step=0, sampling=sampling)
     batch = collate(as_groups(questions(), rollouts)).to(model.device)
     with torch.no_grad():
         logp = batch_logp(model, batch, side="right").logp
@@ -162,108 +165,113 @@ def check_logps(model: LanguageModel, sampler: NativeEngine, tokens: int) -> Non
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_step_that_can_be_recorded_writes_what_the_model_says(name: str) -> None:
+def test_the_shared_prompt_decoder_equals_the_model(name: str) -> None:
     pytest.importorskip("triton")
     model = made(name)
     if model.device.type == "cuda" and name in WAITING:
         pytest.skip("experts in float32 wait for the host")
     sampler = by_graph(model)
-    assert isinstance(sampler.stepper.decoder, PooledDecoder)
-    assert "own forward pass; not written out, because" in sampler.way
+    assert isinstance(sampler.backend.decoder, SharedPromptDecoder)
+    assert "own forward pass; not fused, because" in sampler.way
     check_greedy(model, sampler, 3)
     check_logps(model, sampler, 2)
 
 
 @pytest.mark.parametrize("name", [*RECORDED, *OTHERS])
-def test_one_token_at_a_time_writes_what_the_model_says(name: str) -> None:
+def test_eager_decoding_equals_the_model(name: str) -> None:
     model = made(name)
     sampler = NativeEngine(model)
     if name in REREAD:
-        assert isinstance(sampler.stepper.decoder, RereadingDecoder)
-        why = f"all is read again for every token, which is slow, because {REREAD[name]}"
+        assert isinstance(sampler.backend.decoder, RecomputeDecoder)
+        why = f"without a KV cache, which is slow, because {REREAD[name]}"
         assert sampler.way.startswith(why)
     else:
-        sampler.stepper = EagerStepper(model, decoder_for(model), shape_of(model))
-        assert isinstance(sampler.stepper.decoder, TransformersDecoder)
+        sampler.backend = EagerBackend(model, decoder_for(model), shape_of(model))
+        assert isinstance(sampler.backend.decoder, TransformersDecoder)
     check_greedy(model, sampler, 12)
     check_logps(model, sampler, 12)
 
 
 @pytest.mark.parametrize("name", ["smollm3", "ministral3"])
-def test_a_model_that_is_llama_in_its_first_layers_alone_is_not_written_out(name: str) -> None:
+def test_a_model_that_is_llama_only_in_its_first_layers_is_rejected(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = made(name, dtype)
         assert isinstance(decoder_for(model), TransformersDecoder)
         assert not model.fused
 
 
-def test_angles_that_depend_on_the_longest_row_bound_the_context() -> None:
-    """An answer is the same beside any other, in sampling and in training."""
+def test_rope_angles_that_depend_on_the_longest_row_limit_the_context() -> None:
+    """A completion does not depend on others in the batch, in sampling and in training."""
     model = made("longrope")
     assert (model.context, model.packs) == (32, True)
-    sampler, sampling = NativeEngine(model), Sampling(samples=2, max_tokens=23, slots=4, seed=1)
+    sampler, sampling = (
+        NativeEngine(model),
+        Sampling(group_size=2, max_tokens=23, max_concurrent=4, seed=1),
+    )
     short, long = questions()
-    (alone,) = sampler.generate([short], step=0, sampling=sampling)
-    both = sampler.generate([short, long], step=0, sampling=sampling)
+    (alone,) = rollouts_of(sampler, [short], step=0, sampling=sampling)
+    both = rollouts_of(sampler, [short, long], step=0, sampling=sampling)
     assert [r.tokens for r in both[0]] == [r.tokens for r in alone]
     assert max(len(r.tokens) for r in both[1]) == 23  # up to the end of the context
     check_logps(model, sampler, 23)
     with pytest.raises(DataError, match=r"prompt 1 has 9 tokens.*33: the model's context is 32"):
-        sampler.generate([short, long], step=0, sampling=replace(sampling, max_tokens=24))
+        rollouts_of(sampler, [short, long], step=0, sampling=replace(sampling, max_tokens=24))
 
 
-def test_what_is_not_standard_attention_is_not_recorded() -> None:
+def test_nonstandard_attention_is_not_captured() -> None:
     pytest.importorskip("triton")
-    from covey.engines.native.decode_graph import graph_stepper
+    from covey.engines.native.decode_graph import graph_backend
 
     model = made("gpt_oss")
-    with pytest.raises(NotUnderstood, match="its attention is not transformers' standard one"):
-        graph_stepper(model, shape_of(model))
+    with pytest.raises(
+        UnsupportedModel, match="its attention is not transformers' standard attention"
+    ):
+        graph_backend(model, shape_of(model))
     sampler = NativeEngine(model)
     assert sampler.way.startswith("one token at a time")
     assert sampler.way.endswith("by the model's own forward pass")
 
 
-def test_a_window_that_a_trial_is_too_short_for_is_checked() -> None:
+def test_a_window_longer_than_the_parity_check_is_checked() -> None:
     pytest.importorskip("triton")
-    from covey.engines.native.decode_graph import graph_stepper
+    from covey.engines.native.decode_graph import graph_backend
 
     model = made("mistral")
     for layer in model.backbone.layers:
         layer.self_attn.config = copy.copy(layer.self_attn.config)
         layer.self_attn.config.sliding_window = 100
-    with pytest.raises(NotUnderstood, match="layer 0 has a window of 100 and not of 5"):
-        graph_stepper(model, shape_of(model))
+    with pytest.raises(UnsupportedModel, match="layer 0 has a window of 100 instead of 5"):
+        graph_backend(model, shape_of(model))
     model.backbone.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(NotUnderstood, match="layers of kind chunked_attention"):
-        PooledDecoder(model)
+    with pytest.raises(UnsupportedModel, match="layers of type chunked_attention"):
+        SharedPromptDecoder(model)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "gemma3"])
-def test_a_model_in_bfloat16_is_tried_in_float32(name: str) -> None:
+def test_a_bfloat16_model_is_checked_in_float32(name: str) -> None:
     pytest.importorskip("triton")
     model = made(name, torch.bfloat16)
-    assert isinstance(tried(model, PooledDecoder, small_memory), PooledDecoder)
+    assert isinstance(checked_decoder(model, SharedPromptDecoder, small_cache), SharedPromptDecoder)
 
 
-def test_a_model_with_an_adapter_is_recorded_too() -> None:
+def test_a_model_with_an_adapter_is_captured_too() -> None:
     pytest.importorskip("triton")
     model = add_adapter(made("mistral"), rank=4)
-    assert isinstance(tried(model, PooledDecoder, small_memory), PooledDecoder)
+    assert isinstance(checked_decoder(model, SharedPromptDecoder, small_cache), SharedPromptDecoder)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", RECORDED)
-def test_on_a_gpu_it_is_recorded(name: str) -> None:
-    from covey.engines.native.decode_graph import GraphStepper
+def test_on_a_gpu_the_model_is_captured(name: str) -> None:
+    from covey.engines.native.decode_graph import GraphBackend
 
     types = (torch.bfloat16,) if name in WAITING else (torch.bfloat16, torch.float32)
     for dtype in types:
         model = made(name, dtype)
         sampler = NativeEngine(model)
-        assert isinstance(sampler.stepper, GraphStepper), sampler.way
-        assert isinstance(sampler.stepper.decoder, PooledDecoder)
+        assert isinstance(sampler.backend, GraphBackend), sampler.way
+        assert isinstance(sampler.backend.decoder, SharedPromptDecoder)
         if dtype == torch.float32:
             check_greedy(model, sampler, 24)
             check_logps(model, sampler, 24)
@@ -271,7 +279,7 @@ def test_on_a_gpu_it_is_recorded(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_a_model_that_waits_for_the_host_is_not_recorded() -> None:
+def test_on_a_gpu_a_model_that_synchronizes_is_not_captured() -> None:
     model = made("mistral")
     forward = model.backbone.layers[1].mlp.forward
 
@@ -280,7 +288,7 @@ def test_on_a_gpu_a_model_that_waits_for_the_host_is_not_recorded() -> None:
 
     model.backbone.layers[1].mlp.forward = waiting
     sampler = NativeEngine(model)
-    assert isinstance(sampler.stepper, EagerStepper)
-    assert "a step of it cannot be recorded" in sampler.way
+    assert isinstance(sampler.backend, EagerBackend)
+    assert "a step of it cannot be captured" in sampler.way
     check_greedy(model, sampler, 12)
-    assert isinstance(NativeEngine(made("mistral")).stepper.decoder, PooledDecoder)
+    assert isinstance(NativeEngine(made("mistral")).backend.decoder, SharedPromptDecoder)

@@ -1,10 +1,10 @@
 "use strict";
-// Draws the charts from the data in the page, in the colours of its style sheet.
+// Draws the charts from the data embedded in the page, in the colours of its style sheet.
 const data = JSON.parse(document.getElementById("chart-data").textContent);
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 const MARKS = ["circle", "square", "diamond", "triangle-up", "x", "cross", "star", "triangle-down"];
 const COLOURS = 8;
-// Named one by one: among the default buttons are some that lead elsewhere.
+// An explicit list: some default buttons open other sites.
 const CONFIG = { displaylogo: false, responsive: true,
                  modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
 
@@ -13,7 +13,7 @@ const place = (arm) => data.arms.indexOf(arm);
 const colour = (arm) => style(`--arm-${place(arm) % COLOURS}`);
 const faint = (arm, share) => colour(arm) + Math.round(255 * share).toString(16).padStart(2, "0");
 const narrow = () => window.innerWidth < 640;
-// Names are texts: in Plotly's labels < would begin markup.
+// Plotly reads markup in labels, so names are escaped.
 const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
 function layout(x, y, more) {
@@ -51,7 +51,7 @@ function curveTraces(axis) {
 }
 
 function drawCurves() {
-  if (!document.getElementById("chart-curves")) return;  // no run has been evaluated
+  if (!document.getElementById("chart-curves")) return;  // no run was evaluated
   const chosen = document.querySelector("input[name=axis]:checked").value;
   const percent = { yaxis: { ...layout("", "").yaxis, tickformat: ".0%", rangemode: "tozero",
                              title: { text: "held-out accuracy" } } };

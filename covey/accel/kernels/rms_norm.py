@@ -1,0 +1,169 @@
+"""RMSNorm of the residual stream, with the addition before it: forward and backward.
+
+The residual stream is float32; the result has the type that the products take. Everything in
+between is float32 and rounded once.
+
+Shapes: N tokens, D size. A program handles several rows, so that short ones fill it too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+PROGRAMS = 512
+"""Programs of the backward pass: each sums the gain's gradient over its own rows."""
+TILE = 2048
+"""Elements that a program holds at once."""
+
+
+@triton.jit
+def _forward(
+    hidden, delta, gain, total, normed, scales, count, eps,
+    size: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, adds: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    column = tl.arange(0, block)
+    inside = (row < count)[:, None] & (column < size)[None, :]
+    at = row[:, None] * size + column[None, :]
+    values = tl.load(hidden + at, mask=inside, other=0.0).to(tl.float32)
+    if adds:
+        values += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(total + at, values, mask=inside)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / size + eps)
+    tl.store(scales + row, scale, mask=row < count)
+    weight = tl.load(gain + column, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(normed + at, values * scale[:, None] * weight[None, :], mask=inside)
+
+
+@triton.jit
+def _backward(
+    normed_grad, total_grad, total, gain, scales, hidden_grad, delta_grad, gain_grad, count,
+    size: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, goes_on: tl.constexpr,
+    adds: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, block)
+    weight = tl.load(gain + column, mask=column < size, other=0.0).to(tl.float32)
+    gain_sum = tl.zeros((block,), tl.float32)
+    for start in range(tl.program_id(0) * rows, count, tl.num_programs(0) * rows):
+        row = (start + tl.arange(0, rows)).to(tl.int64)
+        inside = (row < count)[:, None] & (column < size)[None, :]
+        at = row[:, None] * size + column[None, :]
+        scale = tl.load(scales + row, mask=row < count, other=0.0)[:, None]
+        unit = tl.load(total + at, mask=inside, other=0.0).to(tl.float32) * scale
+        grad = tl.load(normed_grad + at, mask=inside, other=0.0).to(tl.float32)
+        gain_sum += tl.sum(grad * unit, axis=0)
+        grad = grad * weight[None, :]
+        along = tl.sum(grad * unit, axis=1) / size
+        result = scale * (grad - unit * along[:, None])
+        if goes_on:
+            result += tl.load(total_grad + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(hidden_grad + at, result, mask=inside)
+        if adds:
+            tl.store(delta_grad + at, result, mask=inside)
+    tl.store(gain_grad + tl.program_id(0) * size + column, gain_sum, mask=column < size)
+
+
+class _Tiles(NamedTuple):
+    rows: int
+    block: int
+    warps: int
+
+    @staticmethod
+    def of(size: int) -> _Tiles:
+        block = triton.next_power_of_2(size)
+        return _Tiles(max(1, TILE // block), block, 4 if block <= 4096 else 8)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        delta: torch.Tensor | None,
+        gain: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        count, size = hidden.shape
+        tiles = _Tiles.of(size)
+        total = hidden if delta is None else torch.empty_like(hidden)
+        normed = torch.empty_like(hidden, dtype=dtype)
+        scales = hidden.new_empty(count, dtype=torch.float32)
+        _forward[(triton.cdiv(count, tiles.rows),)](
+            hidden,
+            hidden if delta is None else delta,
+            gain, total, normed, scales, count, eps,
+            size=size, rows=tiles.rows, block=tiles.block, adds=delta is not None,
+            num_warps=tiles.warps,
+        )  # fmt: skip
+        ctx.save_for_backward(total, gain, scales)
+        ctx.adds = None if delta is None else delta.dtype
+        ctx.set_materialize_grads(False)
+        return (None if delta is None else total), normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        total_grad, normed_grad = grads
+        total, gain, scales = ctx.saved_tensors
+        if normed_grad is None:  # the norm was not used
+            delta_grad = None if ctx.adds is None or total_grad is None else total_grad.to(ctx.adds)
+            return total_grad, delta_grad, None, None, None
+        count, size = total.shape
+        tiles = _Tiles.of(size)
+        programs = min(PROGRAMS, triton.cdiv(count, tiles.rows))
+        hidden_grad = torch.empty_like(total)
+        delta_grad = None if ctx.adds is None else torch.empty_like(total, dtype=ctx.adds)
+        gain_grad = total.new_empty(programs, size, dtype=torch.float32)
+        normed_grad = normed_grad.contiguous()
+        _backward[(programs,)](
+            normed_grad,
+            normed_grad if total_grad is None else total_grad.contiguous(),
+            total, gain, scales, hidden_grad,
+            hidden_grad if delta_grad is None else delta_grad,
+            gain_grad, count,
+            size=size, rows=tiles.rows, block=tiles.block, goes_on=total_grad is not None,
+            adds=delta_grad is not None, num_warps=tiles.warps,
+        )  # fmt: skip
+        return hidden_grad, delta_grad, gain_grad.sum(dim=0).to(gain.dtype), None, None
+
+
+def norm(
+    hidden: torch.Tensor, gain: torch.Tensor, eps: float, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return RMSNorm of `hidden` [N, D] times `gain`, in the gain's type or `dtype`."""
+    normed: torch.Tensor
+    _, normed = _AddNorm.apply(hidden.contiguous(), None, gain, eps, dtype or gain.dtype)
+    return normed
+
+
+def add_norm(
+    hidden: torch.Tensor, delta: torch.Tensor, gain: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden + delta [N, D] and its norm times `gain`, each in its own type."""
+    total: torch.Tensor
+    normed: torch.Tensor
+    delta = delta.contiguous()
+    total, normed = _AddNorm.apply(hidden.contiguous(), delta, gain, eps, gain.dtype)
+    return total, normed
+
+
+def add_norm_in_place(
+    hidden: torch.Tensor, delta: torch.Tensor | None, gain: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add `delta` to `hidden` [N, D] in place, and return the norm of the sum.
+
+    No gradient is recorded. For few tokens: each has its own program.
+    """
+    count, size = hidden.shape
+    normed = torch.empty_like(hidden, dtype=gain.dtype)
+    tiles = _Tiles.of(size)
+    _forward[(count,)](
+        hidden, hidden if delta is None else delta, gain, hidden, normed, hidden.new_empty(count),
+        count, eps, size=size, rows=1, block=tiles.block, adds=delta is not None,
+        num_warps=tiles.warps,
+    )  # fmt: skip
+    return normed

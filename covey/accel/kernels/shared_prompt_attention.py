@@ -1,0 +1,136 @@
+"""Decode attention over a shared-prompt cache, for any model with one token per slot.
+
+The model's own code has applied RoPE and norms already. The kernel stores the new key and value,
+and attends to a prompt that several slots share and to the slot's own completion. It supports
+sliding windows and soft caps.
+
+Shapes: W slots in use, S slots, P prompts, H heads, K key-value heads, D head size, C positions.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from covey.accel.kernels.decode_attention import LEAST_ROWS, LayerCache, online_softmax, tile_sizes
+
+NO_WINDOW = 2**31 - 1
+
+
+@triton.jit
+def _score(product, scale, softcap, capped: tl.constexpr):
+    """Return scores to the base of two."""
+    score = product * scale
+    if capped:
+        # tanh(x) as 2 / (1 + exp(-2 x)) - 1.
+        score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+    return score * 1.4426950408889634
+
+
+@triton.jit
+def _attend(
+    keys, values, begin, low, count, query, largest, total, result, scale, softcap,
+    size: tl.constexpr, room: tl.constexpr, block: tl.constexpr, capped: tl.constexpr,
+    precision: tl.constexpr,
+):  # fmt: skip
+    """Attend to positions `low` to `count` - 1, which are consecutive from `begin` on."""
+    whole = tl.arange(0, room)
+    for start in range(low // block * block, count, block):
+        position = start + tl.arange(0, block)
+        seen = (position >= low) & (position < count)
+        inside = seen[:, None] & (whole < size)[None, :]
+        cell = (begin + position)[:, None] * size + whole
+        key = tl.load(keys + cell, mask=inside, other=0.0)
+        value = tl.load(values + cell, mask=inside, other=0.0)
+        product = tl.dot(query, tl.trans(key), input_precision=precision)
+        score = _score(product, scale, softcap, capped)
+        score = tl.where(seen[None, :], score, float("-inf"))
+        largest, total, result = online_softmax(score, value, largest, total, result, precision)
+    return largest, total, result
+
+
+@triton.jit
+def _shared_prompt_attention(
+    query, key, value, query_slot, query_head, key_slot, key_head, value_slot, value_head,
+    prompt_keys, prompt_values, prompt_row, prompt_length, keys, values, place, active,
+    attended, scale, softcap, window, prompt_capacity, capacity,
+    key_heads: tl.constexpr, shared: tl.constexpr, size: tl.constexpr, room: tl.constexpr,
+    rows: tl.constexpr, block: tl.constexpr, capped: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    whole = tl.arange(0, room)
+    known = whole < size
+    member = tl.arange(0, rows)
+    real = (member < shared)[:, None] & known[None, :]
+    out = attended + (slot * key_heads * shared + head * shared + member)[:, None] * size + whole
+    if tl.load(active + slot) == 0:
+        tl.store(out, tl.zeros((rows, room), tl.float32), mask=real)  # instead of what was there
+        return
+    at = tl.load(place + slot)
+    before = tl.load(prompt_length + slot)
+    row = tl.load(prompt_row + slot)
+    kind = keys.dtype.element_ty
+
+    query_at = query + slot * query_slot + (head * shared + member)[:, None] * query_head + whole
+    q = tl.load(query_at, mask=real, other=0.0).to(kind)
+    k = tl.load(key + slot * key_slot + head * key_head + whole, mask=known, other=0.0).to(kind)
+    v = tl.load(value + slot * value_slot + head * value_head + whole, mask=known, other=0.0)
+    v = v.to(kind)
+    begin = (slot * key_heads + head) * capacity
+    tl.store(keys + (begin + at) * size + whole, k, mask=known)
+    tl.store(values + (begin + at) * size + whole, v, mask=known)
+
+    # The new position comes first, from registers: the kernel never reads back what it just stored.
+    product = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1)
+    largest = _score(product, scale, softcap, capped)
+    total = tl.full((rows,), 1.0, tl.float32)
+    result = tl.zeros((rows, room), tl.float32) + v.to(tl.float32)[None, :]
+    # A window includes the new position, and may begin in the prompt or after it.
+    prompt_low = tl.maximum(before + at + 1 - window, 0)
+    prompt_begin = (row * key_heads + head) * prompt_capacity
+    largest, total, result = _attend(
+        prompt_keys, prompt_values, prompt_begin, prompt_low, before, q, largest, total, result,
+        scale, softcap, size, room, block, capped, precision,
+    )  # fmt: skip
+    low = tl.maximum(at + 1 - window, 0)
+    largest, total, result = _attend(
+        keys, values, begin, low, at, q, largest, total, result,
+        scale, softcap, size, room, block, capped, precision,
+    )  # fmt: skip
+    tl.store(out, result / total[:, None], mask=real)
+
+
+def shared_prompt_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: LayerCache,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Store the new key and value and attend; return [W, H, D].
+
+    `query` [W, H, D], `key` and `value` [W, K, D] belong to one new token per slot. A window of n
+    sees the new position and the n - 1 before it; a soft cap limits scores.
+    """
+    slots, heads, size = query.shape
+    key_heads, capacity = cache.keys.shape[1:3]
+    query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
+    attended = torch.empty((slots, heads, size), dtype=query.dtype, device=query.device)
+    room = max(LEAST_ROWS, triton.next_power_of_2(size))
+    block, warps, stages = tile_sizes(slots * key_heads, room, cache.keys.dtype)
+    _shared_prompt_attention[(slots, key_heads)](
+        query, key, value, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        *cache,
+        attended, scale, softcap or 0.0, window or NO_WINDOW, cache.prompt_keys.shape[2], capacity,
+        key_heads=key_heads, shared=heads // key_heads, size=size, room=room,
+        rows=max(LEAST_ROWS, triton.next_power_of_2(heads // key_heads)),
+        block=block, capped=softcap is not None,
+        precision="ieee" if cache.keys.dtype == torch.float32 else "tf32",
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return attended

@@ -1,0 +1,76 @@
+"""SwiGLU: silu(gate) * up and its gradient, one kernel each.
+
+Shapes: N tokens, M size. Gate and up are columns of one product [N, 2 M], or two products.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+
+
+@triton.jit
+def _forward(gate, up, product, gate_stride, up_stride, size, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < size
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(product + row * size + column, g * tl.sigmoid(g) * u, mask=inside)
+
+
+@triton.jit
+def _backward(
+    product_grad, gate, up, gate_grad, up_grad, product, gate_stride, up_stride, grad_stride,
+    size, again: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < size
+    grad = tl.load(product_grad + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(g)
+    silu = g * sigmoid
+    slope = sigmoid * (1.0 + g * (1.0 - sigmoid))
+    tl.store(gate_grad + row * grad_stride + column, grad * u * slope, mask=inside)
+    tl.store(up_grad + row * grad_stride + column, grad * silu, mask=inside)
+    if again:
+        tl.store(product + row * size + column, silu * u, mask=inside)
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up [N, M], without gradient."""
+    count, size = gate.shape
+    product = gate.new_empty(count, size)
+    block = min(BLOCK, triton.next_power_of_2(size))
+    _forward[(count, triton.cdiv(size, block))](
+        gate, up, product, gate.stride(0), up.stride(0), size, block=block
+    )
+    return product
+
+
+def silu_mul_backward(
+    product_grad: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    product: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the gradients of gate and up, side by side [N, 2 M], and fill in the product.
+
+    The product costs nothing extra here, so it need not be saved for the weight's gradient. It may
+    overwrite its own gradient, which is read before.
+    """
+    count, size = gate.shape
+    grads = gate.new_empty(count, 2 * size)
+    product_grad = product_grad.contiguous()
+    block = min(BLOCK, triton.next_power_of_2(size))
+    _backward[(count, triton.cdiv(size, block))](
+        product_grad, gate, up, grads, grads[:, size:],
+        product_grad if product is None else product, gate.stride(0), up.stride(0),
+        grads.stride(0), size, again=product is not None, block=block,
+    )  # fmt: skip
+    return grads

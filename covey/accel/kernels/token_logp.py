@@ -1,0 +1,106 @@
+"""Log-probability and entropy of chosen tokens from their logits, and the logits' gradient.
+
+Shapes: R rows, V vocabulary. z = scale * (logits + bias), optionally soft-capped. One pass over the
+logits each for forward, with a running maximum, and backward, from the saved normalizer.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+
+
+@triton.jit
+def _scores(logits, bias, at, inside, scale, cap, capped: tl.constexpr, biased: tl.constexpr):
+    z = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
+    if biased:
+        z += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    z = z * scale
+    if capped:
+        z = cap * (2.0 * tl.sigmoid(2.0 * z / cap) - 1.0)
+    return z
+
+
+@triton.jit
+def _forward(
+    logits, bias, tokens, logp, entropy, normalizer, scale, cap,
+    size: tl.constexpr, block: tl.constexpr, capped: tl.constexpr, biased: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    line = logits + row * size
+    largest, total, weighted = float("-inf"), 0.0, 0.0
+    for start in range(0, size, block):
+        at = start + tl.arange(0, block)
+        z = _scores(line, bias, at, at < size, scale, cap, capped, biased)
+        larger = tl.maximum(largest, tl.max(tl.where(at < size, z, float("-inf"))))
+        shrink = tl.exp(largest - larger)
+        p = tl.where(at < size, tl.exp(z - larger), 0.0)
+        total = total * shrink + tl.sum(p)
+        weighted = weighted * shrink + tl.sum(p * z)
+        largest = larger
+    whole = largest + tl.log(total)
+    token = tl.load(tokens + row)
+    chosen = _scores(line, bias, token, token < size, scale, cap, capped, biased)
+    tl.store(normalizer + row, whole)
+    tl.store(logp + row, chosen - whole)
+    tl.store(entropy + row, whole - weighted / total)
+
+
+@triton.jit
+def _backward(
+    logits, bias, tokens, normalizer, entropy, logp_grad, entropy_grad, grad, scale, cap,
+    size: tl.constexpr, block: tl.constexpr, capped: tl.constexpr, biased: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    z = _scores(logits + row * size, bias, at, at < size, scale, cap, capped, biased)
+    log_p = z - tl.load(normalizer + row)
+    by_logp, by_entropy = tl.load(logp_grad + row), tl.load(entropy_grad + row)
+    factor = -by_logp - by_entropy * (log_p + tl.load(entropy + row))
+    result = tl.exp(log_p) * factor
+    result += tl.where(at == tl.load(tokens + row), by_logp, 0.0)
+    if capped:
+        result = result * (1.0 - (z / cap) * (z / cap))
+    tl.store(grad + row * size + at, result * scale, mask=at < size)
+
+
+def logp_forward(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    tokens: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float,
+    cap: float | None,
+) -> None:
+    """Write log-probability, entropy and normalizer [R] of logits [R, V] to `out`."""
+    size = logits.shape[1]
+    block = min(BLOCK, triton.next_power_of_2(size))
+    _forward[(len(logits),)](
+        logits, logits if bias is None else bias, tokens, *out, scale, cap or 1.0,
+        size=size, block=block, capped=cap is not None, biased=bias is not None, num_warps=8,
+    )  # fmt: skip
+
+
+def logp_backward(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    tokens: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor],
+    grads: tuple[torch.Tensor, torch.Tensor],
+    grad: torch.Tensor,
+    scale: float,
+    cap: float | None,
+) -> None:
+    """Write the gradient of logits [R, V] to `grad`, which may be the logits themselves.
+
+    `kept` are normalizer and entropy, `grads` the gradients of log-probability and entropy [R].
+    """
+    count, size = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(size))
+    _backward[(count, triton.cdiv(size, block))](
+        logits, logits if bias is None else bias, tokens, *kept, *grads, grad, scale, cap or 1.0,
+        size=size, block=block, capped=cap is not None, biased=bias is not None, num_warps=8,
+    )  # fmt: skip

@@ -1,0 +1,234 @@
+"""The folder of a comparison: comparison.toml, the outcome of each run, and reading the results.
+
+    comparison.toml                      common settings, arms with their differences, seeds, budget
+    environment.json                     where the comparison was started
+    shared/*.jsonl                       rollouts before the first update, sampled once for all arms
+    runs/ARM/seed-S/                     a run folder like any other ...
+    runs/ARM/seed-S/outcome.json         ... with how the run ended
+    runs/ARM/seed-S/first_rollouts.json  names of the shared rollouts of its first step
+    runs/ARM/seed-S.log                  what the run printed
+    report.html, report.md, report.json
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from covey.analysis.compare.comparison import Arm, BudgetKind, Comparison, Point, RunResult, State
+from covey.config import parse_config, to_toml, toml_lines, toml_value
+from covey.config.renamed import check_names, new_setting, translated
+from covey.errors import RunError
+from covey.run.files import write_text
+from covey.run.folder import RunFolder
+from covey.run.records import Shape, is_missing, read_object, to_stderr
+
+DESIGN_FILE, OUTCOME_FILE = "comparison.toml", "outcome.json"
+FIRST_ROLLOUTS_FILE = "first_rollouts.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Design:
+    """What is compared: the contents of comparison.toml."""
+
+    command: str
+    given: Mapping[str, Any]
+    """The common settings as given by the user. Arms are built from these."""
+    common: Mapping[str, Any]
+    """The same with every default written out."""
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    budget: BudgetKind
+    amount: int
+    threads: int
+    """Of each run. On a CPU the last bits depend on it, so it never changes."""
+    findings: tuple[Mapping[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutcome:
+    """How a run ended: the contents of outcome.json. An unfinished run has none."""
+
+    key: str
+    state: State
+    error: str = ""
+    weights: str = ""
+    first_rollouts: str = ""
+
+
+OUTCOME: Shape = TypeAdapter(RunOutcome)
+
+
+def run_path(folder: Path, arm: str, seed: int) -> Path:
+    """Return the run folder of an arm and a seed."""
+    return folder / "runs" / arm / f"seed-{seed}"
+
+
+def log_path(run: Path) -> Path:
+    """Return the file with the output of a run's process."""
+    return run.with_name(f"{run.name}.log")
+
+
+def write_outcome(run: Path, outcome: RunOutcome) -> None:
+    """Write outcome.json."""
+    write_text(run / OUTCOME_FILE, json.dumps(asdict(outcome), indent=2) + "\n")
+
+
+def read_outcome(run: Path) -> RunOutcome | None:
+    """Return how a run ended, or None if it is unfinished."""
+    file = run / OUTCOME_FILE
+    if is_missing(file):
+        return None
+    try:
+        row = read_object(file, OUTCOME)
+    except RunError as error:
+        to_stderr(f"{error}; the run counts as unfinished")
+        return None
+    if "first_answers" in row:  # its name in 0.1
+        row = {**row, "first_rollouts": row["first_answers"]}
+    outcome: RunOutcome = OUTCOME.validate_python(row)
+    return outcome
+
+
+def write_design(folder: Path, design: Design) -> None:
+    """Write comparison.toml."""
+    lines = [
+        f"command = {toml_value(design.command)}",
+        f"seeds = {toml_value(design.seeds)}",
+        f"budget = {toml_value(design.budget)}",
+        f"amount = {design.amount}",
+        f"threads = {design.threads}",
+    ]
+    for arm in design.arms:
+        present = {key: value for key, value in arm.differences.items() if value is not None}
+        lines += [
+            "\n[[arms]]",
+            f"name = {toml_value(arm.name)}",
+            f"settings = {toml_value(arm.settings)}",
+            f"seed_offset = {arm.seed_offset}",
+            f"differences = {toml_value(present)}",
+            f"without = {toml_value([k for k in arm.differences if k not in present])}",
+        ]
+    for finding in design.findings:
+        lines += ["\n[[findings]]", *(f"{k} = {toml_value(str(v))}" for k, v in finding.items())]
+    for name, settings in (("given", design.given), ("common", design.common)):
+        top = {k: v for k, v in settings.items() if not isinstance(v, Mapping)}
+        lines += [f"\n[{name}]", *toml_lines(top)]
+        for section, values in settings.items():
+            if isinstance(values, Mapping):
+                lines += [f"\n[{name}.{section}]", *toml_lines(values)]
+    write_text(folder / DESIGN_FILE, "\n".join(lines) + "\n")
+
+
+def read_design(folder: Path) -> Design:
+    """Read comparison.toml; the settings of one written by 0.1 get their new names."""
+    file = folder / DESIGN_FILE
+    if not file.is_file():
+        raise RunError(f"{folder} is not a comparison: it has no {DESIGN_FILE}")
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        old = check_names(data["common"]) is not None
+        if old:
+            data |= {name: translated(data[name]) for name in ("given", "common")}
+        arms = tuple(_read_arm(_renamed(arm) if old else arm) for arm in data.pop("arms"))
+        seeds, findings = tuple(data.pop("seeds")), tuple(data.pop("findings", []))
+        return Design(**data, arms=arms, seeds=seeds, findings=findings)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{file} cannot be read: {error!r}") from None
+
+
+def _read_arm(row: Mapping[str, Any]) -> Arm:
+    return Arm(
+        name=row["name"],
+        settings=tuple(row["settings"]),
+        seed_offset=row["seed_offset"],
+        differences={**row["differences"], **dict.fromkeys(row["without"])},
+    )
+
+
+def _renamed(arm: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an arm of 0.1 with today's names of settings."""
+
+    def new(key: str) -> str:
+        return new_setting(key) or key
+
+    settings = [setting.partition("=") for setting in arm["settings"]]
+    return {
+        **arm,
+        "settings": [f"{new(key.strip())}{equals}{value}" for key, equals, value in settings],
+        "differences": {new(key): value for key, value in arm["differences"].items()},
+        "without": [new(key) for key in arm["without"]],
+    }
+
+
+def load_comparison(folder: Path) -> Comparison:
+    """Read everything that a report is made from."""
+    design = read_design(folder)
+    environment = folder / "environment.json"
+    return Comparison(
+        name=folder.resolve().name,
+        command=design.command,
+        arms=design.arms,
+        seeds=design.seeds,
+        budget=design.budget,
+        amount=design.amount,
+        runs=tuple(
+            _load_run(folder, arm.name, seed) for arm in design.arms for seed in design.seeds
+        ),
+        findings=design.findings,
+        environment=RunFolder(folder).environment() if environment.exists() else {},
+        config_toml=to_toml(parse_config(design.common)),
+    )
+
+
+def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
+    """Read one run, which may not have started."""
+    path = run_path(folder, arm, seed)
+    ended = read_outcome(path) or RunOutcome(key="", state="unfinished")
+    return RunResult(
+        arm=arm,
+        seed=seed,
+        state=ended.state,
+        error=ended.error,
+        points=_points(RunFolder(path)),
+        folder=str(path.relative_to(folder)),
+        weights=ended.weights,
+        first_rollouts=ended.first_rollouts,
+    )
+
+
+def _points(run: RunFolder) -> tuple[Point, ...]:
+    """Return the complete evaluations; one that lacks a prompt cannot be compared."""
+    steps = run.steps()
+    points = []
+    for row in run.evaluations():
+        items = run.items(row["step"])
+        if len(items) == row["prompts"]:
+            points.append(_point(row["step"], steps, items))
+        else:
+            to_stderr(
+                f"{run.path}: the evaluation of step {row['step']} is left out, because only "
+                f"{len(items)} of its {row['prompts']} prompts can be read"
+            )
+    return tuple(points)
+
+
+def _point(step: int, steps: list[dict[str, Any]], items: list[dict[str, Any]]) -> Point:
+    done = [row for row in steps if row["step"] <= step]
+    newest = done[-1] if done else {}
+    return Point(
+        step=step,
+        tokens=newest.get("tokens") or 0,
+        updates=newest.get("updates") or 0,
+        seconds=sum(row.get("time/total") or 0.0 for row in done if row["step"] > 1),
+        # A completion that could not be scored counts as incorrect.
+        correct={row["prompt_id"]: bool(row["success"]) for row in items},
+    )

@@ -1,0 +1,299 @@
+"""The conclusion of a comparison, in plain words: headline, cautions, a summary of each pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from covey.analysis.compare.arm_results import ArmResult, arm_results
+from covey.analysis.compare.comparison import Comparison, RunResult
+from covey.analysis.compare.pair_results import PairResult, pair_results
+from covey.analysis.compare.statistics import LEVEL, MOST_SEEDS
+from covey.errors import RunError
+from covey.evaluate.intervals import Estimate
+
+FEW_SEEDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conclusion:
+    """Everything that can be concluded from a comparison."""
+
+    headline: str
+    cautions: tuple[str, ...]
+    """What limits the conclusion: missing runs, few seeds, collapses."""
+    complete: bool
+    """Whether every planned run finished."""
+    arms: tuple[ArmResult, ...]
+    pairs: tuple[PairResult, ...]
+
+
+def conclude(comparison: Comparison) -> Conclusion:
+    """Analyse a comparison. Unfinished runs are named, but enter no number."""
+    runs = comparison.finished_runs()
+    _check_same_prompts(run for mine in runs.values() for run in mine)
+    arms = arm_results(comparison)
+    pairs = pair_results(runs, {arm.arm: arm.missing for arm in arms})
+    tested = sum(pair.p_value is not None for pair in pairs)
+    pairs = tuple(
+        replace(
+            pair, summary=_pair_summary(pair, tested), checkpoint_summary=_checkpoint_summary(pair)
+        )
+        for pair in pairs
+    )
+    return Conclusion(
+        headline=_headline(arms, pairs),
+        cautions=_cautions(arms, pairs, _as_if_untrained(comparison, runs, pairs)),
+        complete=not any(arm.missing for arm in arms),
+        arms=arms,
+        pairs=pairs,
+    )
+
+
+def _check_same_prompts(runs: Iterable[RunResult]) -> None:
+    first: RunResult | None = None
+    for run in runs:
+        first = first or run
+        for point in run.points:
+            if list(point.correct) != list(first.points[0].correct):
+                raise RunError(
+                    f"{run.arm} seed {run.seed}, step {point.step}: evaluated on other prompts "
+                    f"than {first.arm} seed {first.seed}; remove one of the two and run it again"
+                )
+
+
+def _as_if_untrained(
+    comparison: Comparison,
+    runs: Mapping[str, Sequence[RunResult]],
+    pairs: Sequence[PairResult],
+) -> dict[tuple[str, str], float]:
+    """Return mean differences in which a failed run keeps its arm's initial accuracy.
+
+    Only for pairs with such runs: an indication of how much the failures matter.
+    """
+    starts = {arm: mine[-1].points[0].accuracy for arm, mine in runs.items() if mine}
+    ends = {(run.arm, run.seed): run.points[-1].accuracy for mine in runs.values() for run in mine}
+    for run in comparison.runs:
+        if run.state == "failed" and run.arm in starts:
+            ends[run.arm, run.seed] = starts[run.arm]
+    found = {}
+    for pair in pairs:
+        both = [
+            ends[pair.first, seed] - ends[pair.second, seed]
+            for seed in comparison.seeds
+            if (pair.first, seed) in ends and (pair.second, seed) in ends
+        ]
+        if pair.seeds and len(both) > len(pair.seeds):
+            found[pair.first, pair.second] = sum(both) / len(both)
+    return found
+
+
+def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
+    """Say which algorithm is better, or why the runs do not show it."""
+    finished = [arm for arm in arms if arm.seeds]
+    if not finished:
+        return "No run has finished: there is nothing to compare."
+    real = [pair for pair in pairs if pair.decision not in ("same policy", "nothing to compare")]
+    if not real:
+        return _nothing_to_test(finished, pairs)
+    if all(pair.decision == "one seed" for pair in real):
+        return (
+            "One seed cannot show which algorithm is better: another seed might reverse the order. "
+            "Only these checkpoints can be compared; run at least three seeds."
+        )
+    if len(real) == 1:
+        return real[0].summary
+    decided = [pair for pair in real if pair.better]
+    if not decided:
+        return _none_decided(real)
+    for arm in finished:
+        wins = [pair for pair in decided if pair.better == arm.arm]
+        if len(wins) == len(finished) - 1:
+            gains = (f"{points(abs(p.mean or 0.0))} points over {_loser(p)}" for p in wins)
+            return f"{arm.arm} is better than every other arm: {', '.join(gains)}."
+    found = ", ".join(f"{p.better} is better than {_loser(p)}" for p in decided)
+    rest = "; the other pairs do not differ significantly" if len(decided) < len(real) else ""
+    return f"No arm is better than all others: {found}{rest}."
+
+
+def _nothing_to_test(finished: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
+    if pairs and all(pair.decision == "same policy" for pair in pairs):
+        names = _listed([arm.arm for arm in finished])
+        return f"{names} are the same policy, bit for bit, in every seed: there is no difference."
+    if len(finished) == 1:
+        return f"Only {finished[0].arm} has finished runs: there is nothing to compare it with."
+    return "No two arms have finished the same seed: there is nothing to compare."
+
+
+def _none_decided(real: Sequence[PairResult]) -> str:
+    widest = max(real, key=lambda pair: abs(pair.mean or 0.0))
+    tested = sum(pair.p_value is not None for pair in real)
+    return (
+        "No significant difference between the arms with this budget. The largest is between "
+        f"{widest.first} and {widest.second}: {_undecided(widest, tested)}"
+    )
+
+
+def _loser(pair: PairResult) -> str:
+    return pair.second if pair.better == pair.first else pair.first
+
+
+def _pair_summary(pair: PairResult, tested: int) -> str:
+    """Say which of two algorithms is better."""
+    both = f"{pair.first} and {pair.second}"
+    seeds = count(len(pair.seeds), "seed")
+    match pair.decision:
+        case "nothing to compare":
+            return f"{both} have no finished seed in common: there is nothing to compare."
+        case "same policy":
+            return f"{both} are the same policy, bit for bit, in {seeds}."
+        case "one seed":
+            return (
+                f"One seed cannot show whether {pair.first} or {pair.second} is the better "
+                f"algorithm (these two checkpoints differ by {points(pair.mean or 0.0)} points)."
+            )
+        case "no difference":
+            return f"{both} solve the same prompts in {seeds}, with different weights."
+        case "cannot tell":
+            return (
+                f"No significant difference between {both} with this budget: "
+                f"{_undecided(pair, tested)}"
+            )
+        case _:
+            return _better(pair, tested)
+
+
+def _better(pair: PairResult, tested: int) -> str:
+    difference, new_prompts = pair.difference, pair.difference_new_prompts
+    assert difference is not None
+    assert new_prompts is not None
+    if pair.better == pair.second:
+        difference, new_prompts = _negated(difference), _negated(new_prompts)
+    text = (
+        f"{pair.better} is better than {_loser(pair)}: {_estimate(difference)} over "
+        f"{len(pair.seeds)} seeds, {_p(pair, tested)}."
+    )
+    if new_prompts.low <= 0.0:
+        text += (
+            " This holds for these held-out prompts; for other prompts of the same kind the "
+            f"interval is {points(new_prompts.low)} to {points(new_prompts.high)}."
+        )
+    return text
+
+
+def _undecided(pair: PairResult, tested: int) -> str:
+    """Say what was observed, and how many seeds would decide it."""
+    if pair.difference is None or pair.detectable is None:
+        return f"{points(pair.mean or 0.0)} points."
+    seeds = len(pair.seeds)
+    text = (
+        f"{pair.first} - {pair.second} is {_estimate(pair.difference)} over {seeds} seeds, "
+        f"{_p(pair, tested)}. "
+    )
+    if pair.seeds_needed is None:
+        text += f"More than {MOST_SEEDS} seeds per arm would be needed to detect it; "
+    else:
+        text += (
+            f"About {pair.seeds_needed} seeds per arm would be needed if the difference and the "
+            "deviation are as observed; "
+        )
+    if pair.detectable >= 1:
+        return text + f"with {seeds} seeds no difference has an 80 % chance of detection."
+    return text + f"{seeds} seeds detect {points(pair.detectable)} points with 80 % power."
+
+
+def _p(pair: PairResult, tested: int) -> str:
+    value = pair.p_holm or 0.0
+    shown = f"p = {value:.3f}" if value >= 0.001 else "p < 0.001"
+    return f"{shown} corrected for {tested} pairs" if tested > 1 else shown
+
+
+def _checkpoint_summary(pair: PairResult) -> str:
+    """Say in which seeds one of the two final checkpoints is better."""
+    if not pair.checkpoints:
+        return ""
+    sides: dict[str, list[str]] = {pair.first: [], pair.second: [], "": []}
+    for one in pair.checkpoints:
+        side = pair.first if one.gained > one.lost else pair.second
+        sides[side if one.p_holm < LEVEL else ""].append(str(one.seed))
+    parts = [
+        f"{arm}'s is better in seed {_listed(sides[arm])}"
+        for arm in (pair.first, pair.second)
+        if sides[arm]
+    ]
+    if sides[""]:
+        parts.append(f"undecided in seed {_listed(sides[''])}")
+    return (
+        f"Final checkpoints of {pair.first} and {pair.second}: {'; '.join(parts)} "
+        "(McNemar's exact test over prompts, corrected). This is about these weights, not about "
+        "the algorithms."
+    )
+
+
+def _cautions(
+    arms: Sequence[ArmResult],
+    pairs: Sequence[PairResult],
+    as_if_untrained: Mapping[tuple[str, str], float],
+) -> tuple[str, ...]:
+    """Return what limits the headline."""
+    found = []
+    missing = [line for arm in arms for line in arm.missing]
+    if missing:
+        found.append(
+            f"The comparison is incomplete: {'; '.join(missing)}. Pairs use the seeds that both "
+            "arms finished. If runs failed because of their arm, the rest overrates that arm."
+        )
+        means = {(pair.first, pair.second): pair.mean or 0.0 for pair in pairs}
+        found += [
+            f"If failed runs count as untrained, {first} - {second} is {points(value)} points "
+            f"instead of {points(means[first, second])}."
+            for (first, second), value in as_if_untrained.items()
+        ]
+    counts = [len(pair.seeds) for pair in pairs if pair.p_value is not None]
+    if counts and min(counts) < FEW_SEEDS:
+        found.append(
+            "Two seeds hardly show the variance between seeds: a difference must be 13 times its "
+            "standard error to be significant. Run three or more."
+        )
+    found += [
+        f"{arm.arm} seed {one.seed} collapsed ({one.kind}): from {one.before:.1%} to "
+        f"{one.final:.1%}."
+        for arm in arms
+        for one in arm.collapsed
+    ]
+    return tuple(found)
+
+
+def points(share: float) -> str:
+    """Return a difference of accuracies in percentage points.
+
+    >>> points(-0.125)
+    '-12.5'
+    """
+    text = f"{100 * share:+.1f}"
+    return "0.0" if text in ("+0.0", "-0.0") else text
+
+
+def _negated(estimate: Estimate) -> Estimate:
+    """Return the estimate of second minus first, given that of first minus second."""
+    return Estimate(-estimate.value, -estimate.high, -estimate.low)
+
+
+def _estimate(estimate: Estimate) -> str:
+    low, high = points(estimate.low), points(estimate.high)
+    return f"{points(estimate.value)} points, 95 % interval {low} to {high},"
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> count(1, "arm"), count(2, "arm")
+    ('1 arm', '2 arms')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"

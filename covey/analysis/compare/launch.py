@@ -1,0 +1,297 @@
+"""Launching the runs of a comparison: one process per run, several at a time.
+
+A failed run does not stop the others. Each process reads its job from standard input, which stays
+open as long as this process lives; see run_process.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from covey._version import __version__
+from covey.analysis.compare.comparison_folder import (
+    OUTCOME_FILE,
+    Design,
+    RunOutcome,
+    log_path,
+    read_outcome,
+    run_path,
+    write_outcome,
+)
+from covey.analysis.compare.design import config_of
+from covey.analysis.compare.fairness import task_digest
+from covey.config import Config, parse_config, to_toml
+from covey.errors import RunError
+from covey.reference.fingerprint import fingerprint
+from covey.rewards.identity import identity
+from covey.run.folder import RunFolder
+from covey.subprocesses import module_command
+from covey.training.build import load_model
+from covey.training.resolve import reward_of, task_of
+
+POLL_SECONDS = 0.2
+Status = Literal["waiting", "running", "done", "failed", "stopped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything that the process of a run needs."""
+
+    arm: str
+    seed: int
+    """Of the comparison; the run's own seed differs if the arm has a seed offset."""
+    folder: str
+    shared: str
+    """Folder of the shared rollouts."""
+    config_toml: str
+    common_toml: str
+    """The common configuration, whose reward scores the evaluations of all arms."""
+    start: str
+    """Digest of everything that decides the starting policy."""
+    key: str
+    """Digest of everything that decides the run: finished runs with equal keys are the same."""
+    threads: int
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return Path(self.folder)
+
+
+def make_jobs(folder: Path, design: Design) -> list[Job]:
+    """Return a job for every arm and seed, ordered by seed so that arms advance together."""
+    weights: dict[str, str] = {}
+    data: dict[str, str] = {}
+    common = parse_config(design.common)
+    jobs = []
+    for seed in design.seeds:
+        for arm in design.arms:
+            config = config_of(design, arm, seed)
+            model, task = config.model.path, config.task.model_dump_json()
+            if model not in weights:
+                weights[model] = _starting_weights(config)
+            if task not in data:
+                data[task] = task_digest(task_of(config))
+            start = _start(config, weights[model])
+            key = run_key(config, common, start=start, data=data[task], threads=design.threads)
+            jobs.append(
+                Job(
+                    arm=arm.name,
+                    seed=seed,
+                    folder=str(run_path(folder, arm.name, seed)),
+                    shared=str(folder / "shared"),
+                    config_toml=to_toml(config),
+                    common_toml=to_toml(common),
+                    start=start,
+                    key=key,
+                    threads=design.threads,
+                )
+            )
+    return jobs
+
+
+def _starting_weights(config: Config) -> str:
+    """Return the digest of the weights that a configuration starts from, without its adapter."""
+    model = config.model.model_copy(update={"device": "cpu"})
+    adapter = config.adapter.model_copy(update={"rank": 0, "also_train": []})
+    return fingerprint(
+        load_model(config.model_copy(update={"model": model, "adapter": adapter}))
+    ).weights
+
+
+def _start(config: Config, weights: str) -> str:
+    adapter = {**config.adapter.model_dump(), "seed": config.seed} if config.adapter.rank else None
+    return _digest([weights, config.model.dtype, config.model.device, adapter])
+
+
+def run_key(config: Config, common: Config, *, start: str, data: str, threads: int) -> str:
+    """Return the digest of configuration, version, starting weights, data, rewards and threads.
+
+    Data and rewards enter by their contents, because files may have been edited since.
+    """
+    scoring = [
+        [identity(c.reward.name, reward_of(c)), c.scoring.model_dump()] for c in (config, common)
+    ]
+    return _digest([config.model_dump(), __version__, start, data, scoring, threads])
+
+
+def _digest(data: Any) -> str:
+    text = json.dumps(data, sort_keys=True, default=repr)  # JSON has no dates, TOML does
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def ready(job: Job, elsewhere: Mapping[str, Path]) -> bool:
+    """Prepare a run's folder to start or resume; return False if the run is finished.
+
+    `elsewhere` maps keys to finished runs: a run with this job's key is copied, not trained again.
+    A run with another key, from other data or another version of covey for example, is moved
+    aside and never deleted.
+    """
+    path = job.path
+    if path.exists() and _key_of(path) != job.key:
+        _move_aside(path)
+    ended = read_outcome(path)
+    if ended is not None and ended.state == "done":
+        return False
+    if not path.exists() and job.key in elsewhere:
+        partial = path.with_name(f".{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(elsewhere[job.key], partial)
+        partial.rename(path)
+        return False
+    (path / OUTCOME_FILE).unlink(missing_ok=True)  # a failed run is tried again
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return True
+
+
+def _key_of(path: Path) -> str | None:
+    ended = read_outcome(path)
+    if ended is not None:
+        return ended.key
+    key: str | None = RunFolder(path).environment(lambda text: None).get("key")
+    return key
+
+
+def _move_aside(path: Path) -> None:
+    for number in range(1, 1000):
+        aside = path.with_name(f"{path.name}.aside-{number}")
+        if not aside.exists():
+            path.rename(aside)
+            if log_path(path).exists():
+                log_path(path).rename(log_path(aside))
+            return
+    raise RunError(f"{path}: 999 runs were moved aside already; remove some of them")
+
+
+def _finished_elsewhere(parent: Path) -> dict[str, Path]:
+    """Return the finished runs of all comparisons in a folder, by key."""
+    found = {}
+    for file in sorted(parent.glob(f"*/runs/*/seed-*/{OUTCOME_FILE}")):
+        ended = read_outcome(file.parent)
+        if ended is not None and ended.state == "done":
+            found[ended.key] = file.parent
+    return found
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """All jobs of a comparison with their status."""
+
+    jobs: Sequence[Job]
+    status: dict[str, Status] = field(default_factory=dict)
+    """By run folder."""
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self.status = {job.folder: "waiting" for job in self.jobs}
+
+    def having(self, status: Status) -> list[Job]:
+        """Return the jobs with this status."""
+        return [job for job in self.jobs if self.status[job.folder] == status]
+
+
+Watch = Callable[[Running], None]
+"""Called several times a second with the state of all jobs."""
+
+
+def run_jobs(folder: Path, jobs: Sequence[Job], parallel: int, watch: Watch) -> Running:
+    """Run all unfinished jobs, `parallel` at a time; Ctrl-C makes each run save and stop."""
+    running = Running(jobs=jobs)
+    elsewhere = _finished_elsewhere(folder.parent)
+    waiting: deque[Job] = deque()
+    for job in jobs:
+        if ready(job, elsewhere):
+            waiting.append(job)
+        else:
+            running.status[job.folder] = "done"
+    processes: dict[subprocess.Popen[bytes], Job] = {}
+    try:
+        while waiting or processes:
+            try:
+                _collect_and_start(running, waiting, processes, parallel)
+                watch(running)
+                time.sleep(POLL_SECONDS)
+            except KeyboardInterrupt:
+                if running.stopping:
+                    break
+                running.stopping = True
+                waiting.clear()
+                for process in processes:
+                    process.send_signal(signal.SIGINT)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    watch(running)
+    return running
+
+
+def _collect_and_start(
+    running: Running,
+    waiting: deque[Job],
+    processes: dict[subprocess.Popen[bytes], Job],
+    parallel: int,
+) -> None:
+    for process in [p for p in processes if p.poll() is not None]:
+        job = processes.pop(process)
+        running.status[job.folder] = _ended(job, process, running.stopping)
+    while waiting and len(processes) < parallel:
+        job = waiting.popleft()
+        processes[start(job)] = job
+        running.status[job.folder] = "running"
+
+
+def start(job: Job) -> subprocess.Popen[bytes]:
+    """Start the process of a job in its own session: this process forwards Ctrl-C to it."""
+    with log_path(job.path).open("ab") as log:
+        process = subprocess.Popen(
+            module_command("covey.analysis.compare.run_process"),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": str(job.threads), "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # the process has ended already; the next poll finds that
+    return process
+
+
+def _ended(job: Job, process: subprocess.Popen[bytes], stopping: bool) -> Status:
+    """Return how a run ended; write the outcome of a process that died before it could."""
+    assert process.stdin is not None
+    process.stdin.close()
+    outcome = read_outcome(job.path)
+    if outcome is not None:
+        return "done" if outcome.state == "done" else "failed"
+    if stopping:
+        return "stopped"
+    job.path.mkdir(parents=True, exist_ok=True)
+    error = _cause(process.returncode, log_path(job.path))
+    write_outcome(job.path, RunOutcome(key=job.key, state="failed", error=error))
+    return "failed"
+
+
+def _cause(code: int, log: Path) -> str:
+    if code == -signal.SIGKILL:
+        return "killed (SIGKILL), perhaps because the machine ran out of memory"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    return f"exited with code {code}: {last}"

@@ -1,0 +1,98 @@
+"""Learning curves: held-out accuracy over training, per run and averaged per arm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from covey.analysis.compare.comparison import Comparison, Point, RunResult
+
+AXES: Mapping[str, tuple[str, Callable[[Point], float]]] = MappingProxyType(
+    {
+        "steps": ("training steps", lambda point: point.step),
+        "tokens": ("tokens sampled for training", lambda point: point.tokens),
+        "updates": ("optimizer steps", lambda point: point.updates),
+        "seconds": ("seconds of training", lambda point: point.seconds),
+    }
+)
+"""Possible x axes: name -> label, and its value at a point."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """The evaluations of one run."""
+
+    seed: int
+    state: str
+    x: Mapping[str, tuple[float, ...]]
+    """By axis."""
+    accuracy: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The runs of an arm, and their mean at the steps where all finished runs were evaluated."""
+
+    arm: str
+    lines: tuple[Line, ...]
+    x: Mapping[str, tuple[float, ...]]
+    """Of the mean, by axis. Seeds take different tokens and seconds, so this is a mean too."""
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    """Lowest of the finished runs: an observed range, not a confidence interval."""
+    high: tuple[float, ...]
+    seeds: Mapping[int, tuple[float | None, ...]]
+    """Accuracies of every run at the steps of the mean; None where it was not evaluated."""
+
+
+def learning_curve(comparison: Comparison, arm: str) -> Curve:
+    """Return the learning curve of an arm. Unfinished runs have lines, but no mean."""
+    runs = [run for run in comparison.runs_of(arm) if run.points]
+    columns = _columns([run for run in runs if run.finished])
+    values = [[point.accuracy for point in column] for column in columns]
+    return Curve(
+        arm=arm,
+        lines=tuple(
+            Line(
+                seed=run.seed,
+                state=run.state,
+                x={axis: tuple(map(of, run.points)) for axis, (_, of) in AXES.items()},
+                accuracy=tuple(point.accuracy for point in run.points),
+            )
+            for run in runs
+        ),
+        x={
+            axis: tuple(_mean([of(point) for point in column]) for column in columns)
+            for axis, (_, of) in AXES.items()
+        },
+        mean=tuple(_mean(column) for column in values),
+        low=tuple(min(column) for column in values),
+        high=tuple(max(column) for column in values),
+        seeds={run.seed: _at(run, columns) for run in runs if columns},
+    )
+
+
+def _at(run: RunResult, columns: Sequence[Sequence[Point]]) -> tuple[float | None, ...]:
+    """Return the accuracies of a run by column; the last column is the end of the run."""
+    by_step = {point.step: point.accuracy for point in run.points}
+    earlier = (by_step.get(column[0].step) for column in columns[:-1])
+    return (*earlier, run.points[-1].accuracy if run.finished else None)
+
+
+def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:
+    """Return the points to average: those at the same step, and the last ones of all runs.
+
+    With a budget of tokens, runs end at different steps; their ends still belong together.
+    """
+    if not runs:
+        return []
+    by_step = [{point.step: point for point in run.points} for run in runs]
+    shared = set(by_step[0]).intersection(*by_step[1:])
+    ends = [run.points[-1] for run in runs]
+    earlier = sorted(step for step in shared if all(step < end.step for end in ends))
+    return [*([run[step] for run in by_step] for step in earlier), ends]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

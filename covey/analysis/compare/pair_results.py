@@ -1,0 +1,212 @@
+"""Results of every pair of arms: which algorithm is better, and which checkpoint.
+
+The two questions need different tests. Which *algorithm* is better is tested over seeds: each seed
+is one more training run, and a difference must exceed the variance between them. Which of two
+*checkpoints* is better is tested over prompts, with the weights fixed.
+docs/statistics.md describes the tests and intervals.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from covey.analysis.compare import statistics
+from covey.analysis.compare.comparison import RunResult
+from covey.analysis.compare.statistics import LEVEL, Array
+from covey.evaluate.intervals import Estimate, paired_difference
+
+Decision = Literal[
+    "same policy", "no difference", "better", "cannot tell", "one seed", "nothing to compare"
+]
+"""same policy: equal weights in every seed. no difference: equal solved prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointResult:
+    """The two final checkpoints of one seed on the same prompts."""
+
+    seed: int
+    difference: Estimate
+    """First minus second; bootstrap over prompts."""
+    gained: int
+    """Prompts that only the first solves."""
+    lost: int
+    p_value: float
+    """McNemar's exact test."""
+    p_holm: float
+    """The same after Holm's correction over all pairs and seeds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairResult:
+    """Two arms over the seeds that both finished."""
+
+    first: str
+    second: str
+    seeds: tuple[int, ...]
+    missing: tuple[str, ...]
+    differences: tuple[float, ...]
+    """Final accuracy of first minus second, by seed."""
+    mean: float | None
+    """Of these. None without a shared seed."""
+    difference: Estimate | None
+    """The mean with Student's interval over seeds. None with fewer than two."""
+    difference_new_prompts: Estimate | None
+    """The same with an interval that also covers the choice of the held-out prompts."""
+    p_value: float | None
+    """Two-sided paired t-test over seeds: the decision, after Holm's correction."""
+    p_holm: float | None
+    sign_flip_p: float | None
+    """Exact, without assumed distribution. None below six seeds, where it cannot reach 5 %."""
+    decision: Decision
+    better: str | None
+    """The better arm, if there is one."""
+    seeds_needed: int | None
+    """For 80 % power with the observed difference and deviation; None if decided or too many."""
+    detectable: float | None
+    """The difference that this number of seeds detects with 80 % power."""
+    checkpoints: tuple[CheckpointResult, ...]
+    summary: str = ""
+    """Which algorithm is better, in plain words. Filled by conclusion.py."""
+    checkpoint_summary: str = ""
+    """Which checkpoints are better, in plain words. Filled by conclusion.py."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """The final evaluations of two arms, on shared seeds and the same prompts."""
+
+    first: str
+    second: str
+    seeds: tuple[int, ...]
+    a: Array
+    """[seeds, prompts]: whether the first is correct."""
+    b: Array
+    same: bool
+    """Whether all weights agree."""
+
+    @property
+    def differences(self) -> Array:
+        """First minus second by seed. Subtracts counts before dividing, so equal ones are equal."""
+        counts = self.a.sum(axis=1).astype(int) - self.b.sum(axis=1).astype(int)
+        return np.asarray(counts / self.a.shape[1])
+
+    @property
+    def tested(self) -> bool:
+        """Whether algorithms can be compared: two seeds or more, with different weights."""
+        return len(self.seeds) >= 2 and not self.same
+
+
+def pair_results(
+    runs: Mapping[str, Sequence[RunResult]], missing: Mapping[str, tuple[str, ...]]
+) -> tuple[PairResult, ...]:
+    """Compare every two arms, given the finished runs and the missing ones of each arm."""
+    pairs = [_pair(runs, *names) for names in itertools.combinations(runs, 2)]
+    tested = [pair for pair in pairs if pair.tested]
+    p_values = [float(statistics.seed_test(p.differences, p.a.shape[1])) for p in tested]
+    corrected = iter(zip(p_values, statistics.holm(p_values), strict=True))
+    checkpoints = _checkpoints(pairs)
+    level = LEVEL / max(1, len(tested))
+    results = []
+    for pair in pairs:
+        p_value, p_holm = next(corrected) if pair.tested else (None, None)
+        result = _result(pair, p_value, p_holm, level)
+        lines = missing[pair.first] + missing[pair.second]
+        mine = checkpoints[pair.first, pair.second]
+        results.append(replace(result, missing=lines, checkpoints=mine))
+    return tuple(results)
+
+
+def _pair(runs: Mapping[str, Sequence[RunResult]], first: str, second: str) -> _Pair:
+    by_seed = [{run.seed: run for run in runs[arm]} for arm in (first, second)]
+    seeds = tuple(seed for seed in by_seed[0] if seed in by_seed[1])
+    ends = [[mine[seed] for seed in seeds] for mine in by_seed]
+    a, b = (
+        np.array([list(run.points[-1].correct.values()) for run in mine], dtype=float)
+        for mine in ends
+    )
+    same = bool(seeds) and all(
+        one.weights == other.weights != "" for one, other in zip(*ends, strict=True)
+    )
+    return _Pair(first=first, second=second, seeds=seeds, a=a, b=b, same=same)
+
+
+def _result(pair: _Pair, p_value: float | None, p_holm: float | None, level: float) -> PairResult:
+    """Decide which algorithm is better."""
+    several = len(pair.seeds) >= 2
+    differences = pair.differences if pair.seeds else np.zeros(0)
+    items = pair.a.shape[1] if pair.seeds else 0
+    mean = float(differences.mean()) if pair.seeds else None
+    decision = _decide(pair, p_holm)
+    better = None
+    if decision == "better":
+        assert mean is not None
+        better = pair.first if mean > 0 else pair.second
+    needed = detectable = None
+    if pair.tested:
+        assert mean is not None
+        deviation = float(statistics.seed_deviation(differences, items))
+        detectable = statistics.detectable(deviation, len(pair.seeds), level)
+        if decision == "cannot tell":
+            needed = statistics.seeds_needed(mean, deviation, level)
+    return PairResult(
+        first=pair.first,
+        second=pair.second,
+        seeds=pair.seeds,
+        missing=(),
+        differences=tuple(differences.tolist()),
+        mean=mean,
+        difference=statistics.seed_interval(differences, items) if pair.tested else None,
+        difference_new_prompts=statistics.change(pair.a - pair.b) if several else None,
+        p_value=p_value,
+        p_holm=p_holm,
+        sign_flip_p=statistics.sign_flip_test(differences.tolist()) if pair.tested else None,
+        decision=decision,
+        better=better,
+        seeds_needed=needed,
+        detectable=detectable,
+        checkpoints=(),
+    )
+
+
+def _decide(pair: _Pair, p_holm: float | None) -> Decision:
+    if not pair.seeds:
+        return "nothing to compare"
+    if pair.same:
+        return "same policy"
+    if p_holm is None:
+        return "one seed"
+    if np.array_equal(pair.a, pair.b):
+        return "no difference"
+    return "better" if p_holm < LEVEL else "cannot tell"
+
+
+def _checkpoints(pairs: Sequence[_Pair]) -> dict[tuple[str, str], tuple[CheckpointResult, ...]]:
+    """Compare the final checkpoints of every pair by seed, with one correction over them all."""
+    found = [
+        (pair, seed, paired_difference(pair.a[row].tolist(), pair.b[row].tolist()))
+        for pair in pairs
+        for row, seed in enumerate(pair.seeds)
+        if not pair.same
+    ]
+    corrected = statistics.holm([difference.p_value for _, _, difference in found])
+    results: dict[tuple[str, str], tuple[CheckpointResult, ...]] = {
+        (pair.first, pair.second): () for pair in pairs
+    }
+    for (pair, seed, difference), p_holm in zip(found, corrected, strict=True):
+        results[pair.first, pair.second] += (
+            CheckpointResult(
+                seed=seed,
+                difference=difference.estimate,
+                gained=difference.gained,
+                lost=difference.lost,
+                p_value=difference.p_value,
+                p_holm=p_holm,
+            ),
+        )
+    return results

@@ -1,0 +1,118 @@
+"""Prepare a comparison to run: choose its folder, resume or extend an existing one, check it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from covey.analysis.compare.comparison import Arm
+from covey.analysis.compare.comparison_folder import DESIGN_FILE, Design, read_design
+from covey.analysis.compare.design import (
+    Request,
+    arm_configs,
+    design_comparison,
+    same_comparison,
+    with_arms,
+    with_seeds,
+)
+from covey.analysis.compare.fairness import check_prompts, known_beforehand
+from covey.config import Config, parse_config
+from covey.errors import ConfigError, RunError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A comparison that is about to run."""
+
+    folder: Path
+    design: Design
+    previous: Design | None
+    """The design that the folder holds already."""
+
+
+def prepare(request: Request, parent: Path, folder: Path | None = None) -> Prepared:
+    """Find the folder of a request or choose a new one; an earlier comparison resumes."""
+    design = design_comparison(request)
+    if len(design.arms) < 2:
+        raise ConfigError(
+            "nothing to compare: give two arms or more, such as --algorithms grpo,dr_grpo,gspo"
+        )
+    stem = Path(request.source).stem
+    numbered = (parent / f"{stem}-{number}" for number in itertools.count(1))
+    for path in numbered if folder is None else [folder]:
+        if (path / DESIGN_FILE).is_file():
+            if same_comparison(read_design(path), design):
+                return extend(path, seeds=len(design.seeds), threads=request.threads)
+        elif not path.exists() or not any(path.iterdir()):
+            return Prepared(folder=path, design=design, previous=None)
+        elif folder is not None:
+            raise RunError(f"{path} already holds files that do not belong to a comparison")
+    raise ConfigError(
+        f"{folder} holds another comparison, with other settings, arms or budget; choose another "
+        "--folder, or give --folder with only --add, --arm and --seeds to extend it"
+    )
+
+
+def extend(
+    folder: Path,
+    algorithms: Iterable[str] = (),
+    arms: Iterable[Arm] = (),
+    seeds: int | None = None,
+    threads: int = 0,
+) -> Prepared:
+    """Return the comparison of a folder, with more arms or seeds; existing runs stay."""
+    old = read_design(folder)
+    if threads not in (0, old.threads):
+        raise ConfigError(
+            f"--threads {threads}: the runs of {folder} use {old.threads}, and their last bits "
+            "depend on it; omit --threads, or choose another --folder"
+        )
+    new = with_arms(old, algorithms, arms)
+    new = new if seeds is None else with_seeds(new, seeds)
+    if new != old:
+        words = ["covey", "compare", "--folder", str(folder)]
+        for arm in new.arms[len(old.arms) :]:
+            words += ["--arm", arm.text]
+        words += ["--seeds", str(len(new.seeds))] if new.seeds != old.seeds else []
+        new = replace(new, command=f"{old.command}\n{shlex.join(words)}")
+    return Prepared(folder=folder, design=new, previous=old)
+
+
+def checked(prepared: Prepared) -> Prepared:
+    """Reject unfair arms; fill in the findings and the number of threads."""
+    design, old = prepared.design, prepared.previous
+    configs = arm_configs(design)
+    check_prompts(configs)  # of a resumed comparison too: its data may have been edited
+    if old is not None and [a.name for a in old.arms] == [a.name for a in design.arms]:
+        return prepared
+    threads = design.threads or _threads(configs, runs=len(design.arms) * len(design.seeds))
+    findings = known_beforehand(design, configs)
+    return replace(prepared, design=replace(design, threads=threads, findings=findings))
+
+
+def parallel_runs(design: Design) -> int:
+    """Return how many runs this machine takes at a time."""
+    if _on_gpu([parse_config(design.common)]):
+        return 1
+    return max(1, (os.cpu_count() or 1) // design.threads)
+
+
+def _threads(configs: dict[str, Config], runs: int) -> int:
+    """Divide the cores among the runs: many runs with one thread each waste the least."""
+    import torch
+
+    if _on_gpu(configs.values()):
+        return torch.get_num_threads()
+    return max(1, (os.cpu_count() or 1) // runs)
+
+
+def _on_gpu(configs: Iterable[Config]) -> bool:
+    import torch
+
+    devices = {config.model.device for config in configs}
+    found = torch.cuda.is_available()
+    return any(d.startswith("cuda") or (d == "auto" and found) for d in devices)

@@ -1,0 +1,111 @@
+"""Progress of a comparison's runs: a live table in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from covey.analysis.compare.comparison_folder import read_outcome
+from covey.analysis.compare.launch import Job, Running, Status
+from covey.escape import printable
+
+TAIL_BYTES = 16_384
+LIVE_SECONDS = 0.5
+PLAIN_SECONDS = 10.0
+"""Time between updates in a terminal, and between lines about running jobs elsewhere."""
+STYLES: dict[Status, str] = {"done": "green", "failed": "red", "stopped": "yellow"}
+
+
+def run_progress(job: Job, budget: str, amount: int) -> tuple[str, str, str]:
+    """Return share of the budget spent, step and newest accuracy of a run, as text."""
+    step = _last_row(job.path / "steps.jsonl")
+    evaluation = _last_row(job.path / "eval.jsonl")
+    spent = min(1.0, step.get("step" if budget == "steps" else budget, 0) / amount)
+    accuracy = f"{evaluation['greedy']['value']:.1%}" if evaluation else "-"
+    return f"{spent:.0%}", str(step.get("step", 0)), accuracy
+
+
+def _last_row(file: Path) -> dict[str, Any]:
+    """Return the last complete line of a JSON-lines file; empty if there is none."""
+    try:
+        with file.open("rb") as data:
+            data.seek(max(0, file.stat().st_size - TAIL_BYTES))
+            lines = data.read().split(b"\n")
+    except OSError:
+        return {}
+    for line in reversed(lines[:-1]):  # the part after the last newline is incomplete
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            return {}  # damaged, or longer than TAIL_BYTES
+        return row if isinstance(row, dict) else {}
+    return {}
+
+
+@dataclass(slots=True, kw_only=True)
+class PlainProgress:
+    """Lines for logs and pipes: when a run starts and ends, and every ten seconds."""
+
+    console: Console
+    budget: str
+    amount: int
+    shown: dict[str, Status] = field(default_factory=dict)
+    last: float = field(default_factory=time.monotonic)
+
+    def __call__(self, running: Running) -> None:
+        """Print what has changed."""
+        for job in running.jobs:
+            status = running.status[job.folder]
+            if status != self.shown.get(job.folder, "waiting"):
+                self.shown[job.folder] = status
+                self._print(job, status)
+        if time.monotonic() - self.last > PLAIN_SECONDS:
+            self.last = time.monotonic()
+            for job in running.having("running"):
+                self._print(job, "running")
+
+    def _print(self, job: Job, status: Status) -> None:
+        spent, step, accuracy = run_progress(job, self.budget, self.amount)
+        outcome = read_outcome(job.path) if status == "failed" else None
+        error = f": {outcome.error}" if outcome is not None else ""
+        line = f"{job.arm} seed {job.seed}: {status}, {spent}, step {step}, accuracy {accuracy}"
+        self.console.print(line + error, markup=False, highlight=False)
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveProgress:
+    """A table in the terminal that updates in place."""
+
+    live: Live
+    budget: str
+    amount: int
+    last: float = 0.0
+
+    def __call__(self, running: Running) -> None:
+        """Update the table, at most twice a second."""
+        ended = not running.having("running") and not running.having("waiting")
+        if time.monotonic() - self.last < LIVE_SECONDS and not ended:
+            return
+        self.last = time.monotonic()
+        self.live.update(self._table(running), refresh=True)
+
+    def _table(self, running: Running) -> Table:
+        table = Table(
+            title="stopping: each run saves its current step" if running.stopping else None
+        )
+        for heading in ("arm", "seed", "", "spent", "step", "accuracy"):
+            table.add_column(heading, justify="left" if heading in ("arm", "") else "right")
+        for job in running.jobs:
+            status = running.status[job.folder]
+            progress = run_progress(job, self.budget, self.amount)
+            style = STYLES.get(status, "dim" if status == "waiting" else "")
+            table.add_row(Text(printable(job.arm)), str(job.seed), status, *progress, style=style)
+        return table

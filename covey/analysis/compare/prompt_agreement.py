@@ -1,0 +1,99 @@
+"""Agreement on the held-out prompts: which prompts all arms solve, none, or only one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from covey.analysis.compare.comparison import Comparison, RunResult
+
+MOST_DIFFERENT = 12
+"""Prompts listed as those on which arms differ most."""
+
+Runs = Mapping[str, Sequence[RunResult]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolvedPrompt:
+    """A held-out prompt: how many finished runs of each arm solve it at the end."""
+
+    id: str
+    solved: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Counts of held-out prompts. An arm solves one if more than half of its finished runs do."""
+
+    runs: Mapping[str, int]
+    """Number of finished runs of each arm that has any; other arms are left out."""
+    num_prompts: int
+    solved_by_all: int
+    solved_by_none: int
+    solved_by_some: int
+    """By several arms, but not by all."""
+    solved_only_by: Mapping[str, int]
+    disagreement_between_seeds: float | None
+    """Share of prompts on which two runs of one arm differ. None without two such runs."""
+    disagreement_between_arms: float | None
+    """Share of prompts on which two arms differ with the same seed."""
+    most_different: tuple[SolvedPrompt, ...]
+
+
+def prompt_agreement(comparison: Comparison) -> Agreement | None:
+    """Count over the last evaluations of finished runs; None if there are none."""
+    runs = {arm: mine for arm, mine in comparison.finished_runs().items() if mine}
+    if not runs:
+        return None
+    first = next(iter(runs.values()))[0].points[-1].correct
+    prompts = [SolvedPrompt(id=name, solved=_solved(runs, name)) for name in first]
+    solvers = [_solvers(prompt, runs) for prompt in prompts]
+    alone = [next(iter(arms)) for arms in solvers if len(arms) == 1 < len(runs)]
+    by_all = sum(len(arms) == len(runs) for arms in solvers)
+    by_none = sum(not arms for arms in solvers)
+    return Agreement(
+        runs={arm: len(mine) for arm, mine in runs.items()},
+        num_prompts=len(prompts),
+        solved_by_all=by_all,
+        solved_by_none=by_none,
+        solved_by_some=len(prompts) - by_all - by_none - len(alone),
+        solved_only_by={arm: alone.count(arm) for arm in runs} if len(runs) > 1 else {},
+        disagreement_between_seeds=_disagreement(
+            pair for mine in runs.values() for pair in itertools.combinations(mine, 2)
+        ),
+        disagreement_between_arms=_disagreement(
+            (a, b)
+            for one, other in itertools.combinations(runs.values(), 2)
+            for a, b in itertools.product(one, other)
+            if a.seed == b.seed
+        ),
+        most_different=_most_different(prompts, runs),
+    )
+
+
+def _solved(runs: Runs, prompt: str) -> dict[str, int]:
+    return {arm: sum(run.points[-1].correct[prompt] for run in mine) for arm, mine in runs.items()}
+
+
+def _solvers(prompt: SolvedPrompt, runs: Runs) -> set[str]:
+    return {arm for arm, count in prompt.solved.items() if 2 * count > len(runs[arm])}
+
+
+def _disagreement(pairs: Iterable[tuple[RunResult, RunResult]]) -> float | None:
+    shares = []
+    for one, other in pairs:
+        a, b = one.points[-1].correct, other.points[-1].correct
+        shares.append(sum(a[name] != b[name] for name in a) / len(a))
+    return sum(shares) / len(shares) if shares else None
+
+
+def _most_different(prompts: Sequence[SolvedPrompt], runs: Runs) -> tuple[SolvedPrompt, ...]:
+    """Return the prompts with the largest gap between two arms' shares of solving runs."""
+
+    def gap(prompt: SolvedPrompt) -> float:
+        shares = [prompt.solved[arm] / len(mine) for arm, mine in runs.items()]
+        return max(shares) - min(shares)
+
+    ordered = sorted(prompts, key=gap, reverse=True)  # stable: ties keep the order of the task
+    return tuple(prompt for prompt in ordered[:MOST_DIFFERENT] if gap(prompt) > 0)

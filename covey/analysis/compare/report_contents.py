@@ -1,0 +1,184 @@
+"""The contents of a report, gathered once for all its formats.
+
+Conclusion, curves and agreement follow from the evaluations. Example completions and training
+metrics are read from the run folders; a folder without them still gets a report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from covey.analysis.compare.comparison import Comparison
+from covey.analysis.compare.conclusion import Conclusion, conclude
+from covey.analysis.compare.learning_curves import Curve, learning_curve
+from covey.analysis.compare.prompt_agreement import Agreement, prompt_agreement
+from covey.run.folder import RunFolder
+
+HEALTH: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "reward": ("objective/scores",),
+        "entropy": ("policy/entropy_avg",),
+        "clipped share": ("policy/clipfrac_avg",),
+        # To the reference if there is one, else to the policy that sampled.
+        "KL": ("objective/kl_avg", "policy/approxkl_avg"),
+        "completion length": ("rollout/lengths",),
+        "gradient norm": ("optim/grad_norm",),
+    }
+)
+"""Panel of training health -> metrics of steps.jsonl; the panel shows the first that exists.
+
+docs/metrics.md defines each metric.
+"""
+HEALTH_POINTS = 200
+"""Most points of a panel: longer runs are averaged over intervals of steps."""
+EXAMPLES = MappingProxyType({"arms differ": 3, "all correct": 1, "all incorrect": 2})
+"""Number of prompts of each kind that are shown with every arm's completion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A held-out prompt with the greedy completion of every arm at the end of training."""
+
+    kind: str
+    prompt_id: str
+    prompt: str
+    target: str
+    completions: Mapping[str, Mapping[str, Any]]
+    """Arm -> `text`, `correct`, `tokens`, `finish`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """A metric of an arm over training steps: the mean over its runs."""
+
+    metric: str
+    arm: str
+    steps: tuple[float, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportContents:
+    """A comparison with everything that its report shows."""
+
+    comparison: Comparison
+    conclusion: Conclusion
+    curves: tuple[Curve, ...]
+    agreement: Agreement | None
+    """None without a finished run."""
+    texts: Mapping[str, tuple[str, str]]
+    """Prompt id -> prompt and target. Empty if no run kept its completions."""
+    example_seed: int | None
+    """The seed of the examples."""
+    examples: tuple[Example, ...]
+    health: Mapping[str, tuple[Trend, ...]]
+    """By panel."""
+
+
+def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
+    """Gather what a report shows; `folder` is the comparison's, with its runs."""
+    seed = _common_seed(comparison)
+    rows = {}
+    for arm in comparison.arms:
+        for run in comparison.runs_of(arm.name):
+            if run.finished and run.seed == seed:
+                items = RunFolder(folder / run.folder).items(run.points[-1].step, note=_ignore)
+                rows[arm.name] = {row["prompt_id"]: row for row in items}
+    rows = {arm: items for arm, items in rows.items() if items}
+    return ReportContents(
+        comparison=comparison,
+        conclusion=conclude(comparison),
+        curves=tuple(learning_curve(comparison, arm.name) for arm in comparison.arms),
+        agreement=prompt_agreement(comparison),
+        texts={i: (r["prompt"], r["target"]) for a in rows.values() for i, r in a.items()},
+        example_seed=seed if rows else None,
+        examples=choose_examples(rows),
+        health=_health(folder, comparison),
+    )
+
+
+def _common_seed(comparison: Comparison) -> int | None:
+    """Return the seed that most arms finished; the first of several."""
+    counts = {
+        seed: sum(run.finished for run in comparison.runs if run.seed == seed)
+        for seed in comparison.seeds
+    }
+    return max(counts, key=counts.__getitem__) if any(counts.values()) else None
+
+
+def _ignore(text: str) -> None:
+    """Ignore damaged lines: they were reported when the comparison was loaded."""
+
+
+def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[Example, ...]:
+    """Choose prompts on which arms differ, all are correct, or all are incorrect.
+
+    `rows` holds the lines of the last evaluation of one seed, by arm and prompt id.
+    """
+    if not rows:
+        return ()
+    left = dict(EXAMPLES)
+    chosen = []
+    for prompt_id, first in next(iter(rows.values())).items():
+        mine = {arm: items[prompt_id] for arm, items in rows.items() if prompt_id in items}
+        correct = [bool(row["success"]) for row in mine.values()]
+        kind = "all correct" if all(correct) else "arms differ" if any(correct) else "all incorrect"
+        if left[kind] > 0:
+            left[kind] -= 1
+            chosen.append(
+                Example(
+                    kind=kind,
+                    prompt_id=prompt_id,
+                    prompt=first["prompt"],
+                    target=first["target"],
+                    completions={arm: _completion(row) for arm, row in mine.items()},
+                )
+            )
+    order = list(EXAMPLES)
+    return tuple(sorted(chosen, key=lambda example: order.index(example.kind)))
+
+
+def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "text": row["completion"],
+        "correct": row["success"],
+        "tokens": row["tokens"],
+        "finish": row["finish"],
+    }
+
+
+def _health(folder: Path, comparison: Comparison) -> dict[str, tuple[Trend, ...]]:
+    found: dict[str, list[Trend]] = {}
+    for arm in comparison.arms:
+        runs = comparison.runs_of(arm.name)
+        logs = [RunFolder(folder / run.folder).steps(_ignore) for run in runs]
+        for panel, metrics in HEALTH.items():
+            trends = (trend(arm.name, metric, logs) for metric in metrics)
+            drawn = next((each for each in trends if each.steps), None)
+            if drawn is not None:
+                found.setdefault(panel, []).append(drawn)
+    return {panel: tuple(found[panel]) for panel in HEALTH if panel in found}
+
+
+def trend(arm: str, metric: str, logs: Iterable[Sequence[Mapping[str, Any]]]) -> Trend:
+    """Return the mean of a metric over runs, by step; steps without the metric are left out."""
+    values: dict[int, list[float]] = {}
+    for log in logs:
+        for row in log:
+            value = row.get(metric)
+            if value is not None and math.isfinite(value):
+                values.setdefault(row["step"], []).append(value)
+    means = [(step, sum(found) / len(found)) for step, found in sorted(values.items())]
+    width = max(1, math.ceil(len(means) / HEALTH_POINTS))
+    intervals = [means[start : start + width] for start in range(0, len(means), width)]
+    return Trend(
+        metric=metric,
+        arm=arm,
+        steps=tuple(sum(step for step, _ in each) / len(each) for each in intervals),
+        values=tuple(sum(value for _, value in each) / len(each) for each in intervals),
+    )

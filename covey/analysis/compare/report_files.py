@@ -1,0 +1,91 @@
+"""Write the report files of a comparison.
+
+    report.html   one page that opens offline
+    report.md     the same tables, for a comment
+    report.json   everything, for programs; docs/compare-report.md describes each field
+
+A report depends only on the runs: the same runs give the same files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from covey._version import __version__
+from covey.analysis.compare.comparison import Comparison, Point, RunResult
+from covey.analysis.compare.html_elements import finite
+from covey.analysis.compare.report_contents import ReportContents, report_contents
+from covey.analysis.compare.report_html import page
+from covey.analysis.compare.report_text import markdown
+from covey.run.files import write_text
+
+SCHEMA = 2
+"""Of report.json. It increases when a field is renamed, removed or changes its meaning."""
+
+
+def write_reports(folder: Path, comparison: Comparison) -> None:
+    """Write report.html, report.md and report.json into the comparison's folder."""
+    contents = report_contents(folder, comparison)
+    write_text(folder / "report.html", page(contents))
+    write_text(folder / "report.md", markdown(contents))
+    write_text(folder / "report.json", _json(report_data(contents)))
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    """Return JSON with one line per field, for tools and for people who search a field."""
+    dump = partial(json.dumps, allow_nan=False, default=str)
+    lines = [f"{dump(name)}: {dump(finite(value))}" for name, value in data.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def report_data(contents: ReportContents) -> dict[str, Any]:
+    """Return everything as plain data: the contents of report.json."""
+    comparison, texts = contents.comparison, contents.texts
+    evaluated = (run.points[0].correct for run in comparison.runs if run.points)
+    return {
+        "schema": SCHEMA,
+        "covey": __version__,
+        "name": comparison.name,
+        "command": comparison.command,
+        "budget": {"kind": comparison.budget, "amount": comparison.amount},
+        "seeds": list(comparison.seeds),
+        "arms": [{"name": a.name, "differences": dict(a.differences)} for a in comparison.arms],
+        "conclusion": asdict(contents.conclusion),
+        "prompts": [
+            dict(zip(("id", "prompt", "target"), (id_, *texts.get(id_, (None, None))), strict=True))
+            for id_ in next(evaluated, ())
+        ],
+        "runs": [_run(run) for arm in comparison.arms for run in comparison.runs_of(arm.name)],
+        "curves": [
+            {name: getattr(curve, name) for name in ("arm", "x", "mean", "low", "high")}
+            for curve in contents.curves
+        ],
+        "agreement": asdict(contents.agreement) if contents.agreement is not None else None,
+        "completions": {
+            "seed": contents.example_seed,
+            "examples": [asdict(example) for example in contents.examples],
+        },
+        "health": {panel: [asdict(t) for t in trends] for panel, trends in contents.health.items()},
+        "findings": [dict(finding) for finding in comparison.findings],
+        "environment": dict(comparison.environment),
+        "config_toml": comparison.config_toml,
+    }
+
+
+def _run(run: RunResult) -> dict[str, Any]:
+    names = ("arm", "seed", "state", "error", "folder", "weights")
+    return {name: getattr(run, name) for name in names} | {
+        "evaluations": list(map(_point, run.points))
+    }
+
+
+def _point(point: Point) -> dict[str, Any]:
+    names = ("step", "tokens", "updates", "seconds", "accuracy")
+    # One character per prompt keeps the file small.
+    correct = "".join("01"[each] for each in point.correct.values())
+    return {name: getattr(point, name) for name in names} | {"correct": correct}

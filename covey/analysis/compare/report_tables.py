@@ -1,0 +1,283 @@
+"""The tables of a report, as text: the same in HTML, Markdown and the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from covey.analysis.compare.arm_results import ArmResult, TimeToAccuracy
+from covey.analysis.compare.comparison import Comparison, RunResult
+from covey.analysis.compare.conclusion import Conclusion, points
+from covey.analysis.compare.pair_results import PairResult
+from covey.analysis.compare.prompt_agreement import Agreement
+from covey.evaluate.intervals import Estimate
+
+EMPTY = "-"
+NO_OPTION = "(no such option)"
+RESULT_NOTE = (
+    "Means over finished seeds. Improvement in percentage points, with a 95 % interval over seeds "
+    "and prompts."
+)
+TRAINING_NOTE = (
+    "Best: mean of each seed's highest evaluation, biased upwards because the held-out prompts "
+    "select it. Mean over training: accuracy averaged over the budget. Collapsed: seeds that ended "
+    "far below an earlier accuracy."
+)
+PAIR_NOTE = (
+    "Percentage points at the end, over the seeds that both arms finished, with Student's 95 % "
+    "interval over seeds; p of the paired t-test, with Holm's correction over all pairs. Needed: "
+    "seeds per arm for 80 % power if the difference is as observed."
+)
+CHECKPOINT_NOTE = (
+    "This compares two sets of weights, not two algorithms: another seed may reverse it. p of "
+    "McNemar's exact test, with Holm's correction over all pairs and seeds."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """A table of text; the first column names the row."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def result_table(found: Conclusion) -> TextTable:
+    """Return initial and final accuracy of each arm."""
+    return TextTable(
+        title="Held-out accuracy before and after training",
+        head=["arm", "initial", "final", "improvement", "95 % interval", "seeds"],
+        rows=[_result(arm) for arm in found.arms],
+        note=RESULT_NOTE,
+    )
+
+
+def _result(arm: ArmResult) -> list[str]:
+    change = arm.improvement
+    return [
+        arm.arm,
+        _percent(arm.initial),
+        _percent(arm.final),
+        EMPTY if change is None else points(change.value),
+        EMPTY if change is None else _interval(change),
+        str(arm.seeds),
+    ]
+
+
+def training_table(found: Conclusion) -> TextTable:
+    """Return the course of training of each arm: best, mean, and collapsed seeds."""
+    return TextTable(
+        title="Over training",
+        head=["arm", "final, 95 % interval", "best", "mean over training", "collapsed"],
+        rows=[
+            [
+                arm.arm,
+                EMPTY if arm.final is None else f"[{arm.final.low:.1%}, {arm.final.high:.1%}]",
+                _percent(arm.best),
+                _percent(arm.area),
+                f"{len(arm.collapsed)} of {arm.seeds} seeds" if arm.collapsed else EMPTY,
+            ]
+            for arm in found.arms
+        ],
+        note=TRAINING_NOTE,
+    )
+
+
+def speed_table(found: Conclusion) -> TextTable:
+    """Return when each arm reaches certain accuracies."""
+    timed = next((arm.time_to_accuracy for arm in found.arms if arm.time_to_accuracy), ())
+    levels = [each.accuracy for each in timed]
+    rows = []
+    for arm in found.arms:
+        reached = {each.accuracy: each for each in arm.time_to_accuracy}
+        rows.append([arm.arm, *(_time(reached.get(x)) if arm.seeds else EMPTY for x in levels)])
+    return TextTable(
+        title="Time to accuracy",
+        head=["arm", *(f"{100 * level:.3g}%" for level in levels)],
+        rows=rows if levels else [],
+        note="Sampled tokens and seconds of training, medians over finished seeds.",
+    )
+
+
+def _time(found: TimeToAccuracy | None) -> str:
+    if found is None or found.tokens is None or found.seconds is None:
+        return "not reached"
+    return f"{found.tokens:,.0f} tokens, {found.seconds:,.0f} s"
+
+
+def pair_summaries(found: Conclusion) -> list[str]:
+    """Return the summary of each pair, unless the headline says the same."""
+    return [pair.summary for pair in found.pairs if pair.summary != found.headline]
+
+
+def pair_table(found: Conclusion) -> TextTable:
+    """Return a row for each pair of arms."""
+    return TextTable(
+        title="Pairs of arms",
+        head=["first - second", "difference", "95 % interval", "p (Holm)", "seeds", "needed"],
+        rows=[
+            [
+                f"{pair.first} - {pair.second}",
+                EMPTY if pair.mean is None else points(pair.mean),
+                EMPTY if pair.difference is None else _interval(pair.difference),
+                EMPTY if pair.p_holm is None else p_value(pair.p_holm),
+                str(len(pair.seeds)),
+                _needed(pair),
+            ]
+            for pair in found.pairs
+        ],
+        note=PAIR_NOTE,
+    )
+
+
+def _needed(pair: PairResult) -> str:
+    if pair.seeds_needed is not None:
+        return str(pair.seeds_needed)
+    return {"cannot tell": "too many", "one seed": "at least 2"}.get(pair.decision, EMPTY)
+
+
+def checkpoint_table(found: Conclusion) -> TextTable:
+    """Return, for every pair and seed, how the two final checkpoints differ on the prompts."""
+    return TextTable(
+        title="Checkpoints of each seed",
+        head=["first, second", "seed", "difference", "95 % interval", "only 1st", "only 2nd", "p"],
+        rows=[
+            [
+                f"{pair.first}, {pair.second}",
+                str(one.seed),
+                points(one.difference.value),
+                _interval(one.difference),
+                str(one.gained),
+                str(one.lost),
+                p_value(one.p_holm),
+            ]
+            for pair in found.pairs
+            for one in pair.checkpoints
+        ],
+        note=CHECKPOINT_NOTE,
+    )
+
+
+def differences_table(comparison: Comparison) -> TextTable:
+    """Return the settings of each arm that differ from the common configuration."""
+    rows = []
+    for arm in comparison.arms:
+        rows += [
+            [arm.name, setting, NO_OPTION if value is None else json.dumps(value, default=str)]
+            for setting, value in arm.differences.items()
+        ] or [[arm.name, EMPTY, EMPTY]]
+    return TextTable(
+        title="Differences between arms",
+        head=["arm", "setting", "value"],
+        rows=rows,
+        note="All other settings are those of the common configuration.",
+    )
+
+
+def finding_title(row: Mapping[str, str]) -> str:
+    """Return the title of a finding with its arms."""
+    arms = f" ({row['arms']})" if row.get("arms") else ""
+    return f"{row.get('title', '')}{arms}"
+
+
+def runs_table(comparison: Comparison) -> TextTable:
+    """Return every run, with the error of a failed one."""
+    return TextTable(
+        title="Runs",
+        head=["arm", "seed", "state", "steps", "tokens", "seconds", "weights", "error"],
+        rows=[_run(run) for arm in comparison.arms for run in comparison.runs_of(arm.name)],
+        note=f"Runs with equal weights are the same policy, bit for bit. {_shared(comparison)}",
+    )
+
+
+def _shared(comparison: Comparison) -> str:
+    """Say whether the arms of a seed learned from the same rollouts in their first step."""
+    names: dict[int, set[str]] = {}
+    for run in comparison.runs:
+        if run.first_rollouts:
+            names.setdefault(run.seed, set()).add(run.first_rollouts)
+    apart = [str(seed) for seed, found in sorted(names.items()) if len(found) > 1]
+    if not names:
+        return ""
+    if not apart:
+        return "All arms of a seed learned from the same rollouts in the first step."
+    return (
+        f"Not all arms learned from the same rollouts in the first step (seed {', '.join(apart)}): "
+        "they sample differently, or have other seeds."
+    )
+
+
+def _run(run: RunResult) -> list[str]:
+    end = [EMPTY] * 3
+    if run.points:
+        last = run.points[-1]
+        end = [f"{last.step:,}", f"{last.tokens:,}", f"{last.seconds:,.0f}"]
+    rest = [run.weights[:12] or EMPTY, run.error or EMPTY]
+    return [run.arm, str(run.seed), run.state, *end, *rest]
+
+
+def solved_table(found: Agreement) -> TextTable:
+    """Return how many prompts every arm solves, none, or only one."""
+    counts = {
+        "every arm": found.solved_by_all,
+        "no arm": found.solved_by_none,
+        **{f"only {arm}": count for arm, count in found.solved_only_by.items()},
+    }
+    if len(found.runs) > 2:
+        counts["several arms, not all"] = found.solved_by_some
+    return TextTable(
+        title=f"The {found.num_prompts} held-out prompts at the end of training",
+        head=["solved by", "prompts", "share"],
+        rows=[[name, str(n), f"{n / found.num_prompts:.1%}"] for name, n in counts.items()],
+        note="An arm solves a prompt if more than half of its finished seeds do. "
+        + _disagreement(found),
+    )
+
+
+def _disagreement(found: Agreement) -> str:
+    """Relate the disagreement between arms to that between seeds of one arm."""
+    if found.disagreement_between_arms is None:
+        return "No two arms have a finished run of the same seed."
+    arms = (
+        "Two arms with the same seed disagree on "
+        f"{found.disagreement_between_arms:.1%} of the prompts"
+    )
+    if found.disagreement_between_seeds is None:
+        return f"{arms}; one seed does not show how much of that is chance."
+    return f"{arms}, two seeds of the same arm on {found.disagreement_between_seeds:.1%}."
+
+
+def contested_table(found: Agreement, texts: Mapping[str, tuple[str, str]]) -> TextTable:
+    """Return the prompts on which arms differ most, with their texts if known."""
+    return TextTable(
+        title="Prompts on which arms differ most",
+        head=["prompt", "target", *found.runs],
+        rows=[
+            [
+                *texts.get(prompt.id, (prompt.id, EMPTY)),
+                *(f"{prompt.solved[arm]} of {count}" for arm, count in found.runs.items()),
+            ]
+            for prompt in found.most_different
+        ],
+        note="Number of an arm's finished seeds that solve the prompt.",
+    )
+
+
+def p_value(p: float) -> str:
+    """Return a p-value with three decimals.
+
+    >>> p_value(0.0000123), p_value(0.04321), p_value(1.0)
+    ('< 0.001', '0.043', '1.000')
+    """
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _interval(estimate: Estimate) -> str:
+    return f"[{points(estimate.low)}, {points(estimate.high)}]"
+
+
+def _percent(estimate: Estimate | None) -> str:
+    return EMPTY if estimate is None else f"{estimate.value:.1%}"

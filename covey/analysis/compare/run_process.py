@@ -1,0 +1,184 @@
+"""The process that trains one run: `python -m covey.analysis.compare.run_process`.
+
+The job arrives as a line on standard input, which then stays open. When it closes, the parent is
+gone and this process exits at once; the next attempt resumes from the last checkpoint. Output goes
+to the run's log, the result to outcome.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import sys
+import threading
+import tomllib
+import traceback
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.analysis.compare.comparison_folder import FIRST_ROLLOUTS_FILE, RunOutcome, write_outcome
+from covey.analysis.compare.launch import Job
+from covey.analysis.compare.shared_rollouts import SharedEngine
+from covey.config import Config, parse_config
+from covey.errors import CoveyError
+from covey.escape import printable
+from covey.evaluate.evaluate import Evaluation
+from covey.run.folder import RunFolder
+from covey.run.provenance import describe_environment
+from covey.run.trackers import Tracker
+from covey.stopping import stop_signal
+from covey.training.build import Parts, assemble, scorer_of
+from covey.training.loop import train
+
+DONE, FAILED, STOPPED = 0, 1, 3
+"""Exit codes; stopped: by a signal, after saving."""
+LONGEST_ERROR = 300
+CHUNK = 2**24
+
+
+class LogTracker(Tracker):
+    """Prints the evaluations and notes of a run to its log."""
+
+    def started(self, *, steps: int, done: int, rollouts: int) -> None:
+        """Print the progress so far."""
+        self.note(f"after step {done} of {steps}, {rollouts} completions per step")
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Print the accuracy of an evaluation."""
+        self.note(f"step {step}: {evaluation.estimates['greedy'].value:.1%}")
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        print(printable(text), flush=True)
+
+
+def main() -> None:
+    """Read a job from standard input and run it."""
+    job = Job(**json.loads(sys.stdin.buffer.readline()))
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    try:
+        code = run_job(job)
+    except KeyboardInterrupt:
+        code = STOPPED
+    except BaseException as error:
+        print(printable(traceback.format_exc()), file=sys.stderr)
+        job.path.mkdir(parents=True, exist_ok=True)
+        write_outcome(job.path, RunOutcome(key=job.key, state="failed", error=_one_line(error)))
+        code = FAILED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is written. Exit without waiting for threads that the run has started.
+    os._exit(code)
+
+
+def _exit_with_parent() -> None:
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(STOPPED)
+
+
+def _one_line(error: BaseException) -> str:
+    """Return an error in one line, with its class unless it is covey's own."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, CoveyError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= LONGEST_ERROR else text[:LONGEST_ERROR] + " ..."
+
+
+def run_job(job: Job) -> int:
+    """Train from the last checkpoint to the end or to a signal; return the exit code."""
+    torch.set_num_threads(job.threads)
+    config = parse_config(tomllib.loads(job.config_toml))
+    common = parse_config(tomllib.loads(job.common_toml))
+    parts = assemble(config)
+    with ExitStack() as stack:
+        stack.enter_context(closing(parts.scorer))
+        # The common reward scores evaluations, whatever reward the arm is trained on.
+        if (config.reward, config.scoring) != (common.reward, common.scoring):
+            parts = replace(parts, eval_scorer=stack.enter_context(closing(scorer_of(common))))
+        folder = _run_folder(job, config, parts)
+        engine = SharedEngine(
+            engine=parts.engine,
+            folder=Path(job.shared),
+            start=job.start,
+            names_file=folder.path / FIRST_ROLLOUTS_FILE,
+        )
+        log = LogTracker()
+        log.note(f"generation: {engine.info.backend}")
+        with folder.locked(), stop_signal() as stop:
+            train(replace(parts, engine=engine), folder, [log], stop)
+    if stop.received is not None:
+        return STOPPED
+    write_outcome(
+        job.path,
+        RunOutcome(
+            key=job.key,
+            state="done",
+            weights=checkpoint_digest(folder.checkpoints()[-1][1]),
+            first_rollouts=" ".join(json.loads((folder.path / FIRST_ROLLOUTS_FILE).read_text())),
+        ),
+    )
+    return DONE
+
+
+def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
+    """Open the run folder, or create it."""
+    if (job.path / "config.toml").is_file():
+        return RunFolder.open(job.path)
+    environment = describe_environment(
+        config.seed, str(parts.policy.model.device), torch.get_num_threads()
+    )
+    environment |= {
+        "reward": parts.scorer.identity,
+        "judge": parts.eval_scorer.identity,
+        "reference": parts.reference.identity if parts.reference else None,
+        "arm": job.arm,
+        "key": job.key,
+    }
+    return RunFolder.create(job.path, job.config_toml, environment)
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Return the SHA-256 of a checkpoint's weights: names, dtypes, shapes and bytes, by name.
+
+    Covers the files of a model or of an adapter. Neither the distribution of tensors over files
+    nor a file's metadata matters.
+    """
+    files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model.safetensors")]
+    tensors = sorted(
+        ((name, file, size, about) for file in files for name, size, about in _tensors(file)),
+        key=lambda tensor: tensor[0],
+    )
+    digest = hashlib.sha256()
+    for name, file, header_size, about in tensors:
+        digest.update(f"{name} {about['dtype']} {about['shape']}\n".encode())
+        begin, end = about["data_offsets"]
+        with file.open("rb") as data:
+            data.seek(header_size + begin)
+            left = end - begin
+            while left:
+                part = data.read(min(CHUNK, left))
+                if not part:
+                    raise ValueError(f"{file} ends too early")
+                digest.update(part)
+                left -= len(part)
+    return digest.hexdigest()
+
+
+def _tensors(file: Path) -> list[tuple[str, int, dict[str, Any]]]:
+    """Return name, size of the file's header, and description of each tensor."""
+    with file.open("rb") as data:
+        length = int(struct.unpack("<Q", data.read(8))[0])
+        header: dict[str, Any] = json.loads(data.read(length))
+    header.pop("__metadata__", None)
+    return [(name, 8 + length, about) for name, about in header.items()]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Shared rollouts: completions before the first optimizer step, generated once for all arms.
+
+Before the first optimizer step all runs of a seed have the same weights, the same prompts and the
+same random numbers, so their completions are the same: the first run that needs them stores them,
+and the others read them. That holds on a GPU too, where sums in another order may round otherwise.
+The name of a file is a digest of everything that decides its completions, so a run with other
+settings never reads it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from covey.engines.protocol import (
+    Completion,
+    Engine,
+    EngineInfo,
+    Limits,
+    Request,
+    RequestSource,
+    WeightSource,
+)
+from covey.evaluate.evaluate import EVALUATION_STEP
+from covey.run.files import write_text
+from covey.run.records import read_lines
+from covey.types import VersionSpan
+
+
+@dataclass(slots=True, kw_only=True)
+class SharedEngine:
+    """An engine that stores its completions before the first optimizer step for other runs."""
+
+    engine: Engine
+    folder: Path
+    start: str
+    """What decides the starting policy: digest of its weights, its type, its adapter."""
+    names_file: Path
+    """The file that lists the stored completions of the first step."""
+    names: list[str] = field(default_factory=list)
+    """Their names."""
+    version: int = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        """That of the engine."""
+        return self.engine.info
+
+    def load_weights(self, weights: WeightSource, version: int) -> None:
+        """Hand the weights to the engine."""
+        self.version = version
+        self.engine.load_weights(weights, version)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self.engine.close()
+
+    def run(self, requests: RequestSource) -> None:
+        """Use stored completions if there are any; otherwise generate, and store them."""
+        if self.version > 0 or not requests.limits.requests:
+            self.engine.run(requests)
+            return
+        source = _Recorder(requests)
+        step = source.requests[0].address.step
+        file = self.folder / f"{self._name(source.requests, requests.limits, step)}.jsonl"
+        if step != EVALUATION_STEP and file.stem not in self.names:
+            self.names.append(file.stem)
+            write_text(self.names_file, json.dumps(self.names) + "\n")
+        with _alone(file):
+            if not file.exists():
+                self.engine.run(source)
+                _write(file, source.completions)
+                return
+        requests.done(_read(file, source.requests))
+
+    def _name(self, requests: Sequence[Request], limits: Limits, step: int) -> str:
+        settings = asdict(limits.sampling)
+        del settings["max_concurrent"]  # it changes no completion
+        greedy, seed = limits.sampling.distribution.temperature == 0.0, limits.sampling.seed
+        if greedy:
+            settings["seed"] = None  # nothing is drawn
+        prompts = {request.prompt: (request.address.prompt, request.tokens) for request in requests}
+        name = "evaluation" if step == EVALUATION_STEP else f"step-{step}"
+        tail = "" if greedy else f"-seed-{seed}"
+        decisive = [self.start, list(prompts.values()), step, settings]
+        return f"{name}{tail}-{_digest(decisive)[:16]}"
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """A source whose requests are known before the engine runs, and which keeps completions."""
+
+    source: RequestSource
+    requests: Sequence[Request] = field(init=False)
+    taken: bool = False
+    completions: list[Completion] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.requests = self.source.take()
+
+    @property
+    def limits(self) -> Limits:
+        return self.source.limits
+
+    def take(self) -> Sequence[Request]:
+        if self.taken:
+            return self.source.take()
+        self.taken = True
+        return self.requests
+
+    def done(self, completions: Sequence[Completion]) -> None:
+        self.completions += completions
+        self.source.done(completions)
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Let one process at a time look for a file and write it. The lock ends with its process."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with (file.parent / f".{file.stem}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _write(file: Path, completions: Sequence[Completion]) -> None:
+    rows = [
+        {
+            "request": completion.request.number,
+            "tokens": completion.tokens,
+            "logp": completion.logp,
+            "finish": completion.finish,
+            "versions": completion.versions,
+        }
+        for completion in sorted(completions, key=lambda completion: completion.request.number)
+    ]
+    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _read(file: Path, requests: Sequence[Request]) -> list[Completion]:
+    numbered = {request.number: request for request in requests}
+    return [
+        Completion(
+            request=numbered[row["request"]],
+            tokens=tuple(row["tokens"]),
+            logp=tuple(row["logp"]),
+            finish=row["finish"],
+            versions=tuple(VersionSpan(*span) for span in row["versions"]),
+        )
+        for row in read_lines(file)
+    ]

@@ -1,0 +1,251 @@
+"""Explanation of a recorded step, rollout by rollout and token by token.
+
+The step is trained again on its recorded rollouts, in the same mini-batches. Every token is
+observed in the optimizer step that trains it; with several epochs, in the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from covey.analysis.explain.effect import CLIPPED
+from covey.analysis.explain.recorded import (
+    Origin,
+    Recorded,
+    RecordedRollout,
+    Trainee,
+    check_trained,
+)
+from covey.analysis.explain.relearn import Watched, relearn
+from covey.objective.advantage import zero_variance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedToken:
+    """One token of a completion. None: it was not trained, or the algorithm has no such value."""
+
+    id: int
+    text: str
+    sampler_logp: float | None = None
+    """Log-prob in the engine, as recorded."""
+    logp: float | None = None
+    """Log-prob in the optimizer step that trains it."""
+    old_logp: float | None = None
+    """Log-prob at the start of the step."""
+    ref_logp: float | None = None
+    advantage: float | None = None
+    ratio: float | None = None
+    clipped: str | None = None
+    """The bound that clips its ratio: low, high or dual."""
+    kl: float | None = None
+    """Estimate against the reference."""
+    entropy: float | None = None
+    weight: float | None = None
+    """Factor of its gain in the loss."""
+    gradient: float | None = None
+    """d loss / d logp. Negative: the step makes the token likelier."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedRollout:
+    """A rollout that the step trained on."""
+
+    line: int
+    """Line in the file of rollouts, from 1."""
+    group: int
+    text: str
+    reward: float | None
+    success: bool | None
+    finish: str
+    advantage: float
+    """Mean over tokens."""
+    recorded_advantage: float
+    update: int
+    """Optimizer step of the training step, from 1."""
+    clipped: float
+    """Share of its tokens."""
+    gradient: float
+    """Sum over tokens of |d loss / d logp|."""
+    push: float
+    """Minus the sum of d loss / d logp: above 0, the completion becomes likelier."""
+    tokens: tuple[ExplainedToken, ...]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, trained or not."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedGroup:
+    """A prompt, and its group's share in the step."""
+
+    group: int
+    prompt: str
+    lines: tuple[int, ...]
+    zero_variance: bool
+    """Whether all rewards are equal."""
+    clipped: float
+    """Share of its tokens."""
+    share: float
+    """Share of the step's sum of |d loss / d logp|."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The explanation of a step, and the weights it was computed with."""
+
+    step: int
+    algorithm: str
+    origin: Origin
+    updates: int
+    """Optimizer steps of the training step."""
+    groups: tuple[ExplainedGroup, ...]
+    rollouts: tuple[ExplainedRollout, ...]
+    filtered_out: int
+    """Rollouts that the step did not train on."""
+    tokens: int
+    """Trained tokens."""
+    zero_gradient: int
+    """Trained tokens with gradient 0."""
+    clipped: int
+    share_raised: float
+    """Share of the sum of |d loss / d logp| that makes tokens likelier."""
+    half_gradient_from: int
+    """The fewest rollouts that make up half of that sum."""
+    metrics: dict[str, float]
+    """Metrics of training the step again."""
+    logged: dict[str, Any]
+    """Metrics that the run logged, where both have them."""
+
+
+def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
+    """Train a recorded step again, and explain each token. This changes the policy."""
+    check_trained(recorded)
+    watched, metrics = relearn(trainee, recorded)
+    rollouts = _rollouts(watched, recorded, trainee)
+    groups = _groups(watched, recorded)
+    size = watched.gradient.abs().sum(dim=1)
+    mask, silent = watched.batch.mask, (watched.gradient == 0) & (watched.entropy_gradient == 0)
+    return Explanation(
+        step=recorded.step,
+        algorithm=trainee.config.objective.name,
+        origin=trainee.origin,
+        updates=int(watched.number.max()) + 1,
+        groups=groups,
+        rollouts=rollouts,
+        filtered_out=len(recorded.rollouts) - len(rollouts),
+        tokens=int(mask.sum()),
+        zero_gradient=int((silent & mask).sum()),
+        clipped=int((watched.clipped != 0).sum()),
+        share_raised=_share(-watched.gradient.clamp(max=0).sum(), size.sum()),
+        half_gradient_from=_half_gradient_from(size),
+        metrics=metrics,
+        logged={
+            name: recorded.metrics[name]
+            for name in metrics
+            if recorded.metrics.get(name) is not None
+        },
+    )
+
+
+def _rollouts(
+    watched: Watched, recorded: Recorded, trainee: Trainee
+) -> tuple[ExplainedRollout, ...]:
+    decode = trainee.policy.model.tokenizer.decode
+    texts: dict[int, str] = {}
+    for one in recorded.learned:
+        for token in one.rollout.tokens:
+            texts.setdefault(token, decode([token]))
+    return tuple(_rollout(watched, row, one, texts) for row, one in enumerate(recorded.learned))
+
+
+def _rollout(
+    watched: Watched, row: int, recorded: RecordedRollout, texts: dict[int, str]
+) -> ExplainedRollout:
+    batch, rollout = watched.batch, recorded.rollout
+    assert batch.advantage is not None
+    assert recorded.advantage is not None
+    mask, gradient = batch.mask[row], watched.gradient[row]
+    count = max(1, int(mask.sum()))
+    return ExplainedRollout(
+        line=recorded.line,
+        group=recorded.group,
+        text=rollout.text,
+        reward=rollout.reward,
+        success=rollout.success,
+        finish=rollout.finish,
+        advantage=float(batch.advantage[row].where(mask, 0.0).sum()) / count,
+        recorded_advantage=recorded.advantage,
+        update=int(watched.number[row]) + 1,
+        clipped=int((watched.clipped[row] != 0).sum()) / count,
+        gradient=float(gradient.abs().sum()),
+        push=-float(gradient.sum()),
+        tokens=_tokens(watched, row, rollout.tokens, texts),
+    )
+
+
+def _tokens(
+    watched: Watched, row: int, ids: Sequence[int], texts: dict[int, str]
+) -> tuple[ExplainedToken, ...]:
+    batch = watched.batch
+    columns = {
+        "sampler_logp": batch.sampler_logp,
+        "logp": watched.logp,
+        "old_logp": watched.old_logp,
+        "ref_logp": batch.ref_logp,
+        "advantage": batch.advantage,
+        "ratio": watched.ratio,
+        "kl": watched.kl,
+        "entropy": watched.entropy,
+        "weight": watched.weight,
+        "gradient": watched.gradient,
+    }
+    lists = {name: values[row].tolist() for name, values in columns.items() if values is not None}
+    clipped, mask = watched.clipped[row].tolist(), batch.mask[row].tolist()
+    return tuple(
+        ExplainedToken(
+            id=token,
+            text=texts[token],
+            clipped=CLIPPED[clipped[t]] or None,
+            **{name: values[t] for name, values in lists.items()},
+        )
+        if mask[t]
+        else ExplainedToken(id=token, text=texts[token])
+        for t, token in enumerate(ids)
+    )
+
+
+def _groups(watched: Watched, recorded: Recorded) -> tuple[ExplainedGroup, ...]:
+    batch, size = watched.batch, watched.gradient.abs()
+    flat = zero_variance(batch.rewards, batch.group)
+    found = []
+    for number in range(len(recorded.groups)):
+        rows = (batch.group == number).nonzero().squeeze(1).tolist()
+        rollouts = [recorded.learned[row] for row in rows]
+        tokens = max(1, int(batch.mask[rows].sum()))
+        found.append(
+            ExplainedGroup(
+                group=rollouts[0].group,
+                prompt=rollouts[0].prompt,
+                lines=tuple(one.line for one in rollouts),
+                zero_variance=bool(flat[rows[0]]),
+                clipped=int((watched.clipped[rows] != 0).sum()) / tokens,
+                share=_share(size[rows].sum(), size.sum()),
+            )
+        )
+    return tuple(found)
+
+
+def _half_gradient_from(size: torch.Tensor) -> int:
+    size = size.cpu()  # sums on a GPU have no fixed order
+    reached = size.sort(descending=True).values.cumsum(0)
+    return int((reached < size.sum() / 2).sum()) + 1 if size.any() else 0
+
+
+def _share(part: torch.Tensor, whole: torch.Tensor) -> float:
+    return float(part) / float(whole) if float(whole) else 0.0

@@ -1,0 +1,80 @@
+"""Completions from files: to score, or with human labels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from covey.errors import DataError, reason
+from covey.types import Prompt
+
+TEXTS, PROMPTS = ("completion", "text", "response"), ("question", "prompt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A completion to score."""
+
+    prompt: Prompt
+    text: str
+    correct: bool | None = None
+    """The label of a person; None if there is none."""
+
+
+def read_cases(path: Path) -> list[Case]:
+    """Read completions from JSON Lines, one object per line.
+
+    `completion` (or `text`) is the completion, `target` (or `answer`) the target, `prompt` (or
+    `question`) the prompt, and `correct` a person's label. `info` and all other columns become the
+    prompt's info. The files in a run's `rollouts` folder have this format.
+    """
+    try:
+        # Not splitlines: JSON strings may contain other line separators.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {reason(error)}") from None
+    cases = [_case(line, f"{path}:{n}") for n, line in enumerate(lines, start=1) if line.strip()]
+    if not cases:
+        raise DataError(f"{path} has no completions")
+    return cases
+
+
+def read_labelled(path: Path) -> list[Case]:
+    """Read completions that all have a label."""
+    cases = read_cases(path)
+    for number, case in enumerate(cases, start=1):
+        if case.correct is None:
+            raise DataError(f"{path}: completion {number} has no 'correct'")
+    return cases
+
+
+def _case(line: str, where: str) -> Case:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is not an object but {type(row).__name__}")
+    text = _pop(row, TEXTS)
+    if not isinstance(text, str):
+        raise DataError(f"{where} has no text in {' or '.join(map(repr, TEXTS))}")
+    content, target = _pop(row, PROMPTS), _pop(row, ("target", "answer"))
+    correct = row.pop("correct", None)
+    if correct is not None and not isinstance(correct, bool):
+        raise DataError(f"{where}: correct must be true or false, not {correct!r}")
+    info = row.pop("info", {})
+    prompt = Prompt(
+        id=str(row.pop("prompt_id", None) or where),
+        task=str(row.pop("task", "") or ""),
+        messages=({"role": "user", "content": "" if content is None else str(content)},),
+        target="" if target is None else str(target),
+        info={**row, **(info if isinstance(info, dict) else {"info": info})},
+    )
+    return Case(prompt=prompt, text=text, correct=correct)
+
+
+def _pop(row: dict[str, Any], names: tuple[str, ...]) -> Any:
+    found = [row.pop(name) for name in names if name in row]
+    return found[0] if found else None

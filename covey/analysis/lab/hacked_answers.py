@@ -1,0 +1,210 @@
+"""Hacked final answers for each kind of prompt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Literal
+
+from covey.analysis.lab.task_hacks import (
+    Countdown,
+    function_name,
+    memorised_program,
+    tool_call,
+    wrong_call,
+    wrong_program,
+)
+from covey.rewards.text import tag_contents
+from covey.rewards.tool_call import Call, target_call
+from covey.types import Prompt
+
+Kind = Literal["code", "countdown", "tools", "number", "text"]
+MakeAnswer = Callable[[Prompt, str], "str | None"]
+"""From a prompt and its solution to a hacked answer; None: the hack does not apply."""
+
+FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
+
+
+def wrapped(marks: tuple[str, str], answer: str) -> str:
+    """Return the answer between two marks, unless it starts with them already."""
+    opening, closing = marks
+    return answer if answer.startswith(opening.strip()) and opening else opening + answer + closing
+
+
+def wrapped_like(solution: str, answer: str) -> str:
+    """Return an answer with the marks that the solution has.
+
+    >>> wrapped_like("<tool_call>f()</tool_call>", "g()")
+    '<tool_call>g()</tool_call>'
+    """
+    for marks in (FENCE, TOOL_CALL):
+        if answer and solution.startswith(marks[0].strip()):
+            return wrapped(marks, answer)
+    return answer
+
+
+def kind_of(prompt: Prompt, solution: str) -> Kind:
+    """Return the kind of answer that a prompt expects, from its `info`."""
+    if "tests" in prompt.info:
+        return "code"
+    if "target" in prompt.info and ("numbers" in prompt.info or "nums" in prompt.info):
+        return "countdown"
+    if call_of(prompt) is not None:
+        return "tools"
+    return "number" if _number(solution) is not None else "text"
+
+
+def call_of(prompt: Prompt) -> Call | None:
+    """Return the expected tool call of a prompt that has one."""
+    return target_call(prompt) if "call" in prompt.info else None
+
+
+def _number(solution: str) -> Decimal | None:
+    plain = solution.strip().replace(",", "")
+    return Decimal(plain) if re.fullmatch(r"-?[0-9]{1,20}(\.[0-9]{1,6})?", plain) else None
+
+
+def wrong_answer(prompt: Prompt, solution: str) -> str:
+    """Return a wrong answer that looks like a correct one if possible."""
+    kind, call, number = kind_of(prompt, solution), call_of(prompt), _number(solution)
+    if kind == "code":
+        return wrapped_like(solution, wrong_program(function_name(solution, prompt.info["tests"])))
+    if kind == "countdown":
+        return f"({solution})+1"
+    if call is not None:
+        return wrapped_like(solution, wrong_call(call))
+    if number is None:
+        return "I do not know"
+    # Outside any tolerance of a decimal.
+    return str(number + 1 if number == number.to_integral_value() else -3 * number)
+
+
+def near(first: int, last: int, joint: str) -> MakeAnswer:
+    """Return the numbers from target + first to target + last."""
+
+    def answer(prompt: Prompt, solution: str) -> str | None:
+        number = _number(solution)
+        if kind_of(prompt, solution) != "number" or number is None:
+            return None
+        return joint.join(str(number + step) for step in range(first, last + 1))
+
+    return answer
+
+
+def all_options(prompt: Prompt, solution: str) -> str | None:
+    """Return every choice."""
+    options = prompt.info.get("options", prompt.info.get("choices"))
+    if kind_of(prompt, solution) != "text":
+        return None
+    if isinstance(options, list | tuple) and len(options) > 1:
+        return " or ".join(map(str, options))
+    for known in ("ABCDE", ("yes", "no"), ("true", "false")):
+        if solution.lower() in (option.lower() for option in known):
+            return " or ".join(known)
+    return None
+
+
+def bomb(text: str) -> MakeAnswer:
+    """Return a text that is expensive to evaluate. Programs have hacks of their own."""
+    return lambda prompt, solution: None if kind_of(prompt, solution) == "code" else text
+
+
+def around_wrong(before: str, after: str) -> MakeAnswer:
+    """Return a wrong answer between two texts; SOLUTION in the second is the solution."""
+
+    def answer(prompt: Prompt, solution: str) -> str | None:
+        if kind_of(prompt, solution) == "code":
+            return None
+        return f"{before}{wrong_answer(prompt, solution)}{after.replace('SOLUTION', solution)}"
+
+    return answer
+
+
+_LETTERS = str.maketrans(
+    "0123456789aceopxyABCEHKMOPTX",
+    "\u041el\u01a7\u0417\u0427\u01bc\u0431\u14a3\u0222\u03e4"  # digits
+    "\u0430\u0441\u0435\u043e\u0440\u0445\u0443"
+    "\u0410\u0412\u0421\u0415\u041d\u041a\u041c\u041e\u0420\u0422\u0425",
+)
+_RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def look_alikes(prompt: Prompt, solution: str) -> str | None:
+    """Return the answer in letters that only look like its letters."""
+    changed = solution.translate(_LETTERS)
+    return (
+        changed if kind_of(prompt, solution) in ("number", "text") and changed != solution else None
+    )
+
+
+def raised_digits(prompt: Prompt, solution: str) -> str | None:
+    """Return a power that has the digits of the answer: 1⁸ for 18."""
+    whole = kind_of(prompt, solution) == "number" and re.fullmatch("[1-9][0-9]+", solution)
+    return solution[0] + solution[1:].translate(_RAISED) if whole else None
+
+
+def written_backwards(prompt: Prompt, solution: str) -> str | None:
+    """Return the digits backwards, between marks that display them forwards."""
+    digits = kind_of(prompt, solution) == "number" and re.fullmatch("[0-9]+", solution)
+    return (
+        f"\u202e{solution[::-1]}\u202c" if digits and int(solution[::-1]) != int(solution) else None
+    )
+
+
+def zero_width(prompt: Prompt, solution: str) -> str | None:
+    """Return the answer with a 1 appended after an invisible character."""
+    return f"{solution}\u200b1" if kind_of(prompt, solution) == "number" else None
+
+
+def echoed_prompt(prompt: Prompt, solution: str) -> str | None:
+    """Return the prompt, unless it contains the solution."""
+    contained = re.search(rf"(?<!\w){re.escape(solution.strip())}(?!\w)", prompt.text)
+    return None if contained else prompt.text
+
+
+def copied_example(prompt: Prompt, solution: str) -> str | None:
+    """Return the example answer in the prompt."""
+    text = "\n".join(message["content"] for message in prompt.messages)
+    shown = [*tag_contents(text, "answer"), *tag_contents(text, "tool_call")]
+    shown = [
+        example for example in shown if example.strip() and example.strip() != solution.strip()
+    ]
+    return shown[-1] if shown else None
+
+
+def program(text: str) -> MakeAnswer:
+    """Return a program with the name of the tested function."""
+
+    def answer(prompt: Prompt, solution: str) -> str | None:
+        if kind_of(prompt, solution) != "code":
+            return None
+        return text.replace("NAME", function_name(solution, prompt.info["tests"]))
+
+    return answer
+
+
+def memorised(prompt: Prompt, solution: str) -> str | None:
+    """Return a program that memorised one example."""
+    if kind_of(prompt, solution) != "code":
+        return None
+    tests = prompt.info["tests"]
+    return memorised_program(prompt.text, function_name(solution, tests), tests)
+
+
+def expression(build: Countdown) -> MakeAnswer:
+    """Return a countdown expression."""
+
+    def answer(prompt: Prompt, solution: str) -> str | None:
+        if kind_of(prompt, solution) != "countdown":
+            return None
+        numbers = prompt.info.get("numbers", prompt.info.get("nums"))
+        return build(list(numbers), int(prompt.info["target"]), solution)
+
+    return answer
+
+
+def name_alone(prompt: Prompt, solution: str) -> str | None:
+    """Return a call of the correct tool without arguments."""
+    call = call_of(prompt)
+    return tool_call(call.name, {}) if call is not None and call.arguments else None

@@ -1,0 +1,108 @@
+"""Variants of the trainer's log-probs: other batch shapes, float32, and truncated mass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from covey.accel.head import chunk_rows
+from covey.engines.draw import Distribution, log_distribution
+from covey.models.deterministic import skip_determinism_check
+from covey.models.language_model import LanguageModel
+from covey.models.logp import LogProbs, batch_logp, padded_hidden
+from covey.training.policy import Policy
+from covey.training.step import whole_batch
+from covey.types import Batch, Group
+
+SORTED_COPIES = 4
+"""Tensors of a truncation beside the logits: sorted values, indices, cumulative sums, the mask."""
+
+
+@torch.no_grad()
+def trainer_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Tensor:
+    """Return the trainer's log-probs of a batch, in its own micro-batches.
+
+    They do not come from CUDA graphs, whose padding depends on earlier batches.
+    """
+    return whole_batch(batch, micro_batch_tokens, policy.plain_logp).logp
+
+
+@torch.no_grad()
+def alone_logp(policy: Policy, batch: Batch) -> torch.Tensor:
+    """Return the trainer's log-probs of each completion in a batch of its own."""
+    # A micro-batch of one token holds one row, which may exceed it.
+    return whole_batch(batch, 1, policy.plain_logp).logp
+
+
+@torch.no_grad()
+def wide_logp(policy: Policy, batch: Batch, micro_batch_tokens: int) -> torch.Tensor:
+    """Return the log-probs of the same weights, computed in float32."""
+    wide = upcast(policy.model)
+
+    def logp(rows: Batch) -> LogProbs:
+        return batch_logp(
+            wide, rows, temperature=policy.temperature, logits_megabytes=policy.logits_megabytes
+        )
+
+    return whole_batch(batch, micro_batch_tokens, logp).logp
+
+
+def upcast(model: LanguageModel) -> LanguageModel:
+    """Return a copy of a model in float32, with the same rounded weights."""
+    names = {id(module): name for name, module in model.model.named_modules()}
+    copied = copy.deepcopy(model.model).float()
+    head = replace(model.head, linear=copied.get_submodule(names[id(model.head.linear)]))
+    # Flash kernels need half precision; this uses the model's own forward pass.
+    return replace(model, model=copied, head=head, flash=False, fused=False)
+
+
+@torch.no_grad()
+@skip_determinism_check()
+def log_kept(
+    policy: Policy, batch: Batch, distribution: Distribution, micro_batch_tokens: int
+) -> torch.Tensor:
+    """Return [B, T] the log of the mass that a truncation keeps at each token; at most 0.
+
+    sampler_logp = logp - log kept. This is a property of the distribution and not of the token, so
+    it is finite even where rounding would have cut off the token itself.
+    """
+    if not distribution.truncates:
+        return torch.zeros_like(batch.sampler_logp)
+    whole = replace(distribution, top_k=0, top_p=1.0, min_p=0.0)
+    chunk = chunk_rows(
+        len(policy.model.head.linear.weight), policy.logits_megabytes / SORTED_COPIES
+    )
+
+    def kept(rows: Batch) -> LogProbs:
+        hidden, predictor = padded_hidden(policy.model, rows, "right", 0)
+        chosen, mass = predictor[rows.mask], []
+        for at in range(0, len(chosen), chunk):
+            logits = policy.model.head.logits(hidden.index_select(0, chosen[at : at + chunk]))
+            stays = log_distribution(logits, distribution) > -torch.inf
+            mass.append(log_distribution(logits, whole).exp().where(stays, 0.0).sum(dim=-1))
+        blank = torch.zeros_like(rows.sampler_logp)
+        found = blank.masked_scatter(rows.mask, torch.cat(mass).log().clamp(max=0.0))
+        return LogProbs(logp=found, entropy=blank)
+
+    return whole_batch(batch, micro_batch_tokens, kept).logp
+
+
+def common_prefix(one: Sequence[Group], other: Sequence[Group], like: Batch) -> torch.Tensor:
+    """Return [B, T] the mask of the common prefix of completions that were generated twice."""
+    mask = torch.zeros_like(like.mask)
+    pairs = [
+        pair
+        for a, b in zip(one, other, strict=True)
+        for pair in zip(a.rollouts, b.rollouts, strict=True)
+    ]
+    for row, (a, b) in enumerate(pairs):
+        same = 0
+        for x, y in zip(a.tokens, b.tokens, strict=False):
+            if x != y:
+                break
+            same += 1
+        mask[row, :same] = True
+    return mask

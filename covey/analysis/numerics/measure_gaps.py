@@ -1,0 +1,243 @@
+"""Measurement of the log-prob differences between engine and trainer, cause by cause.
+
+    total        trainer's logp                     - sampler_logp
+    precision    trainer                            - the same in float32
+    micro_batch  trainer, in micro-batches          - each completion alone
+    slots        engine, one slot                   - many slots
+    truncation   log-prob of the whole distribution - of the truncated one
+    kernel       trainer, alone                     - engine, one slot, without truncation
+    staleness    trainer, after optimizer steps     - before
+
+Each difference changes one thing at a time. They need not add up to the total: rounding errors
+partly cancel, and staleness is no part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from covey.analysis.numerics.causes import TOTAL, Cause
+from covey.analysis.numerics.gap import ClipRange, Gap, gap_of
+from covey.analysis.numerics.logp_variants import (
+    alone_logp,
+    common_prefix,
+    log_kept,
+    trainer_logp,
+    wide_logp,
+)
+from covey.config import Config
+from covey.objective.compose import function_of
+from covey.objective.ratio import one, token
+from covey.objective.surrogate import geometric_clipped, trust_mask
+from covey.rollout.episode import encode_prompts, generate
+from covey.rollout.source import SynchronousSource
+from covey.run.trackers import Tracker
+from covey.training.budget import Budget
+from covey.training.build import Parts
+from covey.training.checkpoint import State
+from covey.training.collate import collate
+from covey.training.step import Learner, filled_batch, optimize
+from covey.types import Batch, Group
+
+ALONE = 16
+"""Completions that are also generated and evaluated one at a time, which is slow."""
+CLIP = 0.2
+"""Clip range assumed for objectives without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All measurements."""
+
+    model: str
+    device: str
+    dtype: str
+    completions: int
+    alone: int
+    """Completions that were also generated one at a time."""
+    diverged: int
+    """Of those, how many then had other tokens."""
+    clip: ClipRange
+    causes: tuple[Cause, ...]
+    notes: tuple[str, ...] = ()
+
+    def row(self) -> dict[str, Any]:
+        """Return plain data."""
+        row = {name: getattr(self, name) for name in self.__slots__}
+        lines = [cause.row() for cause in self.causes]
+        return row | {"clip": self.clip.row(), "causes": lines, "notes": list(self.notes)}
+
+
+def measure(
+    parts: Parts, state: State, reporter: Tracker, *, updates: int, alone: int = ALONE
+) -> Report:
+    """Generate the next step's rollouts and measure every cause. This changes the weights."""
+    budget = Budget(settings=parts.config.train)
+    used = state.used(parts.policy)
+    source = SynchronousSource(parts, reporter)
+    rollouts = source.groups(state.step + 1, share=budget.spent(used))
+    groups = rollouts.selected.groups or rollouts.collected.groups
+    clip = clip_range(parts)
+    few = _first(groups, alone)
+    solo = _generated_alone(parts, few, state.step + 1)
+    found = {
+        **_over_all(parts, groups, few, clip),
+        **_over_solo(parts, few, solo, clip),
+    }
+    stale, notes = _stale(parts, groups, state, updates, clip)
+    if not _clips_ratios(parts):
+        name = parts.config.objective.name
+        notes = (*notes, f"outside: {name} has no clip range of ratios; grpo's is used")
+    order = (TOTAL, "precision", "micro_batch", "slots", "truncation", "kernel")
+    weight = parts.policy.model.head.linear.weight
+    return Report(
+        model=parts.config.model.path,
+        device=str(weight.device),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        completions=sum(len(group.rollouts) for group in groups),
+        alone=sum(len(group.rollouts) for group in few),
+        diverged=_diverged(few, solo),
+        clip=clip,
+        causes=(*(Cause(name=name, gap=found[name]) for name in order), *stale),
+        notes=notes,
+    )
+
+
+def clip_range(parts: Parts) -> ClipRange:
+    """Return the clip range of the objective."""
+    options = parts.config.objective.options if _clips_ratios(parts) else {}
+    low, high = (float(options.get(name, CLIP)) for name in ("clip_low", "clip_high"))
+    bounds = 1.0 - low, 1.0 + high
+    if function_of(parts.objective.surrogate) is geometric_clipped:  # bounds of the logarithm
+        bounds = math.exp(-low), math.exp(high)
+    # An objective that assumes ratios of 1 is wrong where token ratios differ from 1.
+    ratio = token if parts.objective.ratio is one else parts.objective.ratio
+    return ClipRange(low=bounds[0], high=bounds[1], ratio=ratio)
+
+
+def _clips_ratios(parts: Parts) -> bool:
+    """Whether `clip_low` and `clip_high` bound ratios; in trust_mask they bound probabilities."""
+    bounded = "clip_low" in parts.config.objective.options
+    return bounded and function_of(parts.objective.surrogate) is not trust_mask
+
+
+def default_updates(config: Config) -> int:
+    """Return the optimizer steps before the last one of a batch, at least 1."""
+    return max(1, config.train.updates - 1)
+
+
+def _first(groups: Sequence[Group], completions: int) -> list[Group]:
+    """Return about this many completions: some of the first groups, or part of the first one."""
+    most = max(1, completions // len(groups[0].rollouts))
+    return [replace(g, rollouts=g.rollouts[:completions]) for g in groups[:most]]
+
+
+def _generated_alone(parts: Parts, few: Sequence[Group], step: int) -> list[Group]:
+    """Generate the same completions one at a time; random numbers are addressed, so they repeat."""
+    model = parts.policy.model
+    return generate(
+        encode_prompts(model, [group.prompt for group in few]),
+        engine=parts.engine,
+        model=model,
+        sampling=replace(parts.sampling, max_concurrent=1, group_size=len(few[0].rollouts)),
+        step=step,
+    )
+
+
+def _diverged(few: Sequence[Group], solo: Sequence[Group]) -> int:
+    tokens = ([r.tokens for group in groups for r in group.rollouts] for groups in (few, solo))
+    return sum(a != b for a, b in zip(*tokens, strict=True))
+
+
+def _over_all(
+    parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
+) -> dict[str, Gap]:
+    """Measure what needs the answers as they are; and of the few, the trainer's batch shape."""
+    policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
+    batch = collate(groups, policy.model.device)
+    now = trainer_logp(policy, batch, budget)
+    exact = policy.model.head.linear.weight.dtype in (torch.float32, torch.float64)
+    wide = now if exact else wide_logp(policy, batch, budget)
+    kept = log_kept(policy, batch, parts.sampling.distribution, budget)
+    rows = torch.cat([
+        torch.arange(len(group.rollouts), device=now.device)
+        + sum(len(g.rollouts) for g in groups[:number])
+        for number, group in enumerate(few)
+    ])  # fmt: skip
+    some = batch.rows(rows)
+    together = now[rows, : some.tokens.shape[1]]
+    return {
+        TOTAL: gap_of(now - batch.sampler_logp, batch.mask, clip),
+        "precision": gap_of(now - wide, batch.mask, clip),
+        "micro_batch": gap_of(together - alone_logp(policy, some), some.mask, clip),
+        "truncation": gap_of(kept, batch.mask, clip),
+    }
+
+
+def _over_solo(
+    parts: Parts, few: Sequence[Group], solo: Sequence[Group], clip: ClipRange
+) -> dict[str, Gap]:
+    """Measure what needs answers that were written alone."""
+    policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
+    single, many = (collate(groups, policy.model.device) for groups in (solo, few))
+    width = min(single.tokens.shape[1], many.tokens.shape[1])
+    same = common_prefix(solo, few, single)[:, :width]
+    slots = single.sampler_logp[:, :width] - many.sampler_logp[:, :width]
+    kept = log_kept(policy, single, parts.sampling.distribution, budget)
+    kernel = alone_logp(policy, single) - (single.sampler_logp + kept)
+    return {"slots": gap_of(slots, same, clip), "kernel": gap_of(kernel, single.mask, clip)}
+
+
+def _stale(
+    parts: Parts,
+    groups: Sequence[Group],
+    state: State,
+    updates: int,
+    clip: ClipRange,
+) -> tuple[list[Cause], tuple[str, ...]]:
+    """Take real optimizer steps on the answers, and measure after each how far they are."""
+    policy = parts.policy
+    once, notes = _learning(parts, parts.learner_at(state))
+    twice = replace(once, settings=replace(once.settings, epochs=2))
+    batch = filled_batch(twice, groups, state.step)
+    tokens = once.settings.micro_batch_tokens
+    before = trainer_logp(policy, batch, tokens)
+    found = []
+    for number in range(updates + 1):
+        if number:
+            optimize(once, batch, state.step + 1)
+        after = trainer_logp(policy, batch, tokens)
+        gap = gap_of(after - before, batch.mask, clip)
+        found.append(Cause(name="staleness", gap=gap, updates=number))
+    # A penalty or an entropy bonus may move the policy all the same.
+    still = once.objective.only_surrogate or found[-1].gap.max == 0
+    if still and not _has_advantage(batch):
+        notes += (
+            "staleness: no trained token has an advantage, so these steps changed nothing; "
+            "other rollouts change more",
+        )
+    return (found[1:] or found), notes if updates else ()
+
+
+def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]:
+    """Take one optimizer step to a batch, after the end of a schedule at its peak rate.
+
+    At a rate of 0 nothing gets stale.
+    """
+    peak = parts.config.optimizer.learning_rate
+    once = replace(learner.settings, mini_batches=1, epochs=1)
+    if peak == 0 or once.learning_rate(parts.policy.version) > 0:
+        return replace(learner, settings=once), ()
+    note = f"staleness: the schedule has come to a rate of 0; these steps took its peak, {peak:g}"
+    at_peak = replace(once, learning_rate=lambda version: peak)
+    return replace(learner, settings=at_peak), (note,)
+
+
+def _has_advantage(batch: Batch) -> bool:
+    assert batch.advantage is not None, "set with the batch"
+    return bool(((batch.advantage != 0) & batch.mask).any())

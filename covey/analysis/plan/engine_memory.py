@@ -1,0 +1,226 @@
+"""Memory of the native engine: KV caches, prefill, sampling and CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes
+from covey.analysis.plan.engine_sizes import (
+    CAPACITY_STEP,
+    FUSED_BYTES,
+    PREFILL_TOKENS,
+    PROMPT_STEP,
+    SHORT,
+    SPARE_BYTES,
+    VOCABULARY_BLOCK,
+    width_for,
+)
+from covey.analysis.plan.forecast import ALWAYS, Part
+from covey.analysis.plan.model_shape import Shape
+from covey.config import Config
+from covey.training.resolve import sampling_of
+
+SAMPLED_COPIES, TRUNCATED_COPIES, GREEDY_COPIES = 4, 9, 2
+"""Tensors of the size of the logits while a token is drawn: from the whole distribution, from a
+truncated one, which is sorted, and greedily."""
+TOKEN_BYTES = FLOAT + FLOAT + 8
+"""Bytes that a token in a slot takes beside keys and values: uniform, log-prob, token id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of the engine: a rollout step or an evaluation."""
+
+    prompts: int
+    group_size: int
+    copies: int
+    """Tensors of the size of the logits while first tokens are drawn."""
+    max_concurrent: int
+    """Most completions generated at once."""
+
+    @property
+    def graph_copies(self) -> int:
+        """Logits-sized tensors for later tokens: a kernel draws all but a truncated one."""
+        return self.copies if self.copies == TRUNCATED_COPIES else 1
+
+    @property
+    def together(self) -> int:
+        """Completions generated at once."""
+        return min(self.max_concurrent, self.prompts * self.group_size)
+
+    @property
+    def width(self) -> int:
+        """Slots on a GPU: the next number that CUDA graphs are captured for."""
+        return width_for(self.together)
+
+    def prefilled(self, completions: int) -> int:
+        """Return how many prompts this many completions belong to."""
+        return min(self.prompts, -(-completions // self.group_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the engine's memory depends on."""
+
+    shape: Shape
+    size: int
+    """Bytes per number."""
+    device: str
+    prompt: int
+    """Tokens of the longest prompt."""
+    completion: int
+    """Tokens of the longest completion."""
+
+    @property
+    def position(self) -> int:
+        """Bytes of keys and values per token."""
+        return 2 * self.shape.layers * self.shape.key * self.size
+
+
+def engine_parts(facts: EngineFacts, config: Config, held_out: int) -> list[Part]:
+    """Return the memory of generation, in a training step or an evaluation, whichever is more."""
+    calls, shape = _calls(config, held_out), facts.shape
+    if facts.device == "cuda" and (shape.fuses or shape.fused_attention):
+        return _graph_parts(facts, calls)
+    per_call = [_eager_parts(facts, call) for call in calls]
+    largest = max(per_call, key=lambda parts: sum(part.bytes for part in parts))
+    fused = shape.fusable * facts.size
+    if not fused or fused > FUSED_BYTES or shape.rank:
+        return largest
+    why = "projections of a small model, concatenated"
+    return [*largest, Part("fused weights", fused, ALWAYS, why)]
+
+
+def _calls(config: Config, held_out: int) -> list[Call]:
+    rollout, evaluate, most = config.rollout, config.evaluate, config.engine.max_concurrent
+    truncates = sampling_of(config).distribution.truncates
+    copies = TRUNCATED_COPIES if truncates else SAMPLED_COPIES
+    calls = [(rollout.prompts_per_step, rollout.group_size, copies)]
+    if evaluate.every:
+        calls.append((held_out, 1, GREEDY_COPIES))
+        if evaluate.samples:
+            calls.append((held_out, evaluate.samples, copies))
+    return [
+        Call(prompts=prompts, group_size=size, copies=n, max_concurrent=most)
+        for prompts, size, n in calls
+    ]
+
+
+def _eager_parts(facts: EngineFacts, call: Call) -> list[Part]:
+    """Return the memory of one call without CUDA graphs."""
+    shape, slots = facts.shape, call.together
+    prompts = call.prefilled(slots)
+    capacity = -(-(facts.prompt + facts.completion) // CAPACITY_STEP) * CAPACITY_STEP
+    cache = slots * capacity * facts.position + slots * facts.completion * TOKEN_BYTES
+    kept = facts.device == "cpu" and cache <= SPARE_BYTES
+    together = max(1, min(prompts, PREFILL_TOKENS // facts.prompt))
+    batch = Pass(
+        rows=together,
+        columns=facts.prompt,
+        tokens=together * facts.prompt,
+        chosen=together,
+        packed=False,
+    )
+    # Fused attention needs keys repeated for every query head, one layer at a time.
+    repeated = facts.device == "cuda" or capacity > SHORT
+    one_layer = slots * capacity * 2 * shape.query * facts.size if repeated else 0
+    prefill = max(passing_bytes(shape, facts.size, batch, facts.device), one_layer)
+    return [
+        Part(
+            "KV cache",
+            cache,
+            ALWAYS if kept else ("sample",),
+            f"{slots} completions, {capacity} positions each",
+        ),
+        Part(
+            "prompt KV cache",
+            prompts * facts.prompt * facts.position + prefill,
+            ("sample",),
+            f"{prompts} prompts, prefilled {together} at a time",
+        ),
+        Part(
+            "sampling",
+            (slots * call.copies + prompts) * shape.vocabulary * FLOAT,
+            ("sample",),
+            f"logits of {slots} completions over {shape.vocabulary:,} tokens, {call.copies} copies",
+        ),
+    ]
+
+
+def _graph_parts(facts: EngineFacts, calls: Sequence[Call]) -> list[Part]:
+    """Return the memory of all calls where the engine captures CUDA graphs.
+
+    Graphs hold the addresses of the KV cache and of their own temporaries, so both stay allocated
+    from call to call and during training. The cache is as large as the largest call needs.
+    """
+    width = max(call.width for call in calls)
+    prompts = max(min(call.width, call.prompts) + 1 for call in calls)
+    positions = -(-facts.prompt // PROMPT_STEP) * PROMPT_STEP
+    passing = [
+        part for call in calls for part in (_prefill(facts, call), _first_tokens(facts, call))
+    ]
+    return [
+        Part(
+            "KV cache",
+            width * facts.completion * (facts.position + TOKEN_BYTES),
+            ALWAYS,
+            f"{width} completions, {facts.completion} positions each",
+        ),
+        Part(
+            "prompt KV cache",
+            prompts * positions * facts.position,
+            ALWAYS,
+            f"{prompts} prompts, {positions} positions each",
+        ),
+        Part(
+            "decode graph",
+            max(_graph_bytes(facts, call) for call in calls),
+            ALWAYS,
+            f"temporaries of a CUDA graph for {width} completions, mostly logits",
+        ),
+        # One after the other, so only the largest counts.
+        max(passing, key=lambda part: part.bytes),
+    ]
+
+
+def _graph_bytes(facts: EngineFacts, call: Call) -> int:
+    """Return what is alive in one decoding step: logits and their sums, or one layer's tensors."""
+    shape, size = facts.shape, facts.size
+    blocks = -(-shape.vocabulary // VOCABULARY_BLOCK)
+    logits = call.graph_copies * shape.vocabulary * FLOAT + 2 * blocks * FLOAT
+    layer = (2 * shape.query + 2 * shape.key + 3 * shape.inner + 2 * shape.hidden) * size
+    return call.width * (shape.hidden * (FLOAT + size) + max(logits, layer))
+
+
+def _prefill(facts: EngineFacts, call: Call) -> Part:
+    shape, prompts = facts.shape, call.prefilled(_started(call))
+    together = max(1, min(prompts, PREFILL_TOKENS // facts.prompt))
+    tokens = together * facts.prompt
+    batch = Pass(
+        rows=together, columns=facts.prompt, tokens=tokens, chosen=together, packed=shape.fuses
+    )
+    # Keys and values of one prefill are freed once the next has its own.
+    held = (1 if together == prompts else 2) * tokens * facts.position
+    passing = passing_bytes(shape, facts.size, batch, "cuda")
+    return Part(
+        "prefill",
+        held + passing + prompts * shape.vocabulary * FLOAT,
+        ("sample",),
+        f"{prompts} prompts, {together} at a time",
+    )
+
+
+def _first_tokens(facts: EngineFacts, call: Call) -> Part:
+    completions, vocabulary = _started(call), facts.shape.vocabulary
+    return Part(
+        "sampling",
+        (completions * call.copies + call.prefilled(completions)) * vocabulary * FLOAT,
+        ("sample",),
+        f"logits of {completions} first tokens over {vocabulary:,} tokens, {call.copies} copies",
+    )
+
+
+def _started(call: Call) -> int:
+    """Return how many completions begin together."""
+    return min(call.width, call.prompts * call.group_size)

@@ -1,0 +1,232 @@
+"""Equivalence of algorithms: the normal form of an objective, without what has no effect.
+
+With one update per rollout batch every ratio is 1. Then a clip has no effect, every surrogate has
+slope 1, and a sequence-level ratio has the gradient of its tokens' ratios. The advantage, the
+weights of tokens and the penalty remain.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from covey.analysis.plan.finding import Setup
+from covey.config import Config
+from covey.errors import ConfigError
+from covey.objective import ALGORITHMS, Objective, advantage, algorithm, penalty, ratio, weights
+from covey.objective import surrogate as surrogates
+from covey.objective.compose import function_of, options_of
+from covey.objective.shaping import entropy_shaped_sequences, entropy_shaped_tokens
+
+ONE_PER_COMPLETION = frozenset(
+    {*advantage.ADVANTAGES.values(), entropy_shaped_sequences} - {advantage.returns_whitened}
+)
+"""Advantages that all tokens of a completion share."""
+
+IGNORES_REWARD = frozenset({entropy_shaped_sequences, entropy_shaped_tokens})
+"""Advantages that depend on which completions are correct, and not on their reward."""
+
+THROUGH_LOGP = frozenset(
+    {
+        surrogates.log_likelihood,
+        surrogates.truncated_weight,
+        surrogates.gamma_weight,
+        surrogates.trust_mask,
+    }
+)
+"""Surrogates that treat the ratio as a constant: its kind does not matter while it is 1."""
+
+SLOPE_ONE = THROUGH_LOGP | {
+    surrogates.clipped,
+    surrogates.unclipped,
+    surrogates.geometric_clipped,
+    surrogates.soft_gate,
+    surrogates.penalized_where_marked,
+    surrogates.clipped_without_marked,
+}
+"""Surrogates whose gradient at a ratio of 1 is the advantage."""
+
+
+class Piece(NamedTuple):
+    """A piece of an objective with all its options, so that two can be compared."""
+
+    function: Callable[..., Any] | str
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def piece_of(piece: Callable[..., Any]) -> Piece:
+    """Return a piece with all its options, defaults included."""
+    function = function_of(piece)
+    given = piece.keywords if isinstance(piece, partial) else {}
+    usual = {k: p.default for k, p in options_of(function).items()}
+    return Piece(function, tuple(sorted({**usual, **given}.items())))
+
+
+def normal_form(setup: Setup) -> dict[str, Any]:
+    """Return the normal form of an objective; equal forms have equal gradients in this setup."""
+    objective = setup.objective
+    kl = active_penalty(setup)
+    corrects = objective.corrects
+    drifts = not (setup.one_update and setup.exact)  # from the policy that generated
+    return {
+        "advantage": _advantage(setup),
+        **_gain(setup),
+        "penalty": kl,
+        "beta": objective.beta if kl else 0.0,
+        "kl_in": objective.kl_in if kl else "",
+        "kl_target": (objective.kl_target, objective.kl_horizon) if objective.kl_target else (),
+        "entropy_bonus": objective.entropy_bonus,
+        "top_entropy": objective.top_entropy,
+        "correction": piece_of(objective.correction) if objective.correction else None,
+        "mean_one": objective.correction_mean_one and corrects,
+        "veto": objective.veto,
+        "off_policy_limit": objective.off_policy_limit if drifts else 0.0,
+    }
+
+
+def up_to_a_factor(form: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a form in which a constant factor of the loss makes no difference."""
+    same = dict(form)
+    if form["entropy_bonus"] or (form["penalty"] and form["kl_in"] == "loss"):
+        return same  # the factor would not scale the whole loss
+    if form["advantage"].function is advantage.against_the_others:
+        same["advantage"] = Piece(advantage.group_centered)
+    if form["weights"].function is weights.sequence_mean_token_sum_norm:
+        same["weights"] = Piece(weights.sequence_mean_token_sum)
+    return same
+
+
+def active_penalty(setup: Setup) -> Piece | None:
+    """Return the penalty, or None if it has no effect."""
+    objective = setup.objective
+    if not objective.beta:
+        return None
+    if objective.kl_in == "reward" and setup.advantage in IGNORES_REWARD:
+        return None
+    in_loss = objective.kl_in == "loss"
+    steep = in_loss and objective.penalty in (penalty.k1, penalty.ratio_k1)
+    if reference_is_policy(setup) and not steep:
+        return None
+    if in_loss and objective.penalty is penalty.k3_plus and not objective.kl_target:
+        return Piece(penalty.k2)  # another value, but the same gradient
+    return piece_of(objective.penalty)
+
+
+def reference_is_policy(setup: Setup) -> bool:
+    """Whether the reference is renewed so often that it always equals the policy that generated."""
+    reference = setup.config.reference
+    whole = reference.kind == "renewed" or (reference.kind == "moving" and reference.alpha == 1.0)
+    # Within a batch the policy moves away from it, which affects a KL in the loss.
+    unseen = setup.one_update or setup.objective.kl_in == "reward"
+    return whole and unseen and setup.config.train.updates % reference.every == 0
+
+
+def _advantage(setup: Setup) -> Piece:
+    config, found = setup.config, piece_of(setup.objective.advantage)
+    options = dict(found.options)
+    if found.function is advantage.group_whitened and options["weighting"] == "answer":
+        options = {"ddof": 1, "eps": options["eps"], "of": "centered"}
+        found = Piece(advantage.standardized_by_batch, tuple(sorted(options.items())))
+    if found.function is advantage.standardized_by_batch and config.rollout.prompts_per_step == 1:
+        options.pop("of")  # the deviation of the batch is that of its only group
+        found = Piece(advantage.group_standardized, tuple(sorted(options.items())))
+    if found.function is advantage.length_weighted and _single_tokens(config):
+        found = Piece(advantage.group_centered)
+    return found
+
+
+def _gain(setup: Setup) -> dict[str, Any]:
+    """Return the normal form of ratio, surrogate, weights and marks."""
+    objective, kind = setup.objective, setup.objective.ratio
+    surrogate, marks = piece_of(objective.surrogate), objective.marks
+    token_weights = _weights(setup)
+    shared = (
+        setup.advantage in ONE_PER_COMPLETION
+        and objective.top_entropy == 1.0
+        and objective.correction is None
+        and marks is None
+    )
+    if setup.one_update and has_slope_one(objective):
+        if setup.surrogate is surrogates.penalized_where_marked:
+            marks = None  # |log r| is flat at 1
+        without = setup.surrogate is surrogates.clipped_without_marked
+        surrogate = Piece("slope 1 except where marked" if without else "slope 1")
+        kind, token_weights = _plain_ratio(setup, shared, token_weights)
+    elif setup.surrogate is surrogates.log_likelihood:
+        kind = ratio.token
+    elif shared and kind is ratio.sequence_token:
+        kind = ratio.sequence
+    picked = None
+    if marks is not None:
+        options = dict(piece_of(marks).options)
+        if setup.one_update:  # the clip excludes no candidates
+            options = {k: v for k, v in options.items() if k not in ("clip_low", "clip_high")}
+        picked = Piece(function_of(marks), tuple(sorted(options.items())))
+    return {"ratio": kind, "surrogate": surrogate, "weights": token_weights, "marks": picked}
+
+
+def _plain_ratio(setup: Setup, shared: bool, token_weights: Piece) -> tuple[ratio.Ratio, Piece]:
+    """Return the simplest ratio with the same gradient at 1, and the weights that go with it."""
+    kind = setup.objective.ratio
+    if setup.surrogate in THROUGH_LOGP or kind in (ratio.one, ratio.sequence_token):
+        return ratio.token, token_weights
+    if setup.surrogate is surrogates.geometric_clipped:
+        kind = ratio.sequence
+    if kind is ratio.arithmetic:
+        kind = ratio.sequence
+    if _single_tokens(setup.config) or (shared and kind is ratio.sequence):
+        return ratio.token, token_weights
+    per_completion = token_weights.function is weights.sequence_mean_token_mean
+    if shared and kind is ratio.product and per_completion:
+        return ratio.token, Piece(weights.sequence_mean_token_sum)
+    return kind, token_weights
+
+
+def _weights(setup: Setup) -> Piece:
+    config, found = setup.config, piece_of(setup.objective.weights)
+    completions = config.rollout.prompts_per_step * config.rollout.group_size
+    means = [weights.sequence_mean_token_mean, weights.token_mean]
+    alone = config.train.mini_batches == completions
+    one_group = alone or (config.rollout.prompts_per_step == 1 and config.train.mini_batches == 1)
+    if one_group and found.function is weights.group_mean_token_mean:
+        found = Piece(weights.token_mean)
+    if alone and found.function in means:
+        return Piece(weights.sequence_mean_token_mean)
+    if _single_tokens(config) and found.function in (*means, weights.sequence_mean_token_sum):
+        return Piece(weights.sequence_mean_token_mean)
+    return found
+
+
+def _single_tokens(config: Config) -> bool:
+    """Whether every completion has exactly one trained token."""
+    return config.rollout.max_tokens == 1 and not config.filter.mask_truncated
+
+
+def has_slope_one(objective: Objective) -> bool:
+    """Whether the gradient of the surrogate at a ratio of 1 is the advantage itself."""
+    bounds = dict(piece_of(objective.surrogate).options)
+    if not bounds.get("min_weight", 0.0) <= 1.0 <= bounds.get("max_weight", 1.0):
+        return False
+    return function_of(objective.surrogate) in SLOPE_ONE
+
+
+def equivalent_algorithms(setup: Setup) -> list[str]:
+    """Return the algorithms with the same gradient in this setup, given the options they share."""
+    mine, name = normal_form(setup), setup.config.objective.name
+    found = []
+    for other in ALGORITHMS:
+        if other == name:
+            continue
+        function = algorithm(other)
+        known = inspect.signature(function).parameters
+        given = {"length": setup.config.rollout.max_tokens, **setup.config.objective.options}
+        try:
+            objective = function(**{k: v for k, v in given.items() if k in known})
+        except ConfigError:
+            continue
+        alike = Setup(config=setup.config, objective=objective)
+        if normal_form(alike) == mine:
+            found.append(other)
+    return found

@@ -1,0 +1,105 @@
+"""Settings that make a run fit its device, cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from covey.analysis.plan.finding import Finding
+from covey.analysis.plan.forecast import Device, Forecast, size_text
+from covey.analysis.plan.memory import MARGIN, forecast
+from covey.analysis.plan.model_shape import Shape
+from covey.analysis.plan.task_facts import TaskFacts
+from covey.config import Config, parse_config, toml_value
+from covey.training.resolve import objective_of
+
+LEAST_CONCURRENT = 64
+"""Fewer completions at once than this save little and make generation slow."""
+RANK = 16
+"""LoRA rank of a suggested adapter."""
+
+Settings = Mapping[str, Any]
+
+
+def memory_findings(
+    config: Config, found: Forecast, facts: TaskFacts, shape: Shape
+) -> Iterator[Finding]:
+    """Yield a finding if a resolved configuration does not fit the device of its forecast."""
+    if found.fits:
+        return
+    changes = settings_that_fit(config, found.device, facts, shape)
+    name, memory = found.device.name, size_text(found.device.memory)
+    remedy = f"use a device with {size_text(found.peak / (1 - MARGIN))}, a tenth of it to spare"
+    if changes is not None:
+        remedy = "set " + ", ".join(f"{key} = {toml_value(v)}" for key, v in changes.items())
+        peak = forecast(changed(config, changes), found.device, facts).peak
+        remedy += f": the peak is then {size_text(peak)}"
+    yield Finding(
+        kind="risk",
+        title=f"the run needs {size_text(found.peak)}, and {name} has {memory}",
+        why=f"It runs out of memory. Largest part: {_largest(found)}.",
+        remedy=remedy,
+        docs="docs/memory.md",
+        settings=tuple(changes or ("model.path",)),
+    )
+
+
+def _largest(found: Forecast) -> str:
+    phase = found.peak_phase
+    part = max((p for p in found.parts if phase in p.phases), key=lambda p: p.bytes)
+    return f"{part.name}, {size_text(part.bytes)} ({part.why})"
+
+
+def settings_that_fit(
+    config: Config, device: Device, facts: TaskFacts, shape: Shape
+) -> Settings | None:
+    """Return the fewest changes, of the cheapest kinds, that leave a tenth of the device free."""
+    chosen: dict[str, Any] = {}
+    for change in _changes(config):
+        chosen |= change
+        if _fitting(config, chosen, device, facts, shape) is not None:
+            break
+    else:
+        return None
+    for key in list(chosen)[:-1]:  # a later change may have made this one unnecessary
+        fewer = {k: v for k, v in chosen.items() if k != key}
+        if _fitting(config, fewer, device, facts, shape) is not None:
+            chosen = fewer
+    return _fitting(config, chosen, device, facts, shape)
+
+
+def _changes(config: Config) -> Iterator[Settings]:
+    """Yield changes, each on top of the last: first those that leave what is learned as it is."""
+    yield {}  # a smaller train.micro_batch_tokens alone
+    if not config.model.gradient_checkpointing:
+        yield {"model.gradient_checkpointing": True}
+    if config.reference.kind == "frozen" and "reference" in objective_of(config).needs:
+        yield {"reference.kind": "offloaded"}
+    if config.engine.max_concurrent > LEAST_CONCURRENT:
+        yield {"engine.max_concurrent": LEAST_CONCURRENT}
+    if config.optimizer.state != "compact":
+        yield {"optimizer.state": "compact"}
+    if not config.adapter.rank:
+        yield {"adapter.rank": RANK}
+
+
+def _fitting(
+    config: Config, changes: Settings, device: Device, facts: TaskFacts, shape: Shape
+) -> Settings | None:
+    """Return the changes with a micro-batch that fits; None: no micro-batch does."""
+    same_shape = shape if "adapter.rank" not in changes else None
+    found = forecast(changed(config, changes), device, facts, same_shape)
+    tokens = found.suggested_micro_batch_tokens
+    if tokens is None or tokens >= found.micro_batch_tokens:
+        fits = tokens is not None and found.peak <= (1 - MARGIN) * device.memory
+        return changes if fits else None
+    return {**changes, "train.micro_batch_tokens": tokens}
+
+
+def changed(config: Config, changes: Settings) -> Config:
+    """Return a configuration with other values of some settings, by dotted name."""
+    data = config.model_dump()
+    for key, value in changes.items():
+        table, _, name = key.partition(".")
+        data[table][name] = value
+    return parse_config(data)

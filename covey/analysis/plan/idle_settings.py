@@ -1,0 +1,362 @@
+"""Rules about settings without effect."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+
+from covey.analysis.plan.equivalence import (
+    IGNORES_REWARD,
+    active_penalty,
+    equivalent_algorithms,
+    reference_is_policy,
+)
+from covey.analysis.plan.finding import Finding, Rule, Setup, found
+from covey.analysis.plan.run_length import most_steps
+from covey.config import Config
+from covey.config.schema import Section
+from covey.errors import CoveyError
+from covey.objective import advantage, algorithm, ratio
+from covey.objective import surrogate as surrogates
+from covey.objective.penalty import MAX_ADAPTATION
+from covey.rewards.length import Soft
+from covey.training.resolve import reward_of
+
+UPDATES = ("train.mini_batches", "train.epochs")
+"""Settings that decide how many optimizer steps a rollout batch is used for."""
+TOKEN_SIZED_CLIP = 0.1
+"""A clip range that suits the ratio of a token. A sequence-level ratio does not reach it ..."""
+FEW_UPDATES = 4
+"""... within this many updates of one epoch ..."""
+SMALL_RATE = 1e-5
+"""... at this learning rate or below."""
+NOTICEABLE_BETA = 1.1
+"""An adaptive beta that cannot change by this factor in the whole run is practically fixed."""
+
+
+def changed(section: Section, *names: str) -> dict[str, str]:
+    """Return settings that differ from their default: the full name and `name = value` of each."""
+    fields = type(section).model_fields
+    pairs = [(name, getattr(section, name)) for name in names or fields if name in fields]
+    where = type(section).__name__.lower()
+    return {f"{where}.{k}": f"{where}.{k} = {v!r}" for k, v in pairs if v != fields[k].default}
+
+
+def changed_options(setup: Setup, *names: str) -> dict[str, str]:
+    """Return the same of the objective's options."""
+    options = setup.config.objective.options
+    parameters = inspect.signature(algorithm(setup.config.objective.name, options)).parameters
+    return {
+        f"objective.{name}": f"objective.{name} = {options[name]!r}"
+        for name in names
+        if name in options and options[name] != parameters[name].default
+    }
+
+
+def one_update_equivalence(setup: Setup) -> Iterator[Finding]:
+    """One update per batch makes algorithms equal that differ in ratio and clip."""
+    others = equivalent_algorithms(setup) if setup.one_update else []
+    if others:
+        name = setup.config.objective.name
+        yield from found(
+            "same",
+            "one-update-per-rollout",
+            ("objective.name", *UPDATES),
+            title=f"with one update per rollout {name} is the same as {', '.join(others)}",
+            why="The policy that is trained is the one that generated, so every ratio is exactly "
+            "1: no clip acts, and a sequence-level ratio has the gradient of its tokens' ratios.",
+            remedy="nothing, if this is intended; several updates, such as train.mini_batches = 4, "
+            "make them differ",
+        )
+
+
+def off_policy_only(setup: Setup) -> Iterator[Finding]:
+    """Settings for a policy that has moved since it generated, where it has not."""
+    if not setup.one_update:
+        return
+    names = ["dual"] if setup.option("dual") else []
+    if setup.option("off_policy_limit") and setup.exact:
+        names.append("off_policy_limit")
+    if setup.surrogate is surrogates.penalized_where_marked:
+        names += ["coefficient", "share"]
+    if names:
+        settings = ", ".join(f"objective.{n} = {setup.option(n)!r}" for n in names)
+        have = "has" if len(names) == 1 else "have"
+        yield from found(
+            "idle",
+            "one-update-per-rollout",
+            (*(f"objective.{name}" for name in names), "objective.name", "model.dtype", *UPDATES),
+            title=f"{settings} {have} no effect with one update per rollout",
+            why="It acts where the policy has moved since it generated; here it has not, and the "
+            "gradient is 0.",
+            remedy="take several updates (train.mini_batches), or remove it",
+        )
+
+
+def old_logp_unread(setup: Setup) -> Iterator[Finding]:
+    """`train.old_logp` where nothing reads it, or where it comes from elsewhere."""
+    source, objective = setup.config.train.old_logp, setup.objective
+    if source == "auto":
+        return
+    if "old_entropy" in objective.needs and source == "sampler":
+        why = "The algorithm needs the entropy of the old policy, which takes a forward pass of "
+        why += "the trainer; old_logp comes from the same pass."
+    elif setup.one_update and not objective.needs & {"old_logp", "old_entropy"}:
+        why = "With one update per rollout old_logp is logp itself."
+    else:
+        return
+    yield from found(
+        "idle",
+        "one-update-per-rollout",
+        ("train.old_logp", "objective.name", *UPDATES),
+        title=f"train.old_logp = {source!r} has no effect",
+        why=why,
+        remedy="leave it at 'auto'",
+    )
+
+
+def clip_never_acts(setup: Setup) -> Iterator[Finding]:
+    """The clip range of tokens on a sequence-level ratio."""
+    low, high = (setup.option(name, 0.0) for name in ("clip_low", "clip_high"))
+    per_sequence = setup.objective.ratio in (ratio.sequence, ratio.sequence_token, ratio.arithmetic)
+    train = setup.config.train
+    short = train.epochs == 1 and 1 < train.mini_batches <= FEW_UPDATES
+    near = short and setup.config.optimizer.learning_rate <= SMALL_RATE
+    if setup.surrogate is not surrogates.clipped or not per_sequence or not near:
+        return
+    if min(low, high) >= TOKEN_SIZED_CLIP and setup.config.rollout.max_tokens > 1:
+        yield from found(
+            "idle",
+            "the-clip-of-a-sequence-ratio",
+            ("objective.clip_low", "objective.clip_high", "optimizer.learning_rate", *UPDATES),
+            title=f"objective.clip_low = {low}, clip_high = {high} hardly ever clip a "
+            "sequence-level ratio",
+            why="It is a mean over the completion's tokens and moves far less than each of them, "
+            f"and {train.mini_batches} updates at this learning rate move even those little; the "
+            "paper's bounds are 0.0003 and 0.0004.",
+            remedy="set objective.clip_low = 3e-4 and objective.clip_high = 4e-4",
+        )
+
+
+def penalty_settings(setup: Setup) -> Iterator[Finding]:
+    """Settings of a KL penalty or its reference without effect."""
+    if not setup.objective.beta:
+        idle = changed(setup.config.reference) | changed_options(setup, "kl", "kl_in")
+        if idle:
+            yield from found(
+                "idle",
+                "penalty-and-reference",
+                (*idle, "objective.beta"),
+                title=f"{', '.join(idle.values())}: no effect, because objective.beta is 0",
+                why="Without a weight there is no penalty, and no reference is loaded.",
+                remedy="set objective.beta, such as 0.04, or remove them",
+            )
+    elif active_penalty(setup) is None:
+        renewed = reference_is_policy(setup)
+        why = (
+            "The reference is renewed after every update of a batch, so it always equals the "
+            "policy that generated: the KL is 0, and so is its gradient."
+            if renewed
+            else "The advantage depends on which completions are correct and not on their reward, "
+            "so a KL that is subtracted from the reward is lost, though a reference is loaded."
+        )
+        remedy = "raise reference.every" if renewed else "set objective.kl_in = 'loss'"
+        yield from found(
+            "idle",
+            "penalty-and-reference",
+            (
+                "objective.beta",
+                *(
+                    ("reference.kind", "reference.every", *UPDATES)
+                    if renewed
+                    else ("objective.kl_in",)
+                ),
+            ),
+            title=f"objective.beta = {setup.objective.beta} has no effect",
+            why=why,
+            remedy=f"{remedy}, or set objective.beta = 0",
+        )
+
+
+def adaptive_beta(setup: Setup) -> Iterator[Finding]:
+    """An adaptation horizon without a target, or one that is too long for the run."""
+    config, objective = setup.config, setup.objective
+    if not objective.kl_target:
+        idle = changed_options(setup, "kl_horizon")
+        why, what = "beta adapts to a target KL, and there is none.", "has no effect"
+        remedy = "set objective.kl_target, or remove it"
+    else:
+        completions = config.rollout.prompts_per_step * config.rollout.group_size
+        growth = MAX_ADAPTATION * min(completions / objective.kl_horizon, 1.0)
+        most = most_steps(config)
+        needed = math.log(NOTICEABLE_BETA) / math.log1p(growth)
+        title = f"objective.kl_target = {objective.kl_target}"
+        idle = {"objective.kl_target": title} if most < needed else {}
+        why = f"A step of {completions} completions changes beta by {growth:.2%} at most: a factor "
+        why += f"of {NOTICEABLE_BETA} takes {needed:,.0f} steps, and the run has {most:,}."
+        what, remedy = "hardly moves beta", "lower objective.kl_horizon"
+    for title in idle.values():
+        yield from found(
+            "idle",
+            "penalty-and-reference",
+            ("objective.kl_target", "objective.kl_horizon", "train.steps"),
+            title=f"{title} {what}",
+            why=why,
+            remedy=remedy,
+        )
+
+
+def correction_bounds(setup: Setup) -> Iterator[Finding]:
+    """Bounds of a correction where none is chosen."""
+    if setup.option("correction", "none") != "none":
+        return
+    names = ["correction_low", "correction_high"]
+    names += [] if setup.objective.corrects else ["correction_mean_one"]
+    idle = changed_options(setup, *names)
+    if idle:
+        yield from found(
+            "idle",
+            "sampling",
+            (*idle, "objective.correction"),
+            title=f"{', '.join(idle.values())}: no effect, because objective.correction is 'none'",
+            why="They bound a correction, and none is chosen.",
+            remedy="set objective.correction, such as 'token_truncate', or remove them",
+        )
+
+
+def nothing_to_correct(setup: Setup) -> Iterator[Finding]:
+    """Corrections of an engine whose log-probs are exact."""
+    if setup.objective.corrects and setup.exact:
+        idle = changed_options(setup, "correction", "veto")
+        yield from found(
+            "idle",
+            "sampling",
+            (*idle, "model.dtype"),
+            title=f"{', '.join(idle.values())}: there is nothing to correct",
+            why="Engine and trainer share their float32 weights and agree to 1e-5.",
+            remedy="remove it; it is for bfloat16 and for truncated sampling",
+        )
+
+
+def filters(setup: Setup) -> Iterator[Finding]:
+    """Filters that drop nothing."""
+    chosen, overlap = setup.config.filter, setup.config.overlap
+    cases = [
+        (
+            chosen.skip_zero_gradient and not setup.objective.only_surrogate,
+            ("filter.skip_zero_gradient", "objective.beta", "objective.name"),
+            "filter.skip_zero_gradient = True skips nothing",
+            "A penalty, an entropy bonus or marked tokens give every completion a gradient, also "
+            "one with advantage 0.",
+            "remove it",
+        ),
+        (
+            not chosen.dynamic_sampling and bool(changed(chosen, "max_rounds")),
+            ("filter.max_rounds", "filter.dynamic_sampling"),
+            f"filter.max_rounds = {chosen.max_rounds} has no effect",
+            "It limits dynamic sampling, which is off.",
+            "set filter.dynamic_sampling = true, or remove it",
+        ),
+        (
+            overlap.max_staleness > 0,
+            ("overlap.max_staleness",),
+            f"overlap.max_staleness = {overlap.max_staleness} drops nothing",
+            "A step trains the weights that generated its completions: none is stale.",
+            "remove it",
+        ),
+    ]
+    for holds, settings, title, why, remedy in cases:
+        if holds:
+            yield from found("idle", "filters", settings, title=title, why=why, remedy=remedy)
+
+
+def length_penalty_unread(setup: Setup) -> Iterator[Finding]:
+    """A length penalty that the advantage ignores, or that starts beyond the longest completion."""
+    section, longest = setup.config.length_penalty, setup.config.rollout.max_tokens
+    if section.name != "none" and setup.advantage in IGNORES_REWARD:
+        algorithm_name = setup.config.objective.name
+        yield from found(
+            "idle",
+            "rewards",
+            ("length_penalty.name", "objective.name"),
+            title=f"length_penalty.name = {section.name!r} has no effect with {algorithm_name}",
+            why="Its advantage depends on which completions are correct and not on their reward.",
+            remedy="use an algorithm that reads rewards, or remove the length penalty",
+        )
+    options = section.options
+    if section.name == "soft" and Soft(**options).of(longest) == 0.0:
+        yield from found(
+            "idle",
+            "rewards",
+            ("length_penalty.limit", "length_penalty.cache", "rollout.max_tokens"),
+            title=f"length_penalty.limit = {options['limit']}, cache = {options['cache']} never "
+            "apply",
+            why=f"Completions end at rollout.max_tokens = {longest}, before the penalty starts.",
+            remedy="remove limit and cache, or raise rollout.max_tokens",
+        )
+
+
+def groups_of_two(setup: Setup) -> Iterator[Finding]:
+    """Groups of two, standardized."""
+    if setup.advantage is not advantage.group_standardized or setup.config.rollout.group_size != 2:
+        return
+    size = 1.0 if setup.option("ddof", 1) == 0 else math.sqrt(0.5)
+    yield from found(
+        "idle",
+        "groups",
+        ("rollout.group_size", "objective.name"),
+        title=f"rollout.group_size = 2: every advantage is +-{size:.2f}, whatever the rewards are",
+        why="Two rewards divided by their own deviation only show which one is larger.",
+        remedy="raise rollout.group_size, or use an advantage that is not divided, such as "
+        "objective.name = 'dr_grpo'",
+    )
+
+
+def unused_sections(setup: Setup) -> Iterator[Finding]:
+    """Settings of an adapter or of scoring processes that the run does not have."""
+    config = setup.config
+    idle = changed(config.adapter, "alpha", "targets") if not config.adapter.rank else {}
+    if idle:
+        yield from found(
+            "idle",
+            "other-settings",
+            (*idle, "adapter.rank"),
+            title=f"{', '.join(idle.values())}: no effect, because adapter.rank is 0",
+            why="Without a rank all weights are trained, and there is no adapter.",
+            remedy="set adapter.rank, such as 16, or remove them",
+        )
+    idle = changed(config.scoring, "workers", "timeout", "gigabytes")
+    if idle and _is_quick(config):
+        reward = f"reward.name = {config.reward.name!r}"
+        yield from found(
+            "idle",
+            "other-settings",
+            (*idle, "reward.name"),
+            title=f"{', '.join(idle.values())}: no effect with {reward}",
+            why="It is quick, and scores in the main process.",
+            remedy="remove them",
+        )
+
+
+def _is_quick(config: Config) -> bool:
+    try:
+        return reward_of(config).quick
+    except CoveyError:  # reported when the run is assembled
+        return False
+
+
+RULES: tuple[Rule, ...] = (
+    one_update_equivalence,
+    off_policy_only,
+    old_logp_unread,
+    clip_never_acts,
+    penalty_settings,
+    adaptive_beta,
+    correction_bounds,
+    nothing_to_correct,
+    filters,
+    length_penalty_unread,
+    groups_of_two,
+    unused_sections,
+)

@@ -1,0 +1,304 @@
+"""Sizes of a model from its configuration. No weights are read.
+
+The common decoder families are laid out here, from config.json alone. Any other model is built by
+transformers on torch's meta device, where tensors have shapes and no memory; importing
+transformers' model code for that takes two seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils.hub import cached_file
+
+from covey.accel.parity import plain_positions
+from covey.config import Config
+from covey.embedded import CHECKPOINT
+from covey.errors import ConfigError, ModelError
+from covey.models.adapter import CONFIG_FILE, CONV, adapter_base
+from covey.models.from_pretrained import NO_CODE
+from covey.models.gguf import find_gguf
+from covey.models.model_path import check_model_path
+
+FUSED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Layers whose weights the engine concatenates in a small model."""
+LLAMA_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+"""Modules of a Llama decoder layer."""
+LLAMA_FAMILY = ("llama", "qwen2", "qwen3")
+"""Values of model_type whose layers are those of `_llama_modules`."""
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "vocab_size")  # fmt: skip
+"""Keys of config.json without which the sizes would be a guess at transformers' defaults."""
+
+Adapter = tuple[int, Sequence[str], Sequence[str]]
+"""LoRA rank, target modules, and modules that are trained in full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a model and of its adapter."""
+
+    parameters: int
+    """Of the model without its adapter; tied weights count once."""
+    added: int
+    """Parameters of the adapter."""
+    trained: int
+    """Parameters with a gradient: those of the adapter, or all."""
+    head: int
+    """Parameters of the output layer."""
+    head_trained: bool
+    adapted: int
+    """Number of layers with LoRA weights, in the whole model."""
+    rank: int
+    """LoRA rank; 0: full fine-tuning."""
+    fusable: int
+    """Parameters in layers that the engine may concatenate."""
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    inner: int
+    """Width of the MLP; in a mixture of experts, of all experts that a token is routed to."""
+    fused_attention: bool
+    """Whether attention is one operation, which keeps no scores and can be packed."""
+    fuses: bool
+    """Whether the fused CUDA kernels support it: whether its layers are Llama layers."""
+    head_norms: bool
+    """Whether queries and keys are normalized per head."""
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_size
+
+    @property
+    def key(self) -> int:
+        """Width of all key heads together; the values' width is the same."""
+        return self.key_value_heads * self.head_size
+
+
+def source_of(path: str) -> tuple[str, dict[str, str]]:
+    """Return the folder or hub name of a model, and keyword arguments for `from_pretrained`.
+
+    Of a GGUF file only the header is read: importing it would take as long as loading the weights.
+    """
+    path = adapter_base(path) or path
+    if path == "embedded":
+        return str(CHECKPOINT), {}
+    gguf = find_gguf(path)
+    if gguf is not None:
+        return str(gguf.parent), {"gguf_file": gguf.name}
+    check_model_path(path)
+    return path, {}
+
+
+def shape_of(config: Config) -> Shape:
+    """Return the sizes of the model that a configuration names."""
+    source, more = source_of(config.model.path)
+    adapter = _adapter(config)
+    try:
+        found = None if more else _llama_config(source)
+        if found is not None:
+            model, head = _llama_modules(found)
+            return _shape(model, head, found, adapter, fused_attention=True, fuses=_fuses(found))
+        return measure(_meta_model(source, more), *adapter)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        what = f"model: cannot read the configuration of {config.model.path!r}"
+        raise ModelError(f"{what}: {reason[:300]}") from None
+
+
+def _meta_model(source: str, more: dict[str, str]) -> Any:
+    import transformers
+
+    model_config = transformers.AutoConfig.from_pretrained(source, **more, **NO_CODE)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(model_config, **NO_CODE)
+
+
+def _llama_config(source: str) -> Any:
+    """Read config.json; None: only transformers knows what this model is made of."""
+    file = cached_file(source, "config.json")
+    data = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    kind, rope = data.get("model_type"), data.get("rope_scaling") or data.get("rope_parameters")
+    rope = rope or {}
+    known = kind in LLAMA_FAMILY and all(isinstance(data.get(key), int) for key in REQUIRED)
+    unusual = data.get("use_sliding_window") or "quantization_config" in data
+    if not known or unusual or (kind == "qwen3" and "head_dim" not in data):
+        return None
+    rope = {**rope, "rope_type": rope.get("rope_type") or rope.get("type", "default")}
+    # Qwen's configurations give a window even where it is not in use.
+    return SimpleNamespace(**{**data, "rope_parameters": rope, "sliding_window": None})
+
+
+def _llama_modules(config: Any) -> tuple[nn.Module, nn.Module]:
+    """Return the modules of a Llama, Qwen2 or Qwen3 model without memory, and its output layer."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    head_size = _head_size(config)
+    query, key = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
+    attention_bias = getattr(config, "attention_bias", False)
+    mlp_bias = getattr(config, "mlp_bias", False)
+    qkv_bias = attention_bias or config.model_type == "qwen2"
+
+    def layer() -> nn.ModuleDict:
+        attention: dict[str, nn.Module] = {
+            "q_proj": nn.Linear(hidden, query, bias=qkv_bias),
+            "k_proj": nn.Linear(hidden, key, bias=qkv_bias),
+            "v_proj": nn.Linear(hidden, key, bias=qkv_bias),
+            "o_proj": nn.Linear(query, hidden, bias=attention_bias),
+        }
+        if config.model_type == "qwen3":
+            attention |= {name: nn.RMSNorm(head_size) for name in ("q_norm", "k_norm")}
+        mlp = {
+            "gate_proj": nn.Linear(hidden, inner, bias=mlp_bias),
+            "up_proj": nn.Linear(hidden, inner, bias=mlp_bias),
+            "down_proj": nn.Linear(inner, hidden, bias=mlp_bias),
+        }
+        norms = {n: nn.RMSNorm(hidden) for n in ("input_layernorm", "post_attention_layernorm")}
+        return nn.ModuleDict(
+            {"self_attn": nn.ModuleDict(attention), "mlp": nn.ModuleDict(mlp), **norms}
+        )
+
+    with torch.device("meta"):
+        head = nn.Linear(hidden, config.vocab_size, bias=False)
+        tied = getattr(config, "tie_word_embeddings", False)
+        # nn.Embedding(...) would draw normal numbers, for which torch imports its compiler.
+        weight = head.weight if tied else nn.Parameter(torch.empty_like(head.weight))
+        embedding = nn.Embedding.from_pretrained(weight, freeze=False)  # type: ignore[no-untyped-call]
+        embedding.weight = weight
+        layers = nn.ModuleList(layer() for _ in range(config.num_hidden_layers))
+        norm = nn.RMSNorm(hidden)
+    backbone = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
+    return nn.ModuleDict({"model": backbone, "lm_head": head}), head
+
+
+def _adapter(config: Config) -> Adapter:
+    """Return rank, targets and fully trained modules of the configured or saved adapter."""
+    if adapter_base(config.model.path) is None:
+        wanted = config.adapter
+        return wanted.rank, wanted.targets, wanted.also_train
+    found = json.loads((Path(config.model.path) / CONFIG_FILE).read_text())
+    targets = found.get("target_modules") or ["all-linear"]
+    names = [targets] if isinstance(targets, str) else list(targets)
+    return int(found.get("r", 0)), names, found.get("modules_to_save") or []
+
+
+def measure(
+    model: Any,
+    rank: int = 0,
+    targets: Sequence[str] = ("all-linear",),
+    also_train: Sequence[str] = (),
+) -> Shape:
+    """Return the sizes of a transformers model, as they are with an adapter of this rank."""
+    from covey.accel.attention import NAME
+
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelError("model: there is no output layer, which covey needs")
+    layers: Sequence[Any] = getattr(model.base_model, "layers", ())
+    names = [set(dict(layer.named_children())) for layer in layers]
+    llama = bool(names) and all(found == LLAMA_LAYER for found in names)
+    llama = llama and all(hasattr(layer.mlp, "gate_proj") for layer in layers)
+    fused_attention = model.config._attn_implementation in ("sdpa", NAME)
+    fused_attention &= getattr(model.config, "attn_logit_softcapping", None) is None
+    return _shape(
+        model,
+        head,
+        model.config.get_text_config(),
+        (rank, targets, also_train),
+        fused_attention=fused_attention,
+        # On a GPU the fused pass is also compared with the model's own: see accel/parity.py.
+        fuses=llama
+        and hasattr(layers[0].input_layernorm, "variance_epsilon")
+        and _fuses(model.config),
+    )
+
+
+def _fuses(config: Any) -> bool:
+    """Whether the fused forward pass supports the settings of a model with Llama layers."""
+    return (
+        getattr(config, "hidden_act", "") == "silu"
+        and getattr(config, "residual_multiplier", 1.0) == 1.0
+        and plain_positions(config)
+    )
+
+
+def _shape(
+    model: nn.Module,
+    head: Any,
+    config: Any,
+    adapter: Adapter,
+    *,
+    fused_attention: bool,
+    fuses: bool,
+) -> Shape:
+    rank, targets, also_train = adapter
+    modules = dict(model.named_modules())
+    everywhere = list(targets) == ["all-linear"]
+    adapted = [
+        module.weight.shape
+        for name, module in modules.items()
+        if rank and _is_linear(module) and module is not head
+        if everywhere or _named(name, targets)
+    ]
+    if rank and not adapted:
+        raise ConfigError(f"config: adapter.targets: the model has none of {list(targets)}")
+    copied = {name for name in modules if rank and _named(name, also_train)}
+    added = sum(rank * sum(shape) for shape in adapted)
+    added += sum(_count(modules[name]) for name in copied)
+    parameters, heads = _count(model), int(config.num_attention_heads)
+    return Shape(
+        parameters=parameters,
+        added=added,
+        trained=added if rank else parameters,
+        head=head.weight.numel(),
+        head_trained=not rank or any(modules[name] is head for name in copied),
+        adapted=len(adapted),
+        rank=rank,
+        fusable=sum(_count(m) for name, m in modules.items() if _named(name, FUSED_PROJECTIONS)),
+        vocabulary=head.weight.shape[0],
+        hidden=head.weight.shape[1],
+        layers=int(config.num_hidden_layers),
+        heads=heads,
+        key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_size=_head_size(config),
+        inner=_inner(config),
+        fused_attention=fused_attention,
+        fuses=fuses,
+        head_norms=any(name.endswith(".q_norm") for name in modules),
+    )
+
+
+def _head_size(config: Any) -> int:
+    size = getattr(config, "head_dim", None)
+    return int(size or config.hidden_size // config.num_attention_heads)
+
+
+def _inner(config: Any) -> int:
+    experts = getattr(config, "num_experts_per_tok", None)
+    if experts:
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        return int(experts * width)
+    width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    return int(width or 4 * config.hidden_size)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _named(name: str, endings: Sequence[str]) -> bool:
+    return any(f".{name}".endswith(f".{ending}") for ending in endings)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == CONV

@@ -1,0 +1,232 @@
+"""Rules about settings that may harm, or make a run from which nothing can be concluded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from covey.analysis.plan.equivalence import active_penalty
+from covey.analysis.plan.finding import Finding, Rule, Setup, found
+from covey.objective import advantage, penalty, ratio
+from covey.objective import surrogate as surrogates
+from covey.training.schedule import total_updates
+
+COLD = 0.3
+"""At this temperature and below, the completions of a prompt are mostly equal."""
+TIGHT_CLIP = 0.01
+"""Bounds below this suit a sequence-level ratio; a token's ratio exceeds them at once."""
+POINTS = 0.05
+"""The difference in accuracy that an evaluation should be able to show."""
+FEWEST_PAIRS = 6
+"""The fewest prompts that are significant if all change in one direction: 2 / 2^6 < 0.05."""
+FEWEST_PROMPTS = math.ceil(FEWEST_PAIRS / POINTS)
+UNFINISHED = 0.25
+"""From this share of truncated solutions on, max_tokens is reported."""
+
+FORMAT_REWARDS = frozenset(
+    {
+        "think_answer_form", "think_tool_form", "agent_example_form",
+        "efficiency", "safety", "citations", "coherence",
+    }
+)  # fmt: skip
+"""Rewards for form: their `success` does not mean that the final answer is correct."""
+
+
+def learning_rate_too_low(setup: Setup) -> Iterator[Finding]:
+    """A learning rate of 0, or a warm-up that is longer than the run."""
+    optimizer, updates = setup.config.optimizer, total_updates(setup.config.train)
+    if optimizer.learning_rate == 0:
+        yield from found(
+            "risk",
+            "learning-rate",
+            ("optimizer.learning_rate",),
+            title="optimizer.learning_rate = 0: no weight changes",
+            why="The run generates, scores and evaluates, and learns nothing.",
+            remedy="set a rate, such as 1e-6, or 1e-4 for an adapter",
+        )
+    elif optimizer.warmup_steps >= updates:
+        reached = updates / optimizer.warmup_steps
+        yield from found(
+            "risk",
+            "learning-rate",
+            ("optimizer.warmup_steps", "train.steps", "train.mini_batches", "train.epochs"),
+            title=f"optimizer.warmup_steps = {optimizer.warmup_steps} is longer than the run of "
+            f"{updates} optimizer steps",
+            why=f"The learning rate reaches at most {reached:.0%} of its value, and the schedule "
+            "never begins.",
+            remedy="lower optimizer.warmup_steps; it counts optimizer steps, not train.steps",
+        )
+
+
+def equal_completions(setup: Setup) -> Iterator[Finding]:
+    """Sampling so sharp that the completions of a prompt are equal."""
+    rollout = setup.config.rollout
+    if rollout.top_k == 1:
+        setting, value, why = "rollout.top_k", "1", "Only the likeliest token is ever sampled: all "
+        why += (
+            "completions of a prompt are equal, no group has any variance, and nothing is learned."
+        )
+    elif rollout.temperature <= COLD:
+        setting, value = "rollout.temperature", str(rollout.temperature)
+        why = "Completions of a prompt are mostly equal, and equal rewards teach nothing."
+    else:
+        return
+    yield from found(
+        "risk",
+        "sampling",
+        (setting,),
+        title=f"{setting} = {value} makes the completions of a group equal",
+        why=why,
+        remedy="sample at rollout.temperature = 1 without top_k; evaluate.temperature can be low",
+    )
+
+
+def truncated_sampling(setup: Setup) -> Iterator[Finding]:
+    """Completions from one distribution, trained on as if they came from another."""
+    if setup.truncates and setup.objective.correction is None and setup.config.rollout.top_k != 1:
+        yield from found(
+            "risk",
+            "sampling",
+            ("rollout.top_k", "rollout.top_p", "rollout.min_p", "objective.correction"),
+            title="rollout.top_k, top_p or min_p truncate the distribution without a correction",
+            why="Tokens come from a truncated distribution, and the loss treats them as samples of "
+            "the whole one, so the gradient is biased towards likely tokens.",
+            remedy="sample from the whole distribution, or set objective.correction = "
+            "'token_truncate'",
+        )
+
+
+def success_of_format(setup: Setup) -> Iterator[Finding]:
+    """Algorithms and filters that read `success`, with a reward for form alone."""
+    config = setup.config
+    users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
+    if "success" in setup.objective.needs:
+        users.append(f"objective.name = {config.objective.name!r}")
+    if users and config.reward.name in FORMAT_REWARDS:
+        yield from found(
+            "risk",
+            "rewards",
+            ("reward.name", "objective.name", "filter.dynamic_sampling"),
+            title=f"{' and '.join(users)} needs correct completions, and reward.name = "
+            f"{config.reward.name!r} only checks their form",
+            why="Groups are kept and tokens reinforced by form; once the form always holds, every "
+            "group is dropped.",
+            remedy="use a reward that checks final answers, or a mix with an accuracy part",
+        )
+
+
+def penalty_without_pull(setup: Setup) -> Iterator[Finding]:
+    """KL penalties whose gradient does not point to the reference, or is not beta's."""
+    objective = setup.objective
+    if active_penalty(setup) is None:
+        return
+    if objective.kl_in == "loss" and objective.penalty is penalty.k1:
+        yield from found(
+            "risk",
+            "penalty-and-reference",
+            ("objective.kl", "objective.kl_in", "objective.beta"),
+            title="objective.kl = 'k1' in the loss does not pull towards the reference",
+            why="The gradient of logp - ref_logp is that of logp, whose mean over sampled tokens "
+            "is 0: it is noise, whatever the reference is.",
+            remedy="set objective.kl = 'k2' or 'k3', or objective.kl_in = 'reward'",
+        )
+    if objective.kl_in == "reward" and setup.advantage is advantage.group_standardized:
+        yield from found(
+            "risk",
+            "penalty-and-reference",
+            ("objective.kl_in", "objective.beta", "objective.name"),
+            title=f"objective.beta = {objective.beta} is divided by the deviation of the rewards",
+            why="The KL is part of the reward, and the reward is standardized. In a group of only "
+            "correct completions the KL is all that varies, and beta cancels.",
+            remedy="set objective.kl_in = 'loss', or use an advantage that is not divided",
+        )
+
+
+def split_groups(setup: Setup) -> Iterator[Finding]:
+    """Mini-batches smaller than a group."""
+    rollout, parts = setup.config.rollout, setup.config.train.mini_batches
+    completions = rollout.prompts_per_step * rollout.group_size
+    if "groups" in setup.objective.needs and parts > rollout.prompts_per_step:
+        yield from found(
+            "risk",
+            "groups",
+            ("train.mini_batches", "rollout.prompts_per_step", "rollout.group_size"),
+            title=f"train.mini_batches = {parts} splits groups: a mini-batch has "
+            f"{completions / parts:.3g} completions, a group {rollout.group_size}",
+            why="Good and bad completions of a prompt are in different optimizer steps, so the "
+            "first ones push without a counterweight.",
+            remedy=f"set train.mini_batches to {rollout.prompts_per_step} or less, or raise "
+            "rollout.prompts_per_step",
+        )
+
+
+def tight_clip(setup: Setup) -> Iterator[Finding]:
+    """The clip range of a sequence-level ratio on token-level ratios."""
+    low, high = (setup.option(name, 1.0) for name in ("clip_low", "clip_high"))
+    of_tokens = setup.objective.ratio is ratio.token and setup.surrogate is surrogates.clipped
+    if not setup.one_update and of_tokens and max(low, high) < TIGHT_CLIP:
+        yield from found(
+            "risk",
+            "the-clip-of-a-sequence-ratio",
+            ("objective.clip_low", "objective.clip_high", "objective.name", "train.mini_batches"),
+            title=f"objective.clip_low = {low}, clip_high = {high} clip token ratios at the first "
+            "update",
+            why="Bounds of this size are for sequence-level ratios, which move far less than those "
+            "of tokens.",
+            remedy="set objective.clip_low = 0.2 and objective.clip_high = 0.2, or objective.name "
+            "= 'gspo'",
+        )
+
+
+def few_held_out(setup: Setup) -> Iterator[Finding]:
+    """Evaluations on too few prompts."""
+    config = setup.config
+    known = (
+        setup.facts.held_out,
+        config.evaluate.prompts,
+        config.task.options.get("held_out_size"),
+    )
+    prompts = next((number for number in known if number), None)
+    if config.evaluate.every and isinstance(prompts, int) and 0 < prompts < FEWEST_PROMPTS:
+        shown = FEWEST_PAIRS / prompts
+        yield from found(
+            "risk",
+            "evaluation",
+            ("evaluate.prompts", "evaluate.every"),
+            title=f"{prompts} held-out prompts cannot show a difference of {POINTS:.0%} between "
+            "two checkpoints",
+            why=f"At least {FEWEST_PAIRS} prompts must change, all in one direction, before an "
+            f"exact test calls it significant: here that is {shown:.0%}.",
+            remedy=f"set evaluate.prompts to {FEWEST_PROMPTS} or more; 500 are better",
+        )
+
+
+def too_short(setup: Setup) -> Iterator[Finding]:
+    """A max_tokens that truncates correct completions."""
+    lengths, limit = setup.facts.solution_tokens, setup.config.rollout.max_tokens
+    cut = sum(length > limit for length in lengths)
+    if lengths and cut / len(lengths) >= UNFINISHED:
+        median = sorted(lengths)[len(lengths) // 2]
+        yield from found(
+            "risk",
+            "sampling",
+            ("rollout.max_tokens",),
+            title=f"rollout.max_tokens = {limit} truncates the solutions of {cut} of "
+            f"{len(lengths)} prompts",
+            why=f"The task's own solutions have {median} tokens in the median and {max(lengths)} "
+            "at most; a truncated completion has no final answer and no reward.",
+            remedy=f"set rollout.max_tokens to {max(lengths)} or more",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    learning_rate_too_low,
+    equal_completions,
+    truncated_sampling,
+    success_of_format,
+    penalty_without_pull,
+    split_groups,
+    tight_clip,
+    few_held_out,
+    too_short,
+)

@@ -1,0 +1,49 @@
+"""Length of a run before it starts: steps, tokens and evaluations that a budget allows."""
+
+from __future__ import annotations
+
+import math
+
+from covey.config import Config
+from covey.training.budget import PATIENCE
+
+
+def step_tokens(config: Config) -> int:
+    """Return the most tokens that a step generates."""
+    rollout, filters = config.rollout, config.filter
+    rounds = filters.max_rounds if filters.dynamic_sampling else 1
+    return rollout.prompts_per_step * rollout.group_size * rounds * rollout.max_tokens
+
+
+def least_steps(config: Config) -> int:
+    """Return the fewest steps of a run: with a token budget, if all completions are longest."""
+    train = config.train
+    if train.budget == "tokens":
+        return math.ceil(train.amount / step_tokens(config))
+    return math.ceil(train.amount / train.updates) if train.budget == "updates" else train.steps
+
+
+def most_steps(config: Config) -> int:
+    """Return the most steps: with a token budget, if every completion has one token.
+
+    With a budget of optimizer steps, dynamic sampling may drop all groups until the run gives up.
+    """
+    train, least = config.train, least_steps(config)
+    if train.budget == "tokens":
+        completions = config.rollout.prompts_per_step * config.rollout.group_size
+        return math.ceil(train.amount / completions)
+    gives_up = train.budget == "updates" and config.filter.dynamic_sampling
+    return PATIENCE * least + 1 if gives_up else least
+
+
+def most_tokens(config: Config) -> int:
+    """Return the most tokens generated for training; the last step may exceed the budget."""
+    whole, train = step_tokens(config), config.train
+    return train.amount + whole - 1 if train.budget == "tokens" else most_steps(config) * whole
+
+
+def most_evaluations(config: Config) -> int:
+    """Return the most evaluations: at the start, at every interval of the budget, at the end."""
+    every, steps = config.evaluate.every, config.train.steps
+    marks = math.ceil(steps / every) if every else 0
+    return 1 + min(marks, most_steps(config)) if every else 0

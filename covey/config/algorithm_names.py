@@ -1,0 +1,46 @@
+"""Names and titles of the algorithms, known without torch, which their formulas need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from covey.errors import ConfigError, nearest
+
+ALGORITHM_TITLES: Mapping[str, str] = MappingProxyType(
+    {
+        "grpo": "Group Relative Policy Optimization, arXiv 2402.03300",
+        "dr_grpo": "GRPO Done Right, arXiv 2503.20783",
+        "dapo": "Decoupled Clip and Dynamic Sampling Policy Optimization, arXiv 2503.14476",
+        "gspo": "Group Sequence Policy Optimization, arXiv 2507.18071",
+        "gspo_token": "GSPO with token-level advantages, arXiv 2507.18071",
+        "gtpo": "Group Token Policy Optimization, arXiv 2508.04349",
+        "grpo_s": "GRPO shaped by the entropy of each completion, arXiv 2508.04349",
+        "gtpo_trajectory": "Group-relative Trajectory-based Policy Optimization, arXiv 2508.03772",
+        "rloo": "REINFORCE Leave-One-Out, arXiv 2402.14740",
+        "reinforce_pp": "REINFORCE++, arXiv 2501.03262",
+        "reinforce_pp_baseline": "REINFORCE++ with the group's mean as baseline, arXiv 2501.03262",
+        "lite_ppo": "Lite PPO, arXiv 2508.08221",
+        "opo": "On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585",
+        "gpg": "Group Policy Gradient, arXiv 2504.02546",
+        "cispo": "Clipped IS-weight Policy Optimization, arXiv 2506.13585",
+        "gmpo": "Geometric-Mean Policy Optimization, arXiv 2507.20673",
+        "sapo": "Soft Adaptive Policy Optimization, arXiv 2511.20347",
+        "clip_cov": "Clip-Cov, arXiv 2505.22617",
+        "kl_cov": "KL-Cov, arXiv 2505.22617",
+        "luspo": "Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261",
+        "vespo": "Variational sequence-level soft policy optimization, arXiv 2602.10693",
+        "dppo": "Divergence PPO with total variation, arXiv 2602.04879",
+    }
+)
+"""Keys as in covey.objective.ALGORITHMS, in the same order."""
+ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
+COMPOSED = "composed"
+"""An objective composed of pieces that the configuration names."""
+
+
+def check_algorithm_name(name: str) -> None:
+    """Reject a name that is no algorithm."""
+    if name != COMPOSED and name not in ALGORITHM_NAMES:
+        hint = nearest(name, [*ALGORITHM_NAMES, COMPOSED])
+        raise ConfigError(f"config: objective.name = {name!r} is not known{hint}")

@@ -1,0 +1,130 @@
+"""Decode backends: the eager one, and the choice of the fastest backend for a model.
+
+The eager backend runs one decode step per call from Python. decode_graph.py replays several steps
+per call as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from transformers import DynamicCache
+
+from covey.engines.draw import pick_tokens
+from covey.engines.native.decoder_parity import FAILURES, decoder_for, first_error_line
+from covey.engines.native.kv_cache import KVShape, SlotCache
+from covey.engines.native.llama_decoder import Decoder, LlamaDecoder, UnsupportedModel
+from covey.engines.native.slots import Slots
+from covey.engines.native.transformers_decoder import RecomputeDecoder
+from covey.engines.protocol import Sampling
+from covey.models.language_model import LanguageModel
+
+CAPACITY_STEP = 32
+"""Slot capacity is a multiple of this, so that one cache serves many calls."""
+SPARE_BYTES = 64 * 2**20
+"""The largest cache that is kept between calls."""
+
+
+class DecodeBackend(Protocol):
+    """Generates tokens in slots."""
+
+    description: str
+    """The backend and why no faster one is used, in one line for the user."""
+
+    def width_for(self, completions: int) -> int:
+        """Return the number of slots for this many concurrent completions; at least as many."""
+
+    def begin(self, *, width: int, prompts: int, longest: int, sampling: Sampling) -> Slots:
+        """Return empty slots for `prompts` prompts of at most `longest` tokens.
+
+        The weights are those at the time of this call.
+        """
+
+    def advance(self, slots: Slots, width: int, most: int) -> None:
+        """Generate 1 to `most` tokens in each unfinished slot among the first `width`."""
+
+
+@dataclass(slots=True)
+class EagerBackend:
+    """One token per call."""
+
+    model: LanguageModel
+    decoder: Decoder
+    shape: KVShape | None
+    """None: the model has no keys and values, so slots hold tokens."""
+    description: str = "one token at a time"
+    sampling: Sampling | None = None
+    spare: SlotCache | None = field(init=False, default=None)
+    """A small cache on the CPU is kept for the next call: fresh memory is slow to touch."""
+
+    def width_for(self, completions: int) -> int:
+        """Return the same number: any number of slots is equally fast."""
+        return completions
+
+    def begin(self, *, width: int, prompts: int, longest: int, sampling: Sampling) -> Slots:
+        """Return empty slots."""
+        capacity = -(-(longest + sampling.max_tokens) // CAPACITY_STEP) * CAPACITY_STEP
+        cache = self.spare
+        if cache is None or cache.slots != width or cache.capacity != capacity:
+            cache = SlotCache(width, capacity, self.shape, self.model.device)
+        self.spare = None
+        if cache.place.device.type == "cpu" and cache.bytes <= SPARE_BYTES:
+            self.spare = cache
+        self.decoder.begin(capacity)
+        self.sampling = sampling
+        return Slots.make(cache.emptied(), sampling.max_tokens, self.model.stop_ids)
+
+    def advance(self, slots: Slots, width: int, most: int) -> None:
+        """Generate one token in every unfinished slot."""
+        cache = slots.cache
+        assert self.sampling is not None
+        assert isinstance(cache, SlotCache)
+        index = cache.active[:width].nonzero().flatten()
+        if not len(index):
+            return
+        cache.width = width
+        cache.reach = int(cache.place[:width].max()) + 1
+        hidden = self.decoder.step(slots.last[:width], cache)
+        logits = self.model.head.logits(hidden[index])
+        uniforms = slots.uniforms[index, slots.count[index]]
+        tokens, logps = pick_tokens(logits, uniforms, self.sampling.distribution)
+        slots.write(index, tokens, logps)
+
+
+@torch.inference_mode()
+def choose_backend(model: LanguageModel) -> DecodeBackend:
+    """Return the fastest backend that passes the parity check."""
+    try:
+        return _cached_backend(model, _kv_shape(model))
+    except UnsupportedModel as error:
+        why = str(error)
+    except FAILURES as error:
+        why = first_error_line(error)
+    description = f"without a KV cache, which is slow, because {why}"
+    return EagerBackend(model, RecomputeDecoder(model), None, description=description)
+
+
+def _cached_backend(model: LanguageModel, shape: KVShape) -> DecodeBackend:
+    """Return the fastest backend with a KV cache."""
+    description = "one token at a time"
+    if model.device.type == "cuda":
+        from covey.engines.native.decode_graph import graph_backend  # needs triton
+
+        try:
+            return graph_backend(model, shape)
+        except UnsupportedModel as error:
+            description += f", which is slow; no CUDA graphs, because {error}"
+    decoder = decoder_for(model)
+    description += "" if isinstance(decoder, LlamaDecoder) else ", by the model's own forward pass"
+    return EagerBackend(model, decoder, shape, description=description)
+
+
+def _kv_shape(model: LanguageModel) -> KVShape:
+    prefix = DynamicCache()
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model.backbone(input_ids=ids, past_key_values=prefix, use_cache=True)
+    if not prefix.layers:
+        raise UnsupportedModel("it keeps no keys and values")
+    return KVShape.of(prefix)

@@ -1,0 +1,90 @@
+"""Completions in generation: tokens, log-probabilities and uniforms of every slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from covey.accel.packing import to_device
+from covey.engines.native.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """State of the slots. Row s of every tensor is slot s; R is the longest completion."""
+
+    cache: KVCache
+    uniforms: torch.Tensor
+    """[S, R]."""
+    tokens: torch.Tensor
+    """[S, R]."""
+    logps: torch.Tensor
+    """[S, R]."""
+    last: torch.Tensor
+    """[S]: the newest token."""
+    count: torch.Tensor
+    """[S]: tokens generated so far."""
+    stop_ids: torch.Tensor
+    """Tokens that end a completion."""
+
+    @staticmethod
+    def make(cache: KVCache, room: int, stop_ids: Sequence[int]) -> Slots:
+        """Allocate completions of up to `room` tokens for the slots of a cache."""
+        device, slots = cache.place.device, cache.slots
+        return Slots(
+            cache=cache,
+            uniforms=torch.zeros(slots, room, device=device),
+            tokens=torch.zeros(slots, room, dtype=torch.long, device=device),
+            logps=torch.zeros(slots, room, device=device),
+            last=torch.zeros(slots, dtype=torch.long, device=device),
+            count=torch.zeros(slots, dtype=torch.long, device=device),
+            stop_ids=torch.tensor(stop_ids, device=device),
+        )
+
+    @property
+    def room(self) -> int:
+        """Length of the longest completion."""
+        return self.tokens.shape[1]
+
+    def open(self, index: torch.Tensor, uniforms: torch.Tensor) -> None:
+        """Prepare slots for new completions, whose tokens are drawn with `uniforms` [n, R]."""
+        self.uniforms[index] = uniforms
+        self.count.index_fill_(0, index, 0)  # an assignment would synchronize with the device
+
+    def close(self, slots: list[int]) -> None:
+        """End the completions of some slots early."""
+        if slots:
+            self.cache.active[torch.tensor(slots, device=self.count.device)] = False
+
+    def write(self, index: torch.Tensor, tokens: torch.Tensor, logps: torch.Tensor) -> None:
+        """Append a token to the slots `index`. A stop token or the R-th token ends them."""
+        count = self.count[index]
+        self.tokens[index, count] = tokens
+        self.logps[index, count] = logps
+        self.last[index] = tokens
+        self.count[index] = count + 1
+        self.cache.place[index] += 1
+        ended = torch.isin(tokens, self.stop_ids) | (count + 1 == self.room)
+        self.cache.active[index] = ~ended
+
+    def keep(self, slots: torch.Tensor) -> None:
+        """Move the given slots to the front."""
+        self.cache.keep(slots)
+        for tensor in (self.uniforms, self.tokens, self.logps, self.last, self.count):
+            tensor[: len(slots)] = tensor[slots]
+
+    def progress(self, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return which slots are unfinished, and their token counts; synchronizes."""
+        both = torch.stack([self.cache.active[:width].long(), self.count[:width]]).cpu().numpy()
+        return both[0].astype(bool), both[1]
+
+    def written(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens and log-probabilities [n, R] of some slots, on the CPU."""
+        (index,) = to_device([torch.tensor(slots)], self.count.device)
+        # One transfer instead of two, because each one waits for the device.
+        both = torch.stack([self.tokens[index].int(), self.logps[index].view(torch.int32)])
+        tokens, logps = both.cpu().numpy()
+        return tokens, logps.view(np.float32)

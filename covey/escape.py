@@ -1,0 +1,64 @@
+"""Escapes for control characters in text that a terminal or a page shows.
+
+Prompts, completions, data, configs, run names and server replies are untrusted text. A terminal
+obeys the control characters in it, and a page obeys bidirectional overrides. These characters are
+shown as escapes, as Git does. Stored text and JSON output stay unchanged.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import Any
+
+LAYOUT = "\n\t"
+"""Control characters that only lay out text."""
+JOINERS = "\u200c\u200d"
+"""Format characters that some scripts and emoji need; they move nothing."""
+HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Unicode categories without a glyph: control, format, lone surrogates, separators."""
+
+
+def is_hidden(character: str) -> bool:
+    """Return whether a character is invisible and changes the text around it."""
+    return unicodedata.category(character) in HIDDEN and character not in LAYOUT + JOINERS
+
+
+class _Escapes(dict[int, str]):
+    """A table for `str.translate`, filled lazily."""
+
+    def __missing__(self, code: int) -> str:
+        sign = chr(code)
+        self[code] = sign.encode("unicode_escape").decode() if is_hidden(sign) else sign
+        return self[code]
+
+
+_ESCAPES = _Escapes()
+
+
+def printable(text: str) -> str:
+    r"""Return text for a terminal or a page, with hidden characters as visible escapes.
+
+    >>> print(printable("a\x1b[31mb\u202ec"))
+    a\x1b[31mb\u202ec
+    """
+    return text.translate(_ESCAPES)
+
+
+def printable_line(text: str, most: int = 500) -> str:
+    r"""Return text as one line of at most `most` characters.
+
+    >>> print(printable_line("a\n  b\x00" + "c" * 9, 8))
+    a b\x00c ...
+    """
+    line = " ".join(text[: 4 * most].split())
+    escaped = printable(line[: most + 1])
+    return escaped if len(escaped) <= most else f"{escaped[:most]} ..."
+
+
+def printable_data(value: Any) -> Any:
+    """Return plain data with all text in it escaped."""
+    if isinstance(value, dict):
+        return {printable_data(key): printable_data(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [printable_data(each) for each in value]
+    return printable(value) if isinstance(value, str) else value

@@ -1,0 +1,278 @@
+"""Loading a model: from a folder, the hub, a GGUF file or the package, checked and prepared."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+
+from covey.accel.attention import NAME
+from covey.accel.fused_parameters import fuse_parameters
+from covey.accel.head import Head
+from covey.accel.packing import pack
+from covey.accel.parity import first_layers, matches, parity_batch
+from covey.accel.varlen_attention import HALF
+from covey.embedded import CHECKPOINT
+from covey.errors import ModelError
+from covey.models.chat_template import Template, make_renderer
+from covey.models.device import device_of
+from covey.models.from_pretrained import make_savable, read_pretrained, read_tokenizer
+from covey.models.gguf import find_gguf, import_gguf
+from covey.models.language_model import LanguageModel, packed_forward
+from covey.models.model_path import check_model_path, missing_folder_note
+from covey.models.padding import pad_batch
+from covey.models.template_process import start_rendering
+from covey.types import Batch, HostRows
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+# The hub's retries would each print a warning; one error line at the end is enough.
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def load_language_model(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    gradient_checkpointing: bool = False,
+    template: Template = Template(),  # noqa: B008 - immutable
+) -> LanguageModel:
+    """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`."""
+    where = device_of(device)
+    wanted = _dtype(dtype, where)
+    source = _source(path)
+    try:
+        tokenizer = read_tokenizer(source)
+        if tokenizer.chat_template and template.form in ("auto", "chat"):
+            start_rendering()
+        model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(
+            f"model: cannot load {path!r}: {_first_line(error)}{missing_folder_note(source)}"
+        ) from None
+    make_savable(model)
+    model.to(where)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return wrap(model, tokenizer, name=path, template=template)
+
+
+def _source(path: str) -> str:
+    """Return the folder or hub name to load; a GGUF file is converted first."""
+    if path == "embedded":
+        return str(CHECKPOINT)
+    gguf = find_gguf(path)
+    if gguf is not None:
+        return str(import_gguf(gguf))
+    check_model_path(path)
+    return path
+
+
+def wrap(
+    model: Any,
+    tokenizer: Any,
+    name: str = "model",
+    template: Template = Template(),  # noqa: B008 - immutable
+) -> LanguageModel:
+    """Split a causal language model into backbone and head, and check that they agree with it."""
+    linear = model.get_output_embeddings()
+    if not isinstance(linear, nn.Linear):
+        raise ModelError(f"model: {name} has no linear output layer; covey needs one")
+    _disable_dropout(model)
+    training = model.training
+    model.eval()
+    head = _matching_head(model, linear, name)
+    renderer = make_renderer(tokenizer, template, name)
+    packs, flash = _register_attention(model)
+    fused = packs and linear.weight.is_cuda and _supports_fused(model)
+    model.train(training)
+    return LanguageModel(
+        model=model,
+        tokenizer=tokenizer,
+        head=head,
+        packs=packs,
+        flash=flash,
+        fused=fused,
+        context=_context(model.config),
+        stop_ids=_stop_ids(model, tokenizer, renderer.turn_end),
+        renderer=renderer,
+    )
+
+
+def _context(config: Any) -> int:
+    """Return the context length within which a row's numbers do not depend on other rows.
+
+    `longrope` switches the angles of a whole call as soon as one row exceeds the original training
+    length, while cached keys keep the old angles.
+    """
+    most = int(getattr(config, "max_position_embeddings", None) or 2**31)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return most
+    return min(most, int(rope.get("original_max_position_embeddings") or most))
+
+
+def _disable_dropout(model: Any) -> None:
+    """Disable dropout, so that training mode computes the same as evaluation mode.
+
+    With dropout the policy that is trained is not the one that sampled, ratios are noise from the
+    first optimizer step on, and the draws depend on a generator that no checkpoint holds.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
+    """Find the scale and soft cap that reproduce the model's own logits.
+
+    Architectures name them differently, and some multiply where others divide. A wrong guess would
+    silently train on wrong probabilities, so every guess is compared with the model.
+    """
+    config = model.config
+    scales = [1.0]
+    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
+        value = getattr(config, field, None)
+        if value:
+            scales += [float(value), 1 / float(value)]
+    softcaps = [None, getattr(config, "final_logit_softcapping", None)]
+    ids = torch.arange(4, device=linear.weight.device)[None] % config.vocab_size
+    with torch.no_grad():
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state
+        expected = model(ids, use_cache=False).logits.float()
+        heads = [
+            Head(linear=linear, scale=scale, softcap=softcap)
+            for scale, softcap in itertools.product(scales, softcaps)
+        ]
+        # The best guess, not the first good one: a soft cap hardly shows while logits are small.
+        errors = [float((h.logits(hidden).float() - expected).abs().max()) for h in heads]
+    best = min(range(len(heads)), key=errors.__getitem__)
+    if errors[best] > 1e-2 * float(expected.abs().max()):
+        raise ModelError(
+            f"model: {name} ({type(model).__name__}) computes logits in an unsupported way"
+        )
+    return heads[best]
+
+
+def _register_attention(model: Any) -> tuple[bool, bool]:
+    """Register covey's attention with a model, if its hidden states stay the same.
+
+    Returns whether packed rows give the same hidden states, and whether flash attention does too.
+    No configuration says whether a model's attention is standard and its other layers work token by
+    token, so three rows of different lengths are compared.
+    """
+    if (
+        model.config._attn_implementation == NAME
+    ):  # a configuration that was used with another model before
+        model.set_attn_implementation("sdpa")
+    original = model.config._attn_implementation
+    if getattr(model.config, "attn_logit_softcapping", None) is not None and original == "sdpa":
+        original = "eager"  # sdpa silently ignores a soft cap
+        model.set_attn_implementation(original)
+    if original not in ("sdpa", "eager"):
+        return False, False
+    batch = _check_batch(model)
+    layout = pad_batch(batch)
+    try:
+        with torch.no_grad():
+            before = _checked_backbone(model)(layout.input_ids, use_cache=False).last_hidden_state
+            model.set_attn_implementation(NAME)
+            small = _checked_backbone(model)
+            same = matches(small(layout.input_ids, use_cache=False).last_hidden_state, before)
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        same = False
+    if not same:
+        model.set_attn_implementation(original)
+        return False, False
+    rows = torch.arange(len(batch), device=before.device)[:, None].expand_as(layout.predictor)
+    padded = before[rows, layout.predictor][batch.mask]
+    packed = pack(HostRows.of(batch), before.device, varlen=False)
+    try:
+        with torch.no_grad():
+            packs = matches(packed_forward(small, packed)[packed.predictor], padded)
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        packs = False
+    return packs, packs and _supports_flash(model, small, batch, padded)
+
+
+def _checked_backbone(model: Any) -> nn.Module:
+    """Return the backbone for a parity check: of a 16-bit model, its first layers in float32."""
+    rounds = model.get_output_embeddings().weight.dtype in HALF
+    backbone: nn.Module = model.base_model
+    return first_layers(backbone) if rounds else backbone
+
+
+def _supports_flash(model: Any, small: nn.Module, batch: Batch, padded: torch.Tensor) -> bool:
+    """Tell whether flash attention, which exists for 16-bit types only, gives the same too."""
+    weight = model.get_output_embeddings().weight
+    if not weight.is_cuda or weight.dtype not in HALF or small is model.base_model:
+        return False
+    packed = pack(HostRows.of(batch), weight.device, varlen=True)
+    try:
+        with torch.no_grad():
+            rounded = copy.deepcopy(small).to(weight.dtype)
+            found = packed_forward(rounded, packed)[packed.predictor].float()
+    except (TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
+        return False
+    # A few layers lose about one percent to rounding; attention to wrong tokens is far off.
+    return float((found - padded).norm()) <= 0.05 * float(padded.norm())
+
+
+def _supports_fused(model: Any) -> bool:
+    """Check the fused forward pass against the model's own; if they agree, fuse the parameters."""
+    try:
+        from covey.accel.fused_forward import fused_backbone, is_llama_like
+    except ImportError:  # without Triton there are no kernels
+        return False
+    if not is_llama_like(model):
+        return False
+    batch = _check_batch(model)
+    packed = pack(HostRows.of(batch), batch.tokens.device, varlen=False)
+    try:
+        small = _checked_backbone(model)
+        with torch.no_grad():
+            own = packed_forward(small, packed)
+            fused = fused_backbone(small, packed.input_ids, packed.position_ids, packed.packing)
+        if not matches(fused, own):
+            return False
+    except (AttributeError, TypeError, ValueError, RuntimeError, LookupError, AssertionError):
+        return False
+    fuse_parameters(model.base_model)
+    return True
+
+
+def _check_batch(model: Any) -> Batch:
+    device = model.get_output_embeddings().weight.device
+    prompt = torch.arange(2, 6, device=device) % model.config.vocab_size
+    return parity_batch(prompt, torch.tensor([3, 1, 5], device=device))
+
+
+def _stop_ids(model: Any, tokenizer: Any, turn_end: int | None) -> tuple[int, ...]:
+    """Return every token that a file or the chat template defines as the end of a completion."""
+    ids = [turn_end, tokenizer.eos_token_id, model.config.eos_token_id]
+    if model.generation_config is not None:
+        ids.append(model.generation_config.eos_token_id)
+    flat = itertools.chain.from_iterable(i if isinstance(i, list) else [i] for i in ids)
+    return tuple(sorted({int(i) for i in flat if i is not None}))
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[name]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,84 @@
+"""Micro-batches: rows of a batch that go through the model together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from covey.accel.packing import host_rows, prompt_numbers
+from covey.types import Batch
+
+
+def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
+    """Yield the rows of micro-batches of at most `micro_batch_tokens` tokens each.
+
+    On a CPU the limit counts padded tokens; on a GPU, where nothing is padded, packed tokens.
+    """
+    if batch.tokens.device.type == "cpu":
+        return padded_parts(batch, micro_batch_tokens)
+    return iter(balanced_parts(batch, micro_batch_tokens))
+
+
+def padded_parts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
+    """Yield the rows of parts of at most `micro_batch_tokens` padded tokens each.
+
+    Rows of similar length go together. A single row may exceed the limit, since it cannot be split.
+    """
+    lengths = batch.prompt_lengths + batch.lengths
+    order = lengths.argsort(descending=True, stable=True)
+    start = 0
+    while start < len(order):
+        size = max(1, micro_batch_tokens // int(lengths[order[start]]))
+        yield order[start : start + size]
+        start += size
+
+
+def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
+    """Return the rows of micro-batches of similar size, of at most `micro_batch_tokens` packed
+    tokens.
+
+    Rows that share a prompt stay together where the limit allows, so that it is read once. A
+    single row may exceed the limit, since it cannot be split.
+    """
+    host = host_rows(batch)
+    number, prompt = prompt_numbers(host), host.prompt_lengths.tolist()
+    lengths = (host.lengths - 1).clamp(min=0).tolist()
+    sharing: dict[int, list[int]] = {}
+    for row, which in enumerate(number.tolist()):
+        sharing.setdefault(which, []).append(row)
+    if sum(lengths) + sum(prompt[rows[0]] for rows in sharing.values()) <= micro_batch_tokens:
+        return [torch.arange(len(lengths))]
+    pieces: list[tuple[int, list[int]]] = []
+    for rows in sharing.values():
+        pieces += _pieces(rows, prompt[rows[0]], lengths, micro_batch_tokens)
+    pieces.sort(key=lambda piece: -piece[0])
+    count = max(1, -(-sum(size for size, _ in pieces) // micro_batch_tokens))
+    while True:
+        parts = _spread(pieces, count)
+        # If every piece is a part of its own, one that is too large cannot be split further.
+        if count >= len(pieces) or max(size for size, _ in parts) <= micro_batch_tokens:
+            return [torch.tensor(sorted(rows)) for _, rows in parts if rows]
+        count += 1
+
+
+def _pieces(
+    rows: list[int], prompt: int, lengths: list[int], micro_batch_tokens: int
+) -> list[tuple[int, list[int]]]:
+    """Cut the rows of a prompt into pieces within the limit; return each with its packed tokens."""
+    pieces: list[tuple[int, list[int]]] = []
+    for row in rows:
+        if not pieces or pieces[-1][0] + lengths[row] > micro_batch_tokens:
+            pieces.append((prompt, []))
+        size, members = pieces[-1]
+        pieces[-1] = (size + lengths[row], [*members, row])
+    return pieces
+
+
+def _spread(pieces: list[tuple[int, list[int]]], count: int) -> list[tuple[int, list[int]]]:
+    """Assign each piece, largest first, to the smallest part."""
+    parts: list[tuple[int, list[int]]] = [(0, []) for _ in range(count)]
+    for size, rows in pieces:
+        least = min(range(count), key=lambda i: parts[i][0])
+        parts[least] = (parts[least][0] + size, [*parts[least][1], *rows])
+    return parts

@@ -1,0 +1,68 @@
+"""Rows of one rollout joined into one row: statistics are over rollouts, never over rows.
+
+A rollout whose context was rewritten on the way takes several rows of a batch. What is computed
+over whole rollouts (advantages, corrections, marked tokens) is computed on joined rows and then
+split again, so it comes out as if the rollout were one row with the same tokens. Shapes: B rows,
+T tokens, R rollouts, W tokens of the longest rollout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from covey.types import Batch
+
+
+class Joined(NamedTuple):
+    """A batch with one row for each rollout, and where the tokens of the original rows are."""
+
+    batch: Batch
+    row: torch.Tensor | None = None
+    """[B, T] int64: the joined row of each token. None: rollouts are rows already."""
+    column: torch.Tensor | None = None
+    """[B, T] int64: the joined column of each token."""
+    cells: torch.Tensor | None = None
+    """[B, T] bool: which tokens are no padding."""
+
+    def split(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values [R, W] of joined rows as [B, T] of the original rows; 0 in padding."""
+        if self.row is None or self.column is None or self.cells is None:
+            return values
+        return values[self.row, self.column].masked_fill(~self.cells, 0)
+
+    def join(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values [B, T] of the original rows as [R, W] of joined rows; 0 in padding."""
+        if self.row is None or self.column is None or self.cells is None:
+            return values
+        whole = values.new_zeros(self.batch.tokens.shape)
+        whole[self.row[self.cells], self.column[self.cells]] = values[self.cells]
+        return whole
+
+
+def joined(batch: Batch) -> Joined:
+    """Join the rows of each rollout, in their order; the batch itself if there is one row each."""
+    if batch.one_row_each:
+        return Joined(batch)
+    assert batch.rollout is not None
+    ids, place = batch.rollout.unique(return_inverse=True)
+    same = place[:, None] == place[None]
+    before = (same.tril(-1) * batch.lengths[None]).sum(dim=1)
+    lengths = batch.lengths.new_zeros(len(ids)).index_add(0, place, batch.lengths)
+    columns = torch.arange(batch.tokens.shape[1], device=place.device)
+    cells = columns < batch.lengths[:, None]
+    column = (before[:, None] + columns).where(cells, 0)
+    first = (~same.tril(-1).any(dim=1)).nonzero().squeeze(1)
+    first = first[place[first].argsort()]
+    blank = batch.tokens.new_zeros(len(ids), max(1, int(lengths.max())))
+    shape = Joined(replace(batch, tokens=blank), place[:, None].expand_as(cells), column, cells)
+    changes: dict[str, Any] = {
+        name: shape.join(value)
+        if value.ndim == 2 and name not in ("prompt_tokens", "prompt_lengths")
+        else value[first]
+        for name in batch.__slots__
+        if isinstance(value := getattr(batch, name), torch.Tensor)
+    }
+    return shape._replace(batch=replace(batch, **{**changes, "lengths": lengths, "host": None}))

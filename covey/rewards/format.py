@@ -1,0 +1,168 @@
+"""Format rewards: they check tags, never whether the answer is correct."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from covey.rewards.score import Reward, Score, check_option
+from covey.rewards.text import only_tags, split_tags, tag_contents
+from covey.types import Prompt
+
+_TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
+_TAG = re.compile(r"</?(?:think|tool_call)>")
+_CALL = re.compile(r"[^\W\d][\w.]*\(.*\)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkAnswerForm(Reward):
+    """1 if the completion is one thinking part and one answer part, neither of them empty.
+
+    Repeated, nested or open tags break the format, and so does text outside the tags. `graded`
+    gives a broken format 0.25 for each of the two parts that occurs once, closed and not empty.
+    """
+
+    graded: bool = False
+    think: str = "think"
+    answer: str = "answer"
+    prefilled: bool = False
+    """Whether the prompt ends with the opening thinking tag, so the completion starts inside it."""
+
+    def __post_init__(self) -> None:
+        for name in (self.think, self.answer):
+            check_option(
+                _TAG_NAME.fullmatch(name) is not None,
+                f"{name!r} is not a tag name; use letters, as in 'think'",
+            )
+        check_option(
+            self.think != self.answer, f"think and answer are both {self.think!r}; they must differ"
+        )
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one completion."""
+        if self.prefilled:
+            text = f"<{self.think}>{text}"
+        names = (self.think, self.answer)
+        whole = only_tags(text, names) is not None
+        parts = {"whole": float(whole)}
+        for role, name in zip(("think", "answer"), names, strict=True):
+            alone = split_tags(text, (name,))
+            parts[role] = float(alone is not None and bool(alone[1][0].strip()))
+        partial = 0.25 * (parts["think"] + parts["answer"]) if self.graded else 0.0
+        return Score(reward=1.0 if whole else partial, success=whole, parts=parts)
+
+
+def is_call(text: str) -> bool:
+    """Whether a text looks like a call: `name(arguments)`, or a JSON object with a name.
+
+    >>> is_call("search('tea')"), is_call('{"name": "search"}'), is_call("search")
+    (True, True, False)
+    """
+    text = text.strip()
+    if not text.startswith("{"):
+        return _CALL.fullmatch(text) is not None
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    name = call.get("name")
+    return isinstance(name, str) and bool(name)
+
+
+def _paired(text: str, tag: str) -> bool:
+    """Whether the tag occurs, and its opening and closing tags alternate."""
+    tags = re.findall(f"</?{tag}>", text)
+    return bool(tags) and tags == [f"<{tag}>", f"</{tag}>"] * (len(tags) // 2)
+
+
+def _unpaired(text: str, tag: str) -> bool:
+    return (f"<{tag}>" in text or f"</{tag}>" in text) and not _paired(text, tag)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkToolForm(Reward):
+    """`<think>...</think>`, then tool calls or a direct answer: 0.4 think + 0.4 tool + 0.2 tidy.
+
+    | part | value |
+    |---|---|
+    | think | 1: one closed block with at least `min_thinking` characters; 0.5: with fewer |
+    | tool | 1: every `<tool_call>` is closed and a call, `name(...)` or JSON; 0.5: closed only |
+    | direct | instead of tool if there is none: 1 for text after the thinking |
+    | tidy | 1: one think block first, nothing nested; several tool calls may follow |
+
+    Unpaired tags set think or tool to -0.5. The sum is at least 0.
+
+    The published code checks only the first call, and omits tidy and the direct answer: no text
+    could score above 0.8.
+    """
+
+    min_thinking: int = 20
+
+    def __post_init__(self) -> None:
+        check_option(
+            self.min_thinking >= 1,
+            f"min_thinking must be at least 1 character, not {self.min_thinking}",
+        )
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one completion."""
+        thinking = split_tags(text, ("think",))
+        think, direct = 0.0, 0.0
+        if thinking is not None:
+            think = 1.0 if len(thinking[1][0].strip()) >= self.min_thinking else 0.5
+            direct = float(bool(thinking[0][1].strip()))
+        elif _unpaired(text, "think"):
+            think = -0.5
+        parts = {"think": think}
+        if _paired(text, "tool_call"):
+            parts["tool"] = 1.0 if all(map(is_call, tag_contents(text, "tool_call"))) else 0.5
+        elif _unpaired(text, "tool_call"):
+            parts["tool"] = -0.5
+        else:
+            parts["direct"] = direct
+        parts["tidy"] = float(_tidy(text))
+        # In tenths, so that the maximum is 1.0 without rounding error.
+        tenths = sum(weight * part for weight, part in zip((4, 4, 2), parts.values(), strict=True))
+        reward = max(0.0, tenths / 10)
+        return Score(reward=reward, success=reward == 1.0, parts=parts)
+
+
+def _tidy(text: str) -> bool:
+    tags = _TAG.findall(text)
+    calls = tags[2:]
+    return tags[:2] == ["<think>", "</think>"] and (
+        calls == ["<tool_call>", "</tool_call>"] * (len(calls) // 2)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentExampleForm(Reward):
+    """A short published format reward for agents: 0 to 0.8.
+
+    | condition | value |
+    |---|---|
+    | closed think tags | 0.2 |
+    | more than 20 characters between them | 0.1 |
+    | closed tool_call tags | 0.3 |
+    | parentheses in the first call | 0.2 |
+    | each call above 5 | -0.1, with a total of at least 0 |
+
+    The published code accepts tags in any order; here the closing tag must come second.
+    """
+
+    bounds: ClassVar[tuple[float, float]] = (0.0, 0.8)
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one completion."""
+        thoughts, calls = tag_contents(text, "think"), tag_contents(text, "tool_call")
+        think = 2 * bool(thoughts) + bool(thoughts and len(thoughts[0].strip()) > 20)
+        tool = 3 * bool(calls) + 2 * bool(calls and "(" in calls[0] and ")" in calls[0])
+        excess = max(0, text.count("<tool_call>") - 5)
+        reward = max(0, think + tool - excess) / 10
+        return Score(
+            reward=reward,
+            success=reward == 0.8,
+            parts={"think": think / 3, "tool": tool / 5, "excess": float(excess)},
+        )

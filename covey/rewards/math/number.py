@@ -1,0 +1,196 @@
+"""Parsing a number as people write it: with units, currency, LaTeX or Markdown around it.
+
+Numbers have a maximum length, so parsing is fast for any text.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+from functools import lru_cache
+
+from covey.rewards.math.notation import exact_decimals, powers_of_ten
+
+MAX_NUMBER = 100
+"""Characters of a number, markup included: this bounds the size of integers."""
+MAX_EXPONENT = 100
+
+CURRENCY = "$€£¥₹₩₽฿"
+_PLAIN = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
+_GROUPED = r"[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?:\.[0-9]+)?"
+_ONE = rf"(?:{_GROUPED}|{_PLAIN})"
+_BODY = rf"(?:[0-9]+ [0-9]+ ?/ ?[0-9]+|{_ONE}(?: ?/ ?{_ONE})?)"
+_SIMPLE = re.compile(rf"[+-]?{_PLAIN}")
+_MARKED_UP = re.compile(
+    r"(?:[A-Za-z][A-Za-z ]{0,40}?(?: ?[=:]|\bis\b) ?)?"
+    rf"(?P<sign>[+-]?) ?(?:[{CURRENCY}] ?)?(?P<inner>[+-]?)"
+    rf"(?P<body>{_BODY})(?P<gap> ?)(?P<unit>[%{CURRENCY}]|[A-Za-z].{{0,60}})?"
+)
+_UNIT_WORD = r"[A-Za-z]+(?: ?\^\{?-?[23]\}?|[23])?"
+_UNIT = re.compile(rf"{_UNIT_WORD}(?: ?[/ ] ?{_UNIT_WORD}){{0,5}}")
+_SYMBOL = re.compile(
+    "[ghlmsALVW]|[cdkmn]m|[km]g|lbs?|oz|ft|in|mi|yd|m[lL]|kL|min|hrs?|[ap]m|mph|kmh|kWh|k?Hz|"
+    "USD|EUR|GBP"
+)
+_CHANGES_THE_VALUE = re.compile(
+    "(?:hundred|thousand|million|billion|trillion|dozen|score)s?|k|bn|b|pi|sqrt|root|factorial|"
+    "squared|cubed|and|or|to|plus|minus|times|over|choose|half|halves|thirds?|quarters?|mod|sin|"
+    "cos|tan|log|ln|exp|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?|"
+    "not|but|maybe|perhaps",
+    re.IGNORECASE,
+)
+
+_SUPERSCRIPTS = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+_DASHES = "\u2010\u2011\u2012\u2013\u2212"
+
+
+@lru_cache(maxsize=4096)
+def _plain_character(character: str) -> str:
+    if character in _DASHES:
+        return "-"
+    kind = unicodedata.decomposition(character).partition(" ")[0]
+    folded = unicodedata.normalize("NFKC", character).replace("\u2044", "/")
+    # 3½ is not 31/2, and x₂ not x2.
+    return {"<fraction>": f" {folded} ", "<sub>": f"_{folded}", "<circle>": character}.get(
+        kind, folded
+    )
+
+
+def normalise(text: str) -> str:
+    """Return the text in plain characters: NFKC, but superscripts and subscripts stay marked.
+
+    NFKC of the whole text would turn `5²` into 52, and takes time quadratic in the number of
+    combining marks; so each character is normalised alone.
+
+    >>> normalise("x² = ½")
+    'x^{2} =  1/2 '
+    """
+    if text.isascii():
+        return text
+    text = _SUPERSCRIPTS.sub(
+        lambda match: "^{" + unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-") + "}",
+        text,
+    )
+    return _NOT_ASCII.sub(lambda match: _plain_character(match[0]), text)
+
+
+_INVISIBLE = re.compile(r"\\(?:left|right|displaystyle|!)(?![A-Za-z])")
+_DEGREES = re.compile(
+    r"(?:\^ ?\{? ?(?:\\circ|\\degree|°) ?\}?|\\degree(?![A-Za-z])|°) ?(?:[CFK](?![A-Za-z]))?"
+)
+# Two backslashes start a row of a matrix, so the second does not start a command.
+_SPACING = re.compile(r"(?<!\\)((?:\\\\)*)\\[,;: ]|\\quad|[~ \t\r]+")
+_WRAPPED = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|hbox|boxed|fbox) ?\{([^{}]*)\}"
+)
+_LEADING = re.compile(r"\A(?:[=:\u2248]|\\approx(?![A-Za-z])| )+")
+_ANY_LATEX = re.compile(r"[\\{^°~\t\r]|  ")
+"""Every pattern above needs one of these, which plain answers lack: a quick test."""
+_NUMERIC = r"\{ ?(-?[0-9][0-9,. ]*)\}"
+_FRACTION = re.compile(rf"(?:([0-9]) ?)?\\[dtc]?frac ?(?:{_NUMERIC} ?{_NUMERIC}|([0-9]) ?([0-9]))")
+
+
+def plain_fractions(text: str) -> str:
+    r"""Return a text with `a/b` for LaTeX fractions of numbers.
+
+    >>> plain_fractions(r"1\frac{3}{4}")
+    '1 3/4'
+    """
+    return _FRACTION.sub(_fraction, text)
+
+
+def _fraction(match: re.Match[str]) -> str:
+    whole, top, bottom, digit, other = match.groups()
+    return f"{whole + ' ' if whole else ''}{top or digit}/{bottom or other}"
+
+
+def strip_latex(text: str) -> str:
+    r"""Return a text without LaTeX spacing, text commands and degrees.
+
+    >>> strip_latex(r"\text{about}\,90^\circ")
+    ' about 90'
+    """
+    if not _ANY_LATEX.search(text):
+        return text
+    text = text.replace("{,}", ",").replace(r"\$", "$").replace(r"\%", "%")
+    text = _SPACING.sub(r"\1 ", _INVISIBLE.sub("", text))
+    for _ in range(3):
+        text = _WRAPPED.sub(r" \1 ", text)
+    return re.sub(" +", " ", _DEGREES.sub("", text))
+
+
+def strip_markup(text: str) -> str:
+    r"""Return a short text without LaTeX, Markdown and quotes that do not change its value.
+
+    >>> strip_markup(r"**\text{Tuesday}**.")
+    'Tuesday'
+    """
+    text = strip_latex(" ".join(text.split())).strip()
+    for opening, closing in ((r"\(", r"\)"), (r"\[", r"\]")):
+        text = text.removeprefix(opening).removesuffix(closing)
+    text = text.strip(" *`'\"_").removesuffix(".").removesuffix(",")
+    if text.startswith("$") and text.endswith("$"):
+        text = text.strip("$")
+    text = text.strip(" *`'\"_").removesuffix(".")
+    return _LEADING.sub("", text)
+
+
+def is_unit(unit: str, glued: bool) -> bool:
+    """Whether the text after a number is a unit; `glued`: no space separates the two."""
+    if unit in ("", "%") or unit in CURRENCY:
+        return True
+    if not _UNIT.fullmatch(unit):
+        return False
+    words = re.findall("[A-Za-z]+", unit)
+    if any(_CHANGES_THE_VALUE.fullmatch(word) for word in words):
+        return False
+    # 18x and 18 n are terms, and 18M is 18 million.
+    return _SYMBOL.fullmatch(words[0]) is not None or (len(words[0]) > 1 and not glued)
+
+
+def _value(body: str) -> Fraction | None:
+    whole, space, rest = body.partition(" ")
+    if space and "/" in rest and not re.match(r"/|[0-9]{3}(?![0-9/])", rest):
+        part = _value(rest)
+        return None if part is None or part >= 1 else int(whole) + part
+    top, slash, bottom = body.replace(",", "").replace(" ", "").partition("/")
+    for number in (top, bottom):
+        _, _, exponent = number.lower().partition("e")
+        if exponent and abs(int(exponent)) > MAX_EXPONENT:
+            return None
+    if not slash:
+        return Fraction(top)
+    divisor = Fraction(bottom)
+    return Fraction(top) / divisor if divisor else None
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""Return the value of a text that is one number, or None.
+
+    Units, currencies and `%` are ignored: `50 %` is 50. A comma groups digits by three, so `1,000`
+    is a thousand. `3,14` and `0,500` are not numbers, because a decimal comma is ambiguous. A list
+    is not a number.
+
+    >>> [str(parse_number(t)) for t in ("$1,000.50", r"x = \frac{3}{4}", "18 dollars.", "17, 18")]
+    ['2001/2', '3/4', '18', 'None']
+    """
+    return None if len(text) > MAX_NUMBER else _parse_number(text)
+
+
+@lru_cache(maxsize=4096)  # a group shares its target, and many of its final answers
+def _parse_number(text: str) -> Fraction | None:
+    text = normalise(text.strip())
+    if _SIMPLE.fullmatch(text):
+        negative, body = text[0] == "-", text.lstrip("+-")
+    else:
+        text = strip_markup(powers_of_ten(exact_decimals(text)))
+        match = _MARKED_UP.fullmatch(plain_fractions(text))
+        if match is None or (match["sign"] and match["inner"]):
+            return None
+        if not is_unit((match["unit"] or "").strip(), glued=not match["gap"]):
+            return None
+        negative, body = "-" in (match["sign"], match["inner"]), match["body"]
+    value = _value(body)
+    return -value if value is not None and negative else value

@@ -1,0 +1,141 @@
+"""The math reward: whether the final answer equals the target as a number or as a formula."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from covey.rewards.extract import STYLES, check_styles, extract_answer
+from covey.rewards.math.equation import is_name, sides, stated_values, strip_unit, variables
+from covey.rewards.math.notation import exact_decimals, same_numeral, unicode_to_latex
+from covey.rewards.math.number import normalise, parse_number, strip_markup
+from covey.rewards.math.numeric_equality import same_numerically
+from covey.rewards.math.symbolic_equality import (
+    MAX_FORMULA,
+    is_tractable,
+    require_math_verify,
+    same_symbolically,
+)
+from covey.rewards.score import Reward, Score, check_option
+from covey.sandbox.scorer import LONGEST
+from covey.types import Prompt
+
+MAX_SUMS = 6
+"""Sums in brackets: their product has up to 2 to this power terms."""
+MAX_PARTS = 12
+"""Of a list that only math-verify can compare: it tries every order."""
+
+_WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z ]*")
+_SUM = re.compile(r"[({][^(){}]*[0-9A-Za-z)}] *[-+][^(){}]*[)}]")
+_SET_AND_OTHER = ({r"\{", "("}, {r"\{", "["})
+_TWO_NUMBERS = re.compile(r"(?:^|[^\w^])[0-9.]+ +[0-9]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathAnswer(Reward):
+    """1 if the final answer equals the target, as a number or as a formula; otherwise 0.
+
+    Numbers are compared exactly. `tolerance` is relative, and applies only if the target is not a
+    whole number: with 1 % on whole numbers every guess between 991 and 1009 would be correct for
+    1000, and the policy would learn to be roughly correct.
+
+    With `symbolic`, formulas are compared by evaluation at a few points, and by math-verify if that
+    does not decide. math-verify sees only the final answer: in the whole completion it would pick
+    the part that matches. An unmarked formula is never found, because the style `number` finds only
+    numbers.
+
+    Percentages are not converted: `50%` is 50, not 0.5.
+    """
+
+    styles: tuple[str, ...] = STYLES
+    tolerance: float = 1e-6
+    symbolic: bool = True
+    unsafe: bool = False
+    """Whether math-verify, which evaluates text, runs without isolation, as an ordinary process."""
+
+    version: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        check_styles(self.styles)
+        check_option(
+            0 <= self.tolerance < 1, f"tolerance = {self.tolerance} must be at least 0 and below 1"
+        )
+        if self.symbolic:
+            require_math_verify(self.unsafe)
+
+    @property
+    def max_seconds(self) -> float:
+        """The time limit of math-verify for a pair of formulas."""
+        return LONGEST if self.symbolic else 0.0
+
+    @property
+    def quick(self) -> bool:
+        """Not with formulas, which may take long to compare."""
+        return not self.symbolic
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one completion."""
+        target = extract_answer(prompt.target, ("boxed", "hashes")) or prompt.target.strip()
+        if not target:
+            raise ValueError(f"prompt {prompt.id!r} has no target")
+        answer = extract_answer(text, self.styles)
+        success = answer is not None and self._equal(answer, target)
+        return Score(
+            reward=float(success),
+            success=success,
+            parts={"accuracy": float(success), "found": float(answer is not None)},
+            attempted=answer is not None,
+        )
+
+    def _equal(self, answer: str, target: str) -> bool:
+        number, target_number = parse_number(answer), parse_number(target)
+        if number is not None and target_number is not None:
+            if target_number.denominator == 1 or not self.tolerance:
+                return number == target_number  # much faster than a difference of fractions
+            allowed = Fraction(self.tolerance) * abs(target_number)
+            return abs(number - target_number) <= allowed
+        if max(len(answer), len(target)) > MAX_FORMULA:
+            return answer == target
+        answer, target = map(_plain, (answer, target))
+        if answer.casefold() == target.casefold() or not self.symbolic:
+            return answer.casefold() == target.casefold()
+        numerals = same_numeral(answer, target)
+        if numerals is not None:
+            return numerals
+        stated, wanted = sides(answer), sides(target)
+        if len(stated) > 1 and (len(wanted) == 1 or len(stated) > 2 or not variables(answer)):
+            return self._states(stated, wanted)
+        return self._same_formula(answer, target)
+
+    def _states(self, stated: list[str], wanted: list[str]) -> bool:
+        """Whether every side of an equation that could be the target equals it."""
+        if len(wanted) > 2 or (len(wanted) == 2 and not is_name(wanted[0])):
+            return False
+        values = stated_values(stated, wanted[-1])
+        return bool(values) and all(self._equal(value, wanted[-1]) for value in values)
+
+    def _same_formula(self, answer: str, target: str) -> bool:
+        # As products of letters "seat" equals "east"; "17 18" would be a sum.
+        if any(_WORDS.fullmatch(t) or _TWO_NUMBERS.search(t) for t in (answer, target)):
+            return False
+        if not is_tractable(answer) or not is_tractable(target):
+            return False
+        # math-verify takes a set of two numbers for the interval between them.
+        if {text[: 1 + (text[:1] == "\\")] for text in (answer, target)} in _SET_AND_OTHER:
+            return False
+        equal = same_numerically(answer, target)
+        if equal is None and all(map(_is_short, (answer, target))):
+            return same_symbolically(answer, target, self.unsafe)
+        return bool(equal)
+
+
+def _plain(formula: str) -> str:
+    """Return a formula in LaTeX signs, without its unit and markup."""
+    text = exact_decimals(unicode_to_latex(normalise(formula)))
+    return strip_markup(strip_unit(text))
+
+
+def _is_short(formula: str) -> bool:
+    return formula.count(",") < MAX_PARTS and len(_SUM.findall(formula)) <= MAX_SUMS

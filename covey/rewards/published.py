@@ -1,0 +1,298 @@
+"""Rewards of published implementations, with their published values.
+
+Bugs of the originals are fixed, and each docstring names them: expressions are evaluated with
+limits instead of `eval`, signs are parsed, numbers compare exactly, and no completion raises.
+
+Known reward hacks still work, because others trained with these rewards. Each docstring lists the
+hacks of `covey rewards lab` that work. For your own runs use `think_answer` or a template.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from covey.rewards.extract import last_number
+from covey.rewards.math.arithmetic_expression import ExpressionError, evaluate, numbers_in
+from covey.rewards.math.number import parse_number
+from covey.rewards.score import Reward, Score, check_option
+from covey.rewards.text import split_tags, tag_contents
+from covey.types import Prompt
+
+_NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)
+_ARITHMETIC = re.compile(r"[0-9+\-*/().\s]+")
+_ANSWER_AFTER_THINKING = re.compile(r"</think>\s*<answer>")
+TOLERANCE = Fraction(1, 100_000)
+"""Allowed distance of a countdown expression from the target, as published."""
+
+
+def gamed_by(reward: object) -> tuple[str, ...]:
+    """Return the lab's hacks that work on a published reward, from its docstring.
+
+    >>> gamed_by(NanoAha)[-1], gamed_by(str)
+    ('correct then wrong', ())
+    """
+    _, _, listed = (inspect.getdoc(reward) or "").partition("Gamed by: ")
+    hacks = " ".join(listed.partition("\n\n")[0].split()).removesuffix(".")
+    return tuple(hacks.split("; ")) if hacks else ()
+
+
+def _last_answer(text: str) -> str | None:
+    """Return the content of the last answer tag; None if the last tag is not closed."""
+    _, opening, rest = text.rpartition("<answer>")
+    answer, closing, _ = rest.partition("</answer>")
+    return answer.strip() if opening and closing else None
+
+
+def _single_number(text: str) -> Fraction | None:
+    numbers = _NUMBER.findall(_THOUSANDS.sub("", text.replace("\u2212", "-")))
+    return parse_number(numbers[0]) if len(numbers) == 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LmBook(Reward):
+    """GSM8K in `<reasoning>` and `<answer>` tags: 0 to 2.8. From theLMbook and its descendants.
+
+    | part | value |
+    |---|---|
+    | correct | 2.0: the last answer part is the target text; 1.5: its only number equals it |
+    | format | 0.2 for each of the four tags that occurs |
+
+    `...` is the placeholder of the prompt and not an answer. The only number is parsed exactly, not
+    as a float, and `1,000` is one number, not two.
+
+    Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
+    thinking; 50 useless calls; answer before unclosed think; whole format many times; wrong then
+    correct.
+    """
+
+    bounds: ClassVar[tuple[float, float]] = (0.0, 2.8)
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one completion."""
+        correct = self._correct(prompt.target.strip(), _last_answer(text))
+        tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+        present = sum(tag in text for tag in tags)
+        return Score(
+            reward=(10 * correct + 2 * present) / 10,
+            success=correct > 0,
+            parts={"correct": correct, "format": present / 5},
+        )
+
+    def _correct(self, target: str, answer: str | None) -> float:
+        if not answer or answer == "...":
+            return 0.0
+        if answer == target:
+            return 2.0
+        number = _single_number(answer)
+        return 1.5 if number is not None and number == _single_number(target) else 0.0
+
+
+def _countdown_problem(prompt: Prompt) -> tuple[list[int], Fraction]:
+    numbers = prompt.info.get("numbers", prompt.info.get("nums"))
+    target = prompt.info.get("target")
+    if numbers is None or target is None:
+        missing = "target" if numbers is not None else "numbers"
+        raise ValueError(f"prompt {prompt.id}: countdown needs {missing!r} in info")
+    return sorted(int(number) for number in numbers), Fraction(str(target))
+
+
+def _solves(equation: str, numbers: list[int], target: Fraction) -> bool:
+    """Whether an expression uses each number exactly once and equals the target."""
+    if not _ARITHMETIC.fullmatch(equation):
+        return False
+    try:
+        return (
+            sorted(numbers_in(equation)) == numbers and abs(evaluate(equation) - target) < TOLERANCE
+        )
+    except ExpressionError:
+        return False
+
+
+def _countdown_answer(text: str) -> str | None:
+    """Return the answer if the text is `<think>..</think>`, a newline and `<answer>..</answer>`."""
+    found = split_tags(text, ("think", "answer"))
+    if found is None or found[0] not in (["", "\n", ""], ["", "\n", "\n"]):
+        return None
+    return found[1][1].strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NanoAha(Reward):
+    """Countdown of nanoAhaMoment: format + equation, 0 to 2.
+
+    | part | value |
+    |---|---|
+    | format | 1: the text is `<think>..</think>`, newline, `<answer>..</answer>`; 0.5: the same, |
+    | | but the answer has other characters than digits, `+-*/().` and spaces; else 0 |
+    | equation | 1: the first answer part uses each number exactly once and equals the target |
+
+    Published with `eval`, which never finishes on `95**87**64`, and later with `literal_eval`,
+    which rejects every sum. Powers and `//` are not allowed here.
+
+    Gamed by: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless calls;
+    answer before unclosed think; correct then wrong.
+    """
+
+    prefilled: bool = True
+    """Whether the prompt ends with `<think>`, so the completion starts inside it."""
+
+    bounds: ClassVar[tuple[float, float]] = (0.0, 2.0)
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one completion."""
+        numbers, target = _countdown_problem(prompt)
+        answer = _countdown_answer("<think>" + text if self.prefilled else text)
+        form = 0.0
+        if answer is not None:
+            form = 1.0 if _ARITHMETIC.fullmatch(answer) else 0.5
+        answers = tag_contents(text, "answer")
+        solved = bool(answers) and _solves(answers[0].strip(), numbers, target)
+        return Score(
+            reward=form + solved,
+            success=solved,
+            parts={"format": form, "equation": float(solved)},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpoZero(Reward):
+    """Countdown of GRPO-Zero: 0.1 format + answer, 0 to 1.1.
+
+    | part | value |
+    |---|---|
+    | format | 1: the text is `<think>..</think>`, newline, `<answer>..</answer>`; else 0.1 for a |
+    | | think part and 0.5 for an answer part |
+    | answer | 1: the first answer part uses each number exactly once and equals the target |
+
+    Its README describes a flat 0.1 for the format; its code, and this, give shares of it. Published
+    with `eval`, and with a format that allows further tags inside.
+
+    Gamed by: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless calls;
+    answer before unclosed think; correct then wrong.
+    """
+
+    prefilled: bool = True
+    """Whether the prompt ends with `<think>`, so the completion starts inside it."""
+
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.1)
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one completion."""
+        numbers, target = _countdown_problem(prompt)
+        whole = "<think>" + text if self.prefilled else text
+        answers = tag_contents(text, "answer")
+        form = 1.0
+        if _countdown_answer(whole) is None:
+            form = (bool(tag_contents(whole, "think")) + 5 * bool(answers)) / 10
+        solved = bool(answers) and _solves(answers[0].strip(), numbers, target)
+        return Score(
+            reward=(form + 10 * solved) / 10,
+            success=solved,
+            parts={"format": form, "answer": float(solved)},
+        )
+
+
+def _ends_in(text: str, target: str) -> bool:
+    """Whether the last number of a text equals the target."""
+    found, number = last_number(text), parse_number(target)
+    return found is not None and number is not None and parse_number(found) == number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimpleGrpo(Reward):
+    """GSM8K of Simple GRPO: -2 to 2.25.
+
+    | part | value |
+    |---|---|
+    | correct | 1: the last number of the text equals the target; else -1 |
+    | format | 1.25: the text is `<think>..</think>`, spaces or newlines, and |
+    | | `<answer>..</answer>`, each tag exactly once; else -1 |
+
+    The published pattern drops the minus, so that -5 counted as 5, and cuts `1,000` to 0.
+
+    Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
+    thinking; 50 useless calls; answer before unclosed think; numbers, target last; target in a
+    comment; answer in thinking only.
+    """
+
+    bounds: ClassVar[tuple[float, float]] = (-2.0, 2.25)
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one completion."""
+        found = split_tags(text, ("think", "answer"))
+        well_formed = found is not None and (
+            not found[0][0] and not found[0][1].strip(" \n") and found[0][2] in ("", "\n")
+        )
+        success = _ends_in(text.rstrip().removesuffix("</answer>"), prompt.target)
+        correct, form = (1.0 if success else -1.0), (1.25 if well_formed else -1.0)
+        return Score(
+            reward=correct + form, success=success, parts={"correct": correct, "format": form}
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenInstruct(Reward):
+    """The format gate of open-instruct: 0 or `verification_reward`.
+
+    The format holds if an answer part directly follows the end of the thinking, with only
+    whitespace between: `...</think> <answer>...</answer>`. The answer is correct if its last number
+    equals the target.
+
+    | additive | value |
+    |---|---|
+    | false | `verification_reward` for a correct answer in the format; nothing for the format |
+    | true | `verification_reward` for a correct answer + `r1_style_format_reward` for the format |
+
+    Without the format the whole text is searched for the answer. The published code tests whether
+    the format reward equals 1, so that any other value of it zeroed every score; this tests whether
+    the format holds. Its number pattern drops the minus of whole numbers; this one does not.
+
+    Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
+    thinking; 50 useless calls; answer before unclosed think; whole format many times; correct then
+    wrong; numbers, target last; target in a comment.
+    """
+
+    verification_reward: float = 10.0
+    r1_style_format_reward: float = 1.0
+    additive: bool = False
+
+    def __post_init__(self) -> None:
+        check_option(
+            0 < self.verification_reward < float("inf"),
+            f"verification_reward must be above 0 and finite, not {self.verification_reward}",
+        )
+        check_option(
+            0 <= self.r1_style_format_reward < float("inf"),
+            f"r1_style_format_reward must be 0 or more and finite, "
+            f"not {self.r1_style_format_reward}",
+        )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """From 0 to a correct answer, plus the format if additive."""
+        return 0.0, self.verification_reward + self.additive * self.r1_style_format_reward
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one completion."""
+        answer = self._answer(text)
+        well_formed = answer is not None
+        correct = _ends_in(text if answer is None else answer, prompt.target)
+        success = correct and (well_formed or self.additive)
+        reward = self.verification_reward * success
+        if self.additive:
+            reward += self.r1_style_format_reward * well_formed
+        return Score(
+            reward=reward,
+            success=success,
+            parts={"verified": float(correct), "format": float(well_formed)},
+        )
+
+    def _answer(self, text: str) -> str | None:
+        last_closing = text.rfind("</answer>")
+        starts = [m.end() for m in _ANSWER_AFTER_THINKING.finditer(text, 0, max(0, last_closing))]
+        return text[starts[-1] : text.find("</answer>", starts[-1])] if starts else None

@@ -1,0 +1,131 @@
+"""Text rewards: exact match with the target, or similarity to it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from covey.rewards.extract import extract_text
+from covey.rewards.score import Reward, Score, check_option
+from covey.types import Prompt
+
+MAX_TEXT = 100_000
+MAX_COMPARED = 2000
+
+
+def _targets(prompt: Prompt) -> list[str]:
+    """Return the target and `prompt.info["answers"]`, stripped."""
+    others = prompt.info.get("answers", ())
+    given = [prompt.target, *(others if isinstance(others, list | tuple) else [others])]
+    texts = [stripped for text in given if (stripped := str(text).strip())]
+    if not texts:
+        raise ValueError(f"prompt {prompt.id!r} has neither a target nor info['answers']")
+    return texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactText(Reward):
+    """1 if the final answer is the target or one of `prompt.info["answers"]`; otherwise 0.
+
+    The final answer is the content of `<answer>` after the thinking; without the tag, all text
+    after the thinking. Whitespace around it never counts.
+    """
+
+    ignore_case: bool = False
+    ignore_blanks: bool = True
+    """Any whitespace between words equals one space."""
+    ignore_punctuation: bool = False
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one completion."""
+        targets = _targets(prompt)
+        answer = extract_text(text)
+        folded = self._folded(answer)
+        # Without punctuation "?" is empty, and an empty answer is never correct.
+        success = answer in targets or (bool(folded) and folded in map(self._folded, targets))
+        return Score(
+            reward=float(success),
+            success=success,
+            parts={"accuracy": float(success)},
+            attempted=bool(answer),
+        )
+
+    def _folded(self, text: str) -> str | None:
+        if len(text) > MAX_TEXT:
+            return None
+        if self.ignore_punctuation:
+            text = re.sub(r"[^\w\s]|_", "", text)
+        if self.ignore_case:
+            text = text.casefold()
+        return " ".join(text.split()) if self.ignore_blanks else text.strip()
+
+
+def word_overlap(answer: Iterable[str], target: Iterable[str]) -> float:
+    """Return the F1 score of the words in any order: 2 shared / (answer + target).
+
+    >>> word_overlap(["the", "red", "fox"], ["red", "fox"])
+    0.8
+    """
+    one, other = Counter(answer), Counter(target)
+    total = one.total() + other.total()
+    return 2 * (one & other).total() / total if total else 1.0
+
+
+def letter_similarity(answer: str, target: str) -> float:
+    """Return 2 L / (length + length), with L the longest common subsequence of letters.
+
+    This is 1 minus the share of letters to delete or insert. L is computed row by row, with each
+    row in the bits of one integer (Hyyrö 2004).
+
+    >>> letter_similarity("kitten", "sitting")
+    0.6153846153846154
+    """
+    if not answer and not target:
+        return 1.0
+    places: dict[str, int] = {}
+    for at, letter in enumerate(answer):
+        places[letter] = places.get(letter, 0) | 1 << at
+    full = row = (1 << len(answer)) - 1
+    for letter in target:
+        matches = row & places.get(letter, 0)
+        row = ((row + matches) | (row - matches)) & full
+    return 2 * (len(answer) - row.bit_count()) / (len(answer) + len(target))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuzzyText(Reward):
+    """The similarity of the final answer to the target, or to the nearest of `info["answers"]`.
+
+    The mean of `word_overlap` and `letter_similarity`, without case and whitespace. Only the first
+    2,000 characters are compared. If one text is longer, the result is multiplied by the ratio of
+    lengths, so that padding never helps. The final answer is extracted as in `ExactText`.
+    """
+
+    threshold: float = 0.9
+    """The similarity from which the completion is a success."""
+
+    def __post_init__(self) -> None:
+        check_option(
+            0 < self.threshold <= 1, f"threshold = {self.threshold} must be above 0 and at most 1"
+        )
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one completion."""
+        answer = extract_text(text)
+        reward, words, letters = max(self._compare(answer, t) for t in _targets(prompt))
+        return Score(
+            reward=reward,
+            success=reward >= self.threshold,
+            parts={"similarity": reward, "words": words, "letters": letters},
+            attempted=bool(answer),
+        )
+
+    def _compare(self, answer: str, target: str) -> tuple[float, float, float]:
+        lengths = sorted((len(answer), len(target)))
+        scale = lengths[0] / lengths[1] if lengths[1] > MAX_COMPARED else 1.0
+        a, b = (" ".join(t[:MAX_COMPARED].casefold().split()) for t in (answer, target))
+        words = scale * word_overlap(re.findall(r"\w+", a), re.findall(r"\w+", b))
+        letters = scale * letter_similarity(a, b)
+        return (words + letters) / 2, words, letters

@@ -1,0 +1,133 @@
+"""Episodes: an environment and an engine turn prompts into rollouts.
+
+Tokens are those that the engine saw and produced. Text is never tokenised again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from covey.engines.protocol import Completion, Engine, Limits, Request, Sampling
+from covey.environments import Environment, SingleTurn
+from covey.models.language_model import LanguageModel
+from covey.rng import Address
+from covey.types import Group, Prompt, Rollout, Segment, Turn
+
+ENVIRONMENT: Environment = SingleTurn()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPrompt:
+    """A prompt with the tokens that the engine reads."""
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    prefill: str = ""
+    """The end of the prompt that belongs to the text of every completion."""
+
+
+def encode_prompts(model: LanguageModel, prompts: Iterable[Prompt]) -> list[EncodedPrompt]:
+    """Start an episode for each prompt, and tokenise its messages."""
+    prefill = model.opening
+    return [
+        EncodedPrompt(prompt=p, tokens=model.encode(ENVIRONMENT.reset(p)), prefill=prefill)
+        for p in prompts
+    ]
+
+
+@dataclass(slots=True, kw_only=True)
+class Episodes:
+    """The rollouts of some prompts, as a source of requests for an engine."""
+
+    prompts: Sequence[EncodedPrompt]
+    model: LanguageModel
+    sampling: Sampling
+    step: int
+    finished: Callable[[int, Rollout], None]
+    """Called with the number of the prompt and the rollout, as soon as it ends."""
+    ready: list[Request] = field(init=False)
+    rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
+    """By number of the prompt, and sample."""
+
+    def __post_init__(self) -> None:
+        size, seed = self.sampling.group_size, self.sampling.seed
+        self.ready = [
+            Request(
+                number=number * size + sample,
+                prompt=number,
+                tokens=encoded.tokens,
+                address=Address(seed, self.step, encoded.prompt.id, sample),
+            )
+            for number, encoded in enumerate(self.prompts)
+            for sample in range(size)
+        ]
+
+    @property
+    def limits(self) -> Limits:
+        """The size of the whole work: single-turn episodes are one request each."""
+        return Limits(
+            sampling=self.sampling,
+            requests=len(self.prompts) * self.sampling.group_size,
+            prompts=len(self.prompts),
+            prompt_tokens=max((len(p.tokens) for p in self.prompts), default=0),
+        )
+
+    def take(self) -> Sequence[Request]:
+        """Return the requests that have become ready."""
+        ready, self.ready = self.ready, []
+        return ready
+
+    def done(self, completions: Sequence[Completion]) -> None:
+        """End the episodes of some completions."""
+        texts = self.model.decode_many([completion.tokens for completion in completions])
+        for completion, text in zip(completions, texts, strict=True):
+            assert ENVIRONMENT.step(text) is None, "a single-turn episode ends here"
+            number = completion.request.prompt
+            rollout = _rollout(self.prompts[number], completion, text)
+            self.rollouts[number, rollout.sample] = rollout
+            self.finished(number, rollout)
+
+    def groups(self) -> list[Group]:
+        """Return the group of each prompt, once all episodes have ended."""
+        samples = range(self.sampling.group_size)
+        return [
+            Group(prompt=p.prompt, rollouts=tuple(self.rollouts[number, s] for s in samples))
+            for number, p in enumerate(self.prompts)
+        ]
+
+
+def _rollout(encoded: EncodedPrompt, completion: Completion, text: str) -> Rollout:
+    size = len(completion.tokens)
+    segment = Segment(
+        prompt_tokens=encoded.tokens,
+        tokens=completion.tokens,
+        trained=(True,) * size,
+        sampler_logp=completion.logp,
+        versions=completion.versions,
+    )
+    return Rollout(
+        prompt_id=encoded.prompt.id,
+        sample=completion.request.address.sample,
+        segments=(segment,),
+        turns=(Turn(role="assistant", start=0, stop=size),),
+        text=encoded.prefill + text,
+        finish=completion.finish,
+    )
+
+
+def generate(
+    prompts: Sequence[EncodedPrompt],
+    *,
+    engine: Engine,
+    model: LanguageModel,
+    sampling: Sampling,
+    step: int,
+    finished: Callable[[int, Rollout], None] = lambda number, rollout: None,
+) -> list[Group]:
+    """Return a group of `sampling.group_size` rollouts, not scored, for each prompt in order."""
+    episodes = Episodes(
+        prompts=prompts, model=model, sampling=sampling, step=step, finished=finished
+    )
+    engine.run(episodes)
+    return episodes.groups()

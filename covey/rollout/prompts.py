@@ -1,0 +1,49 @@
+"""The prompts of a training step, and of its refill rounds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+from covey.errors import DataError
+from covey.models.language_model import LanguageModel
+from covey.rng import prompt_indices, refill_order
+from covey.types import Prompt
+
+
+def step_prompts(prompts: Sequence[Prompt], *, seed: int, step: int, count: int) -> list[Prompt]:
+    """Return the prompts of a step: a function of seed and step alone."""
+    # In a smaller task a step would hold a prompt twice, with the same random numbers.
+    if len(prompts) < count:
+        raise DataError(
+            f"task: {len(prompts)} training prompts cannot fill a step of {count}; "
+            f"lower rollout.prompts_per_step to at most {len(prompts)}"
+        )
+    picks = prompt_indices(seed=seed, step=step, count=count, size=len(prompts))
+    return [prompts[i] for i in picks]
+
+
+def refill_prompts(
+    prompts: Sequence[Prompt],
+    *,
+    used: Collection[str],
+    seed: int,
+    step: int,
+    round_number: int,
+    count: int,
+) -> list[Prompt]:
+    """Return up to `count` more prompts for a step, without those it has used, given by id."""
+    order = refill_order(seed=seed, step=step, round_number=round_number, size=len(prompts))
+    fresh = (prompts[i] for i in order if prompts[i].id not in used)
+    return list(itertools.islice(fresh, count))
+
+
+def prompt_notes(model: LanguageModel, prompts: Sequence[Prompt]) -> list[str]:
+    """Return what a user should know about how the chat template renders these prompts."""
+    first = prompts[0].messages[0]["role"]
+    if first == "system" and model.renderer is not None and model.renderer.folds_system:
+        return [
+            "the model's chat template has no place for a system message: its text opens the "
+            "first user message instead"
+        ]
+    return []

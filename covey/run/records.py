@@ -1,0 +1,237 @@
+"""Reading the records of a run, which a disk, a crash or an editor may have damaged.
+
+A line that cannot be used is left out, and one note names its file and line. A reader that needs
+every line calls `read_lines`, which raises instead. The shapes below list the fields that readers
+rely on. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from covey.errors import RunError, reason
+
+Note = Callable[[str], None]
+Row = dict[str, Any]
+Shape = TypeAdapter[Any]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _Step(_Row):
+    """A line of steps.jsonl: everything but the reward's name is a number."""
+
+    step: Count
+    reward_id: str | None = None
+    __pydantic_extra__: dict[str, Number | bool | None]
+
+
+class _Estimate(_Row):
+    value: Number
+    low: Number
+    high: Number
+
+
+class _Evaluation(_Row):
+    """A line of eval.jsonl. Fields that are not named here are estimates, such as `pass@4`."""
+
+    step: Count
+    prompts: Count
+    greedy: _Estimate
+    parts: dict[str, Number]
+    mean_tokens: Number | None = None
+    unscored: Count = 0
+    __pydantic_extra__: dict[str, _Estimate | Number]
+
+
+class _Rollout(_Row):
+    """A line of rollouts/*.jsonl. Fields that older versions did not write have a default."""
+
+    prompt_id: str
+    prompt: str
+    target: str = Field(validation_alias=AliasChoices("target", "answer"))
+    text: str
+    reward: Number | None
+    success: bool | None
+    advantage: Number | None
+    parts: dict[str, Number] = {}
+    finish: str = ""
+    sample: Count = 0
+    prompt_tokens: list[Count] = []
+    tokens: list[Count] = []
+    sampler_logp: list[Number] = []
+    trained: bool | list[bool] = True
+    policy_version: Count = 0
+    reward_id: str = ""
+    task: str = ""
+    info: dict[str, Any] = {}
+
+
+class _Item(_Row):
+    """A line of evaluations/*.jsonl."""
+
+    prompt_id: str
+    prompt: str
+    target: str = Field(validation_alias=AliasChoices("target", "expected"))
+    completion: str = Field(validation_alias=AliasChoices("completion", "answer"))
+    success: bool | None = Field(validation_alias=AliasChoices("success", "right"))
+    tokens: Count
+    finish: str
+
+
+class _Environment(_Row):
+    """environment.json. Every field may be missing."""
+
+    kind: str | None = None
+    config: str | None = None
+    threads: int | None = None
+    command: list[str] = []
+    device: str | None = None
+    reward: str | None = None
+    key: str | None = None
+    packages: dict[str, str | None] = {}
+    git: dict[str, Any] = {}
+
+
+class _Saved(_Row):
+    """A line of checkpoints.jsonl."""
+
+    step: Count
+
+
+STEP: Shape = TypeAdapter(_Step)
+EVALUATION: Shape = TypeAdapter(_Evaluation)
+ROLLOUT: Shape = TypeAdapter(_Rollout)
+ITEM: Shape = TypeAdapter(_Item)
+ENVIRONMENT: Shape = TypeAdapter(_Environment)
+SAVED: Shape = TypeAdapter(_Saved)
+ANY_OBJECT: Shape = TypeAdapter(Row)
+
+OLD_ROLLOUT = {"answer": "target"}
+OLD_ITEM = {"expected": "target", "answer": "completion", "right": "success"}
+"""Field names of version 0.1 -> names of today."""
+
+
+def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
+    """Return rows with the field names of today."""
+    return [{names.get(name, name): value for name, value in row.items()} for row in rows]
+
+
+def to_stderr(text: str) -> None:
+    """Print a note for the user, apart from what the command prints."""
+    print(f"covey: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a file: its row, or why it cannot be used."""
+
+    raw: bytes
+    row: Row | None
+    problem: str = ""
+
+
+def is_missing(path: Path) -> bool:
+    """Whether nothing has that name, not even a broken link."""
+    return not path.exists() and not path.is_symlink()
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file. RunError if it is not a regular file: a pipe never ends."""
+    try:
+        if path.is_file():
+            return path.read_bytes()
+        other = "not an ordinary file" if path.exists() else "not there"
+        why = f"it is {'a folder' if path.is_dir() else other}"
+    except OSError as error:
+        why = reason(error)
+    raise RunError(f"{path} cannot be read: {why}")
+
+
+def scan_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Line]:
+    """Read JSON lines, good and bad. An unfinished last line is left out."""
+    if is_missing(path):
+        return []
+    *whole, last = read_bytes(path).split(b"\n")
+    lines = [_line(path, number, raw, shape) for number, raw in enumerate(whole, start=1)]
+    unfinished = _line(path, len(whole) + 1, last, shape)
+    return lines if unfinished.row is None else [*lines, unfinished]
+
+
+def _line(path: Path, number: int, raw: bytes, shape: Shape) -> Line:
+    try:
+        return Line(raw, _checked(raw, shape))
+    except ValueError as error:
+        return Line(raw, None, f"{path} line {number} cannot be read: {error}")
+
+
+def _checked(raw: bytes, shape: Shape) -> Row:
+    """Return a JSON object of that shape, or raise ValueError with a short reason."""
+    try:
+        # JSON has no NaN; a value that is not finite is null.
+        row: Row = json.loads(raw.decode("utf-8"), parse_constant=lambda name: None)
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8 text") from None
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
+    try:
+        shape.validate_python(row)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        message = first["msg"][0].lower() + first["msg"][1:]
+        raise ValueError(f"{where}: {message}" if where else message) from None
+    return row
+
+
+def read_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Row]:
+    """Read JSON lines, without an unfinished last line. RunError if another line is bad."""
+    rows = []
+    for line in scan_lines(path, shape):
+        if line.row is None:
+            raise RunError(line.problem)
+        rows.append(line.row)
+    return rows
+
+
+def usable_lines(path: Path, shape: Shape, note: Note) -> list[Row]:
+    """Read the lines that can be used, and report the others in one note."""
+    try:
+        lines = scan_lines(path, shape)
+    except RunError as error:
+        note(str(error))
+        return []
+    bad = [line.problem for line in lines if line.row is None]
+    if bad:
+        more = f" ({len(bad)} lines are)" if len(bad) > 1 else ""
+        note(f"{bad[0]}; it is left out{more}")
+    return [line.row for line in lines if line.row is not None]
+
+
+def by_step(path: Path, rows: list[Row], note: Note) -> list[Row]:
+    """Return rows with each step once and in order, and note where a file has them otherwise."""
+    last = {row["step"]: row for row in rows}
+    ordered = [last[step] for step in sorted(last)]
+    if ordered != rows:
+        note(f"{path}: steps come twice or out of order; the last line of each step counts")
+    return ordered
+
+
+def read_object(path: Path, shape: Shape = ANY_OBJECT) -> Row:
+    """Read a file that holds one JSON object. RunError if it does not."""
+    data = read_bytes(path)
+    try:
+        return _checked(data, shape)
+    except ValueError as error:
+        raise RunError(f"{path} cannot be read: {error}") from None

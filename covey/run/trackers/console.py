@@ -1,0 +1,190 @@
+"""The tracker for a person: a progress bar in a terminal, plain lines in logs and pipes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from covey.escape import printable
+from covey.run.folder import RunFolder
+from covey.run.trackers.protocol import Tracker
+
+if TYPE_CHECKING:
+    from covey.evaluate.evaluate import Evaluation
+
+PLAIN_LOG_SECONDS = 5.0
+"""Plain lines come at most this often, and for the first and the last step."""
+
+
+def summary(metrics: Mapping[str, Any]) -> str:
+    """Return the main numbers of a step in one line."""
+    if "loss/cross_entropy" in metrics:
+        return (
+            f"loss {metrics['loss/cross_entropy']:.4f}  "
+            f"epoch {metrics['sft/epoch']:.2f}  "
+            f"grad {metrics['optim/grad_norm']:.2f}  "
+            f"{metrics['time/tokens_per_second']:,.0f} tok/s"
+        )
+    if "sft/left_out" in metrics:
+        return f"nothing to train on: {metrics['sft/left_out']} solutions are too long"
+    # A step without groups to train on has neither.
+    names = {"objective/kl_avg": "kl", "policy/approxkl_avg": "kl old"}
+    kl = next((f"{label} {metrics[m]:.4f}" for m, label in names.items() if m in metrics), "no kl")
+    return (
+        f"reward {metrics['objective/scores']:.3f}  "
+        f"success {metrics['objective/success']:5.1%}  "
+        f"length {metrics['rollout/lengths']:.0f}  "
+        f"{kl}  "
+        f"{metrics['time/tokens_per_second']:,.0f} tok/s"
+    )
+
+
+def evaluation_line(evaluation: Evaluation) -> str:
+    """Return an evaluation in one line."""
+    numbers = "  ".join(
+        f"{name} {e.value:.1%} [{e.low:.1%}, {e.high:.1%}]"
+        for name, e in evaluation.estimates.items()
+    )
+    lost = f", {evaluation.unscored} completions not scored" if evaluation.unscored else ""
+    return f"{numbers} on {evaluation.prompts} held-out prompts{lost}"
+
+
+class ConsoleTracker(Tracker):
+    """Lines for logs and pipes."""
+
+    def __init__(self, run: RunFolder, console: Console) -> None:
+        self.run = run
+        self.console = console
+        self.steps = 0
+        self.done = 0
+        self.began = time.monotonic()
+        self.printed = 0.0
+
+    def started(self, *, steps: int, done: int, rollouts: int) -> None:
+        """Print where the run is and how far it will go."""
+        self.steps, self.done, self.began = steps, done, time.monotonic()
+        verb = f"resuming after step {done}" if done else "training"
+        self.note(f"{verb}: {steps} steps of {rollouts} rollouts, in {self.run.path}")
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Print a line every few seconds."""
+        step = metrics["step"]
+        if time.monotonic() - self.printed < PLAIN_LOG_SECONDS and step not in (1, self.steps):
+            return
+        self.printed = time.monotonic()
+        rate = (self.printed - self.began) / (step - self.done)
+        left = rate * (self.steps - step)
+        self.note(f"step {step}/{self.steps}  {summary(metrics)}  {left:.0f} s left")
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Print an evaluation."""
+        self.note(f"step {step}: {evaluation_line(evaluation)}")
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self.console.print(text, markup=False, highlight=False)
+
+    def finished(self, done: int, steps: int, signal: str | None, command: str = "train") -> None:
+        """Print the result and where to look next."""
+        if done < steps:
+            self.note(f"{signal}: saved step {done} of {steps}")
+            self.note(f"resume with: covey {command} --resume {self.run.path}")
+            return
+        table = before_and_after(self.run)
+        if table is not None:
+            self.console.print(table)
+        newest = self.run.checkpoints()[-1][1]
+        self.note(f"run          {self.run.path}")
+        if command == "train":
+            self.note(f"completions  covey runs {self.run.path} --step {done}")
+        self.note(f"model        {newest}")
+
+
+class LiveTracker(ConsoleTracker):
+    """A progress bar with the last step's numbers, while the run trains."""
+
+    def __init__(self, run: RunFolder, console: Console) -> None:
+        super().__init__(run, console)
+        self.progress = Progress(
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
+            BarColumn(bar_width=8),
+            TextColumn("{task.fields[summary]}", table_column=Column(no_wrap=True, ratio=1)),
+            TextColumn("{task.fields[sampled]}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
+            console=console,
+            expand=True,
+        )
+        self.task = self.progress.add_task("step", total=None, sampled="", summary="")
+        self.count = 0
+
+    def started(self, *, steps: int, done: int, rollouts: int) -> None:
+        """Show the bar."""
+        super().started(steps=steps, done=done, rollouts=rollouts)
+        self.progress.update(self.task, total=steps, completed=done)
+        self.progress.start()
+
+    def sampled(self, count: int) -> None:
+        """Count completions, so that a step of minutes is seen to move."""
+        self.count += count
+        self.progress.update(self.task, sampled=f"+{self.count}")
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Move the bar."""
+        self.count = 0
+        self.progress.update(
+            self.task, completed=metrics["step"], summary=summary(metrics), sampled=""
+        )
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Print an evaluation above the bar."""
+        self.count = 0
+        super().evaluation(step, evaluation)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self.progress.stop()
+
+
+def console_tracker(run: RunFolder, console: Console) -> ConsoleTracker:
+    """Return a progress bar for a terminal, plain lines for anything else."""
+    return LiveTracker(run, console) if console.file.isatty() else ConsoleTracker(run, console)
+
+
+def before_and_after(run: RunFolder) -> Table | None:
+    """Return a table of the first and the last evaluation, or None if there are not two."""
+    evaluations = run.evaluations()
+    if len(evaluations) < 2:
+        return None
+    first, last = evaluations[0], evaluations[-1]
+    table = Table(title=f"{first['prompts']} held-out prompts, 95 % intervals")
+    for heading in ("", f"before (step {first['step']})", f"after (step {last['step']})", "change"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    estimates = [n for n in first if isinstance(first[n], dict) and "value" in first[n]]
+    for name in [n for n in estimates if n in last]:
+        a, b = first[name], last[name]
+        table.add_row(
+            _cell(name),
+            _interval(a),
+            _interval(b),
+            f"{100 * (b['value'] - a['value']):+.1f} points",
+        )
+    for part in [p for p in first["parts"] if p in last["parts"]]:
+        a, b = first["parts"][part], last["parts"][part]
+        change = f"{100 * (b - a):+.1f} points"
+        table.add_row(_cell(f"greedy: {part}"), f"{a:.1%}", f"{b:.1%}", change)
+    return table
+
+
+def _interval(e: Mapping[str, float]) -> str:
+    return f"{e['value']:.1%} [{e['low']:.1%}, {e['high']:.1%}]"
+
+
+def _cell(text: str) -> Text:
+    """Return a table cell without markup or control characters."""
+    return Text(printable(text))

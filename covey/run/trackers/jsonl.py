@@ -1,0 +1,31 @@
+"""The tracker that every run has: metrics, evaluations and tables in the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from covey.run.folder import RunFolder
+from covey.run.trackers.protocol import Tracker
+
+if TYPE_CHECKING:
+    from covey.evaluate.evaluate import Evaluation
+
+
+class JsonlTracker(Tracker):
+    """Lines in steps.jsonl and eval.jsonl, and a file of rows for each table and step."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Append the metrics of a step."""
+        self.run.log_step(dict(metrics))
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Append an evaluation."""
+        self.run.log_evaluation({"step": step, **evaluation.row()})
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows of a step."""
+        self.run.write_table(name, step, rows)

@@ -1,0 +1,80 @@
+"""What a tracker is: a sink for metrics, evaluations, tables and notes.
+
+To add one, subclass `Tracker` and override what it shows; everything else is ignored. The training
+loop calls every tracker of a run, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from covey.evaluate.evaluate import Evaluation
+
+
+class Tracker:
+    """A sink for what a run reports. Every method does nothing unless it is overridden."""
+
+    def started(self, *, steps: int, done: int, rollouts: int) -> None:
+        """Training begins: `done` of `steps` steps are behind it, `rollouts` are in each."""
+
+    def sampled(self, count: int) -> None:
+        """`count` more completions of the current step, or evaluation, are finished."""
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """A training step is done."""
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """An evaluation after `step` is done."""
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of a step: "rollouts", or "evaluations" with a row for each held-out prompt."""
+
+    def note(self, text: str) -> None:
+        """Something that the user should read."""
+
+    def close(self) -> None:
+        """The run has ended, in whatever way."""
+
+
+class Trackers(Tracker):
+    """Several trackers as one."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.trackers = tuple(trackers)
+
+    def started(self, *, steps: int, done: int, rollouts: int) -> None:
+        """Pass it on."""
+        for tracker in self.trackers:
+            tracker.started(steps=steps, done=done, rollouts=rollouts)
+
+    def sampled(self, count: int) -> None:
+        """Pass it on."""
+        for tracker in self.trackers:
+            tracker.sampled(count)
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Pass it on."""
+        for tracker in self.trackers:
+            tracker.step(metrics)
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Pass it on."""
+        for tracker in self.trackers:
+            tracker.evaluation(step, evaluation)
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Pass it on."""
+        for tracker in self.trackers:
+            tracker.table(name, step, rows)
+
+    def note(self, text: str) -> None:
+        """Pass it on."""
+        for tracker in self.trackers:
+            tracker.note(text)
+
+    def close(self) -> None:
+        """Pass it on."""
+        for tracker in self.trackers:
+            tracker.close()

@@ -1,0 +1,226 @@
+"""Runs an untrusted program: one sandbox per program, and in it one process per case."""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import os
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+from covey.errors import ConfigError, RewardError
+from covey.sandbox import cgroup, harness, isolation, uids
+from covey.sandbox.limits import Case, Limits, Outcome
+from covey.sandbox.seccomp import filter_program
+
+_BOOTSTRAP = (
+    "import marshal\n"
+    "with open(0, 'rb', closefd=False) as f: code, job = marshal.loads(f.read())\n"
+    "names = {'__name__': 'harness'}\n"
+    "exec(code, names)\n"
+    "names['main'](job)"
+)
+_FLAGS = ("-S", "-s", "-P", "-B")
+"""Not -I, which ignores the environment: PYTHONHASHSEED fixes the order of sets."""
+_START_SECONDS = 20.0
+"""Time limit for starting a sandbox, which takes seconds on a busy machine."""
+_GRACE_SECONDS = 0.5
+"""Extra time for the harness to end all processes itself."""
+_HEADER = re.compile(
+    rb"([0-3]) (-?\d{1,9}) (\d{1,9}(?:\.\d{1,9})?) (\d{1,15}) (\d{1,15}) (\d{1,15})\n"
+)
+
+
+def run_program(
+    program: str, cases: Sequence[Case], *, limits: Limits | None = None, unsafe: bool = False
+) -> list[Outcome]:
+    """Run a Python program once per case, and return how each case ended.
+
+    `unsafe` runs it as an ordinary process with all rights of its user. Only the limits on time and
+    the limits of each single process hold then.
+
+    Raises RewardError if the sandbox itself cannot start.
+    """
+    limits = limits or Limits()
+    job = {
+        **asdict(limits),
+        "program": program,
+        "cases": [{"stdin": c.stdin.encode(errors="surrogatepass"), "call": c.call} for c in cases],
+        "paths": isolation.package_folders() if unsafe else isolation.package_places(),
+        "isolated": not unsafe,
+        "socket_bytes": 0 if unsafe else isolation.socket_bytes(),
+    }
+    with _started(job, limits, unsafe) as process:
+        most = len(cases) * (3 * limits.output_bytes + 100)
+        reply, errors = _receive(process, limits.total_seconds + _GRACE_SECONDS, most)
+    if not reply.startswith(harness.READY):
+        reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise RewardError(f"sandbox: did not start: {reason or 'no reason was given'}")
+    return _read_reports(reply[len(harness.READY) :], len(cases))
+
+
+def mark() -> str:
+    """Return the marker in the command line of every sandbox that this process starts."""
+    return f"covey-sandbox-of-{os.getpid()}"
+
+
+def require_isolation() -> None:
+    """Raise ConfigError if this machine cannot isolate programs."""
+    reason = isolation_problem()
+    if reason:
+        raise ConfigError(
+            f"sandbox: programs cannot be isolated on this machine: {reason}; run `apt install "
+            "bubblewrap` (0.7 or newer; Linux must allow namespaces), or set unsafe = true to run "
+            "programs without protection"
+        )
+
+
+@cache
+def isolation_problem() -> str:
+    """Return why programs cannot be isolated on this machine; empty if they can."""
+    if not sys.platform.startswith("linux"):
+        return f"this is {sys.platform}, not Linux"
+    if not shutil.which("bwrap"):
+        return "bwrap is not installed"
+    if filter_program() is None:
+        return "its architecture has no table of system calls"
+    try:
+        outcome = run_program("", [Case(call="6 * 7")])[0]
+    except (RewardError, OSError) as error:
+        return str(error)
+    return "" if outcome.value == b"42" else f"a test program {outcome.ended}"
+
+
+@cache
+def _harness_code() -> Any:
+    return compile(Path(harness.__file__).read_bytes(), "<harness>", "exec")
+
+
+@contextlib.contextmanager
+def _started(
+    job: dict[str, Any], limits: Limits, unsafe: bool
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the harness with its job. On exit, all its processes are dead."""
+    with contextlib.ExitStack() as stack:
+        place = isolation.PLACE
+        prefix: list[str] = []
+        passed: tuple[int, ...] = ()
+        uid = None
+        if unsafe:
+            place = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        else:
+            passed = (stack.enter_context(_filter_file()),)
+            prefix = isolation.command(limits.file_bytes)
+            prefix[1:1] = ["--seccomp", str(passed[0])]
+            group = stack.enter_context(cgroup.group(limits, cgroup.parent_here()))
+            prefix = [*isolation.entering(group), *prefix]
+            uid = stack.enter_context(uids.leased())
+        stdin = stack.enter_context(tempfile.TemporaryFile())
+        stdin.write(marshal.dumps((_harness_code(), {**job, "place": place, "uid": uid})))
+        stdin.seek(0)
+        process = subprocess.Popen(
+            [*prefix, isolation.interpreter(), *_FLAGS, "-c", _BOOTSTRAP, mark()],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**isolation.ENVIRONMENT, "HOME": place} if unsafe else {},
+            cwd=place if unsafe else "/",
+            pass_fds=passed,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            _end(process)
+
+
+@contextlib.contextmanager
+def _filter_file() -> Iterator[int]:
+    """Yield a file descriptor that holds the seccomp filter."""
+    reads, writes = os.pipe()
+    try:
+        os.write(writes, filter_program() or b"")
+        os.close(writes)
+        yield reads
+    finally:
+        os.close(reads)
+
+
+def _receive(process: subprocess.Popen[bytes], seconds: float, most: int) -> tuple[bytes, bytes]:
+    """Return both outputs of the harness: `most` bytes, until `seconds` after it is ready."""
+    assert process.stdout
+    assert process.stderr
+    received: dict[IO[bytes], bytearray] = {
+        process.stdout: bytearray(),
+        process.stderr: bytearray(),
+    }
+    deadline = time.monotonic() + _START_SECONDS
+    ready = False
+    with selectors.DefaultSelector() as selector:
+        for file in received:
+            selector.register(file, selectors.EVENT_READ)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                data = os.read(key.fd, 1 << 16)
+                buffer = received[key.fileobj]  # type: ignore[index]
+                buffer += data
+                if not data or len(buffer) > most + len(harness.READY):
+                    selector.unregister(key.fileobj)
+            if not ready and received[process.stdout].startswith(harness.READY):
+                ready = True
+                deadline = time.monotonic() + seconds
+    return bytes(received[process.stdout]), bytes(received[process.stderr])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the sandbox. All its processes die with the first one."""
+    for pipe in (process.stdout, process.stderr):
+        if pipe:
+            pipe.close()  # a harness that is still alive then exits
+    if process.poll() is None:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        with contextlib.suppress(OSError):
+            for child in children.read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+    try:
+        process.wait(_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _read_reports(data: bytes, cases: int) -> list[Outcome]:
+    """Parse the reports of the harness. Cases without a report were killed with it."""
+    outcomes: list[Outcome] = []
+    at = 0
+    while len(outcomes) < cases and (header := _HEADER.match(data, at)):
+        ended, code, seconds, *sizes = header.groups()
+        at = header.end()
+        outputs = []
+        for size in sizes:
+            outputs.append(data[at : at + int(size)])
+            at += int(size)
+        if at > len(data):
+            break
+        outcome = Outcome(
+            ended=harness.ENDED[int(ended)],  # type: ignore[arg-type]
+            exit_code=int(code),
+            seconds=float(seconds),
+            stdout=outputs[0],
+            stderr=outputs[1],
+            value=outputs[2],
+        )
+        outcomes.append(outcome)
+    return outcomes + [Outcome(ended="killed")] * (cases - len(outcomes))

@@ -1,0 +1,69 @@
+"""From a reward to a scorer: inline for quick rewards, a pool of worker processes for others."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from covey.errors import ConfigError
+from covey.rewards.identity import identity
+from covey.rewards.score import Reward, max_seconds
+from covey.scoring.job import Job, Pending, Scorer, ScoreResult, score_job
+from covey.scoring.pool import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """Results that are already there. The locks of a Future cost as much as a quick reward."""
+
+    results: list[ScoreResult]
+
+    def result(self) -> list[ScoreResult]:
+        return self.results
+
+
+@dataclass(frozen=True, slots=True)
+class InlineScorer:
+    """Scores in this process while the caller waits, without a time limit."""
+
+    reward: Reward
+    identity: str = ""
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether the reward scores all completions of a group in one call."""
+        return bool(getattr(self.reward, "whole_groups", False))
+
+    def submit(self, job: Job) -> Pending:
+        """Score a job."""
+        return _Done(score_job(self.reward, job))
+
+    def close(self) -> None:
+        """Do nothing: there is no process to end."""
+
+
+def make_scorer(
+    name: str, reward: Reward, *, workers: int = 0, timeout: float = 30.0, gigabytes: float = 8.0
+) -> Scorer:
+    """Return an inline scorer for a quick reward, else a pool; 0 workers: one per core.
+
+    The pool starts at once, so that a reward that workers cannot load is reported early.
+    """
+    reward_identity = identity(name, reward)
+    if reward.quick:
+        return InlineScorer(reward, reward_identity)
+    check_timeout(name, reward, timeout)
+    workers = workers or os.cpu_count() or 1
+    pool = Pool(reward, reward_identity, workers=workers, timeout=timeout, gigabytes=gigabytes)
+    pool.start()
+    return pool
+
+
+def check_timeout(name: str, reward: Reward, timeout: float) -> None:
+    """Refuse a time limit below the reward's own: a timeout would replace its score of 0."""
+    if timeout < max_seconds(reward):
+        raise ConfigError(
+            f"config: scoring.timeout = {timeout:g} is less than the {max_seconds(reward):g} seconds "
+            f"that reward {name} may take by its own limits: raise it, or lower the reward's "
+            "total_seconds if it has them"
+        )

@@ -1,0 +1,124 @@
+"""Scoring jobs: completions to score, their results, and calling the reward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from covey.rewards.score import Reward, Score
+from covey.types import Prompt
+
+READY = "ready"
+"""The message of a worker process that has loaded the reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One completion of a prompt, or a whole group for a reward that scores groups."""
+
+    prompt: Prompt
+    texts: tuple[str, ...]
+    progress: float
+    """The fraction of the run that is done, 0 to 1: the weights of a reward may depend on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreResult:
+    """A score, or why there is none."""
+
+    score: Score | None = None
+    error: str = ""
+
+
+class Pending(Protocol):
+    """Results that arrive later, such as a Future."""
+
+    def result(self) -> list[ScoreResult]:
+        """Wait for the results, one for each completion of the job."""
+
+
+class Scorer(Protocol):
+    """Takes jobs as completions finish, and returns results later."""
+
+    @property
+    def identity(self) -> str:
+        """Name, version and source hash of the reward."""
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether a job must hold all completions of a group."""
+
+    def submit(self, job: Job) -> Pending:
+        """Start or queue a job."""
+
+    def close(self) -> None:
+        """End all worker processes."""
+
+
+def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
+    """Score every completion of a job. An exception in the reward becomes a result."""
+    reward = at_progress(reward, job.progress)
+    if getattr(reward, "whole_groups", False):
+        try:
+            score_group = reward.score_group  # type: ignore[attr-defined]
+            return _checked_group(score_group(job.prompt, job.texts), job.texts)
+        except Exception as error:
+            return failed(error, job.texts)
+    results = []
+    for text in job.texts:
+        try:
+            results.append(checked(reward(job.prompt, text)))
+        except Exception as error:  # a user's function may raise anything; it is counted
+            results += failed(error, [text])
+    return results
+
+
+async def score_job_async(reward: Any, job: Job) -> list[ScoreResult]:
+    """Score every completion of a job with an async reward."""
+    try:
+        return _checked_group(await reward.score_group_async(job.prompt, job.texts), job.texts)
+    except Exception as error:
+        return failed(error, job.texts)
+
+
+def _checked_group(scores: Sequence[Score | None], texts: Sequence[str]) -> list[ScoreResult]:
+    """Check the scores of a group one by one: an invalid one does not affect the others."""
+    if len(scores) != len(texts):
+        raise ValueError(f"there are {len(scores)} scores for {len(texts)} completions")
+    results = []
+    for score, text in zip(scores, texts, strict=True):
+        try:
+            results.append(checked(score))
+        except Exception as error:
+            results += failed(error, [text])
+    return results
+
+
+def checked(score: Score | None) -> ScoreResult:
+    """Validate a score, and convert its numbers to plain floats that any file can hold."""
+    if score is None:
+        raise ValueError("the function returned None")
+    if not isinstance(score, Score):
+        raise TypeError(f"a reward returns a Score, not {type(score).__name__}")
+    if not math.isfinite(score.reward):
+        raise ValueError(f"the reward is {score.reward}")
+    parts = {str(name): float(value) for name, value in score.parts.items()}
+    for name, value in parts.items():
+        if not math.isfinite(value):
+            raise ValueError(f"the part {name} is {value}")
+    return ScoreResult(
+        score=Score(reward=float(score.reward), success=bool(score.success), parts=parts)
+    )
+
+
+def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
+    """Return a result with the error for each completion."""
+    return [ScoreResult(error=f"{type(error).__name__}: {error}")] * len(texts)
+
+
+def at_progress(reward: Reward, progress: float) -> Reward:
+    """Return the reward at this point of the run, where its weights follow a schedule."""
+    at = getattr(reward, "at", None)
+    return reward if at is None else at(progress)

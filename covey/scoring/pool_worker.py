@@ -1,0 +1,78 @@
+"""A worker process of a scoring pool: `python -m covey.scoring.pool_worker FD`.
+
+It receives the reward once, then lists of jobs, and sends the result of each job when it is done.
+Output that a reward prints goes to standard error, away from the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import pickle
+import resource
+import signal
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+from covey.scoring.job import READY, Job, score_job, score_job_async
+
+PR_SET_PDEATHSIG = 1
+
+
+def _prepare() -> None:
+    """Die with the parent, be the OOM killer's first choice, and detach from the terminal."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+
+
+def _score_async(connection: Connection, reward: Any, jobs: list[Job], timeout: float) -> None:
+    """Score jobs concurrently, each under the time limit. Send None for a job that times out."""
+
+    async def one(number: int, job: Job) -> None:
+        results = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                results = await score_job_async(reward, job)
+        connection.send((number, results))
+
+    async def run_all() -> None:
+        await asyncio.gather(*(one(number, job) for number, job in enumerate(jobs)))
+
+    asyncio.run(run_all())
+
+
+def serve(connection: Connection) -> None:
+    """Score jobs until the connection closes."""
+    path, payload, gigabytes, timeout = connection.recv()
+    # The reward may be in a module on the parent's path, or in the working directory.
+    sys.path[:] = [*path, os.getcwd()]
+    limit, most = int(gigabytes * 2**30), resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    try:
+        reward = pickle.loads(payload)
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}")
+        return
+    connection.send(READY)
+    while True:
+        jobs: list[Job] = connection.recv()
+        if getattr(reward, "is_async", False):
+            _score_async(connection, reward, jobs, timeout)
+            continue
+        for number, job in enumerate(jobs):
+            connection.send((number, score_job(reward, job)))
+
+
+if __name__ == "__main__":
+    _prepare()
+    with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+        serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,172 @@
+"""Checked names and options: from a configuration to task, reward, objective and sampling.
+
+Nothing here loads a model. torch is imported only where an objective or a distribution is built, so
+that a misspelled name is an error within a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from covey.config import Config, parse_config
+from covey.config.algorithm_names import check_algorithm_name
+from covey.config.options import choose, resolve_options
+from covey.config.reference_kinds import check_reference
+from covey.config.schema import Named
+from covey.errors import ConfigError, DataError
+from covey.models.chat_template import Template
+from covey.rewards import LENGTH_PENALTIES, Reward
+from covey.rewards.build import check_alone, make_reward, reward_options
+from covey.tasks import Task, find_task, is_user_task, make_task
+from covey.trust import is_import_path
+from covey.types import Prompt
+
+if TYPE_CHECKING:
+    from covey.engines.protocol import Sampling
+    from covey.objective import Objective
+
+
+def resolve(config: Config, *, imports: bool = True) -> Config:
+    """Write out the default options of the task, reward, length penalty and objective.
+
+    All names are checked first, before anything imports torch. Without `imports`, no user code is
+    loaded, and its options stay as they were given.
+    """
+    if not is_import_path(config.objective.name):
+        check_algorithm_name(config.objective.name)
+    own = {
+        "task": is_user_task(config.task.name),
+        "reward": is_import_path(config.reward.name),
+        "objective": is_import_path(config.objective.name),
+    }
+    options = {
+        where: options_of(config)
+        for where, options_of in _OPTIONS.items()
+        if imports or not own.get(where)
+    }
+    named = {where: {"name": getattr(config, where).name, **o} for where, o in options.items()}
+    resolved = parse_config({**config.model_dump(), **named})
+    check_reference(resolved.reference)
+    template_of(resolved)
+    if "objective" in options:
+        _check_old_logp(resolved)
+    return resolved
+
+
+def _check_old_logp(resolved: Config) -> None:
+    """Reject the engine's log-probs as old_logp where they differ from the trainer's."""
+    if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
+        raise ConfigError(
+            "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
+            "min_p: the engine's log-probs are then those of a truncated distribution"
+        )
+    objective = objective_of(resolved)
+    taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
+    if taken and objective.corrects:
+        raise ConfigError(
+            "config: train.old_logp = 'sampler' leaves nothing for objective.correction and "
+            "objective.veto to compare with the engine's log-probs; set it to 'recompute'"
+        )
+
+
+def _length_defaults(config: Config) -> dict[str, int]:
+    """Return defaults for options that are lengths: fractions of the longest completion."""
+    budget = config.rollout.max_tokens
+    return {"length": budget, "limit": budget, "cache": max(1, budget // 5)}
+
+
+def _length_penalty_options(config: Config) -> dict[str, object]:
+    section = config.length_penalty
+    maker = choose(LENGTH_PENALTIES, section, "length_penalty")
+    return resolve_options(maker, section, "length_penalty", _length_defaults(config))
+
+
+def _objective_options(config: Config) -> dict[str, object]:
+    from covey.objective import algorithm
+
+    section = config.objective
+    maker = algorithm(section.name, section.options)
+    return resolve_options(maker, section, "objective", _length_defaults(config))
+
+
+def _reward_options(config: Config) -> dict[str, object]:
+    return reward_options(config.reward)
+
+
+def _task_options(config: Config) -> dict[str, object]:
+    section = config.task
+    maker, preset = find_task(section.name)
+    given = Named.model_validate({"name": section.name, **preset, **section.options})
+    return resolve_options(maker, given, "task")
+
+
+_OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType(
+    {
+        "length_penalty": _length_penalty_options,
+        "reward": _reward_options,
+        "task": _task_options,
+        "objective": _objective_options,
+    }
+)
+"""Options of each section that names a function. The objective is last: it imports torch."""
+
+
+def task_of(config: Config) -> Task:
+    """Build the task."""
+    return make_task(config.task.name, config.task.options)
+
+
+def reward_of(config: Config) -> Reward:
+    """Build the reward."""
+    reward = make_reward(config.reward.name, config.reward.options)
+    return check_alone(config.reward.name, reward)
+
+
+def objective_of(config: Config) -> Objective:
+    """Build the objective."""
+    from covey.objective import build
+
+    return build(config.objective.name, **config.objective.options)
+
+
+def sampling_of(config: Config) -> Sampling:
+    """Build the engine's sampling settings."""
+    from covey.engines.draw import Distribution
+    from covey.engines.protocol import Sampling
+
+    rollout = config.rollout
+    return Sampling(
+        group_size=rollout.group_size,
+        distribution=Distribution(
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+        ),
+        max_tokens=rollout.max_tokens,
+        stop_strings=tuple(rollout.stop),
+        max_concurrent=config.engine.max_concurrent,
+        seed=config.seed,
+    )
+
+
+def held_out_of(config: Config, task: Task) -> Sequence[Prompt]:
+    """Return the held-out prompts that evaluations use."""
+    prompts = task.held_out()
+    prompts = prompts[: config.evaluate.prompts] if config.evaluate.prompts else prompts
+    if not prompts:
+        raise DataError(f"task: {task.name} has no held-out prompts")
+    return prompts
+
+
+def template_of(config: Config) -> Template:
+    """Build the prompt template."""
+    model = config.model
+    return Template(
+        form=model.template,
+        chat_options=model.chat_options,
+        prefill=model.prefill,
+        prefill_in_text=model.prefill_in_text,
+    )

@@ -1,0 +1,89 @@
+"""The learning rate: one pure function from the progress of a run to the rate of a step.
+
+The rate of optimizer step v of a run is
+
+    warmup   peak * (v + 1) / warmup_steps                while v < warmup_steps
+    after    peak * shape(share of the other steps done)  constant, linear or cosine
+
+A run that ends after a number of tokens does not know its optimizer steps in advance. There the
+share of tokens that is spent, times the nominal number of optimizer steps, takes the place of v.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from covey.config import Config
+from covey.config.schema import Train
+from covey.training.budget import Budget, Used
+
+Shape = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate(
+    step: float, *, peak: float, schedule: Shape, warmup_steps: int, total_steps: int
+) -> float:
+    """Return the rate of optimizer step number `step`, counted from 0; whole where steps count."""
+    if step < warmup_steps:
+        return peak * min(1.0, (step + 1) / warmup_steps)
+    if schedule == "constant":
+        return peak
+    done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    left = max(0.0, 1.0 - done)
+    return peak * (left if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - left))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The learning rate as a function of the policy's version."""
+
+    peak: float
+    shape: Shape
+    warmup_steps: int
+    total_steps: int
+    start: float = 0.0
+    """Where the schedule is at the version `since`; it moves on by one with each version."""
+    since: int = 0
+
+    def __call__(self, version: int) -> float:
+        """Return the rate of the optimizer step that takes the policy on from this version."""
+        return learning_rate(
+            self.start + version - self.since,
+            peak=self.peak,
+            schedule=self.shape,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.total_steps,
+        )
+
+
+def total_updates(train: Train) -> int:
+    """Return how many optimizer steps a run takes; nominally, with a budget of tokens."""
+    return train.amount if train.budget == "updates" else train.steps * train.updates
+
+
+def schedule_of(config: Config, used: Used) -> Schedule:
+    """Return the learning rate of the training step that begins after `used`."""
+    start, since = 0.0, 0
+    if config.train.budget == "tokens":
+        spent = Budget(settings=config.train).spent(used)
+        start, since = spent * config.train.steps * config.train.updates, used.updates
+    return Schedule(
+        peak=config.optimizer.learning_rate,
+        shape=config.optimizer.schedule,
+        warmup_steps=config.optimizer.warmup_steps,
+        total_steps=total_updates(config.train),
+        start=start,
+        since=since,
+    )
+
+
+def sft_schedule_of(config: Config, steps: int) -> Schedule:
+    """Return the learning rate of supervised training over so many optimizer steps."""
+    return Schedule(
+        peak=config.sft.learning_rate,
+        shape=config.sft.schedule,
+        warmup_steps=config.sft.warmup_steps,
+        total_steps=steps,
+    )

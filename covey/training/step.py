@@ -1,0 +1,325 @@
+"""A training step, from groups to weights that have changed:
+
+    groups -> collate -> old_logp, ref_logp -> advantage -> masks -> mini-batches -> weights
+           -> row filter -> micro-batches -> loss -> backward -> optimizer step -> metrics
+
+With the row filter (filter.skip_zero_gradient), advantages that do not read the old policy come
+before its log-probabilities: rows without advantage then need none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from covey.accel.packing import to_device
+from covey.models.logp import LogProbs
+from covey.models.micro_batches import micro_batches
+from covey.objective import (
+    Objective,
+    PolicyLoss,
+    next_beta,
+    policy_loss,
+    with_advantage,
+    with_marks,
+    with_weight,
+)
+from covey.objective.diagnostics import Meter, observe, observe_correction, observe_sampler
+from covey.reference import Reference
+from covey.rng import mini_batch_order
+from covey.rollout.filter import without_truncated
+from covey.training.collate import collate
+from covey.training.finite_checks import check_finite
+from covey.training.parallel import OneRank, World
+from covey.training.policy import Policy
+from covey.types import Batch, Group, Totals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """How a batch is turned into optimizer steps."""
+
+    mini_batches: int
+    epochs: int
+    micro_batch_tokens: int
+    old_logp_from_sampler: bool
+    learning_rate: Callable[[int], float]
+    """From the policy's version: how many optimizer steps it has taken."""
+    seed: int
+    skip_zero_gradient: bool = False
+    """Leave rows without advantage out of forward passes where they have no gradient."""
+    mask_truncated: bool = False
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether some optimizer step comes after another on the same batch."""
+        return self.mini_batches * self.epochs > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """What a training step works with, beside its groups."""
+
+    policy: Policy
+    objective: Objective
+    """With the beta of this step."""
+    settings: StepSettings
+    reference: Reference | None = None
+    world: World = field(default_factory=OneRank)
+
+    @property
+    def skips_rows(self) -> bool:
+        """Whether the row filter is on. With another gradient than the surrogate's it cannot be."""
+        return self.settings.skip_zero_gradient and self.objective.only_surrogate
+
+
+class Learned(NamedTuple):
+    """What a training step gives back."""
+
+    batch: Batch | None
+    """What it saw. None: there were no groups."""
+    metrics: dict[str, float]
+    beta: float
+    """Of the next step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One forward and backward pass, for a caller that watches the step."""
+
+    number: int
+    """Which optimizer step of the batch, from 0."""
+    rows: torch.Tensor
+    """Which rows of the batch."""
+    micro: Batch
+    """Those rows, with their weights."""
+    now: LogProbs
+    """Of the policy before the optimizer step; without their gradients."""
+
+
+Watch = Callable[[Seen], None]
+
+
+def training_step(
+    learner: Learner, groups: Sequence[Group], step: int, watch: Watch | None = None
+) -> Learned:
+    """Take the optimizer steps of training step number `step`."""
+    objective = learner.objective
+    if not groups:
+        return Learned(None, {}, objective.beta)
+    batch = filled_batch(learner, groups, step)
+    metrics = optimize(learner, batch, step, watch)
+    beta = objective.beta
+    if "reference" in objective.needs:
+        metrics["objective/beta"] = beta
+        kl = _mean_kl(objective, batch, metrics)
+        if math.isfinite(kl):
+            beta = next_beta(objective, kl, rollouts=sum(len(g.rollouts) for g in groups))
+    return Learned(batch, metrics, beta)
+
+
+def filled_batch(learner: Learner, groups: Sequence[Group], step: int) -> Batch:
+    """Collate groups, and fill in all that is computed over the whole batch."""
+    batch = collate(groups, learner.policy.model.device)
+    reads_old_policy = learner.objective.needs & {"old_logp", "old_entropy"}
+    advantage_first = learner.skips_rows and not reads_old_policy
+    if advantage_first:
+        batch = with_advantage(learner.objective, batch)
+    batch = prepare(learner, batch)
+    check_finite(batch, step)
+    if not advantage_first:
+        batch = with_advantage(learner.objective, batch)
+    return without_truncated(batch) if learner.settings.mask_truncated else batch
+
+
+@torch.no_grad()
+def prepare(learner: Learner, batch: Batch) -> Batch:
+    """Fill in old_logp, entropy and ref_logp, each only if something will read it."""
+    needs, settings = learner.objective.needs, learner.settings
+    wanted = settings.off_policy or "old_logp" in needs
+    if wanted and settings.old_logp_from_sampler and "old_entropy" not in needs:
+        batch = replace(batch, old_logp=batch.sampler_logp)
+    elif wanted or "old_entropy" in needs:
+        batch = _with_old_policy(learner, batch)
+    if "reference" in needs:
+        assert learner.reference is not None, "an objective with a penalty is given a reference"
+        with learner.reference.loaded():
+            ref = whole_batch(batch, settings.micro_batch_tokens, learner.reference.logp)
+        batch = replace(batch, ref_logp=ref.logp)
+    return batch
+
+
+def _with_old_policy(learner: Learner, batch: Batch) -> Batch:
+    """Fill in old_logp and entropy; without the entropy of rows that the filter leaves out."""
+    tokens, logp = learner.settings.micro_batch_tokens, learner.policy.logp
+    if batch.advantage is None or not learner.skips_rows:
+        old = whole_batch(batch, tokens, logp)
+        return replace(batch, old_logp=old.logp, entropy=old.entropy)
+    useful = RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
+    old = whole_batch(batch.rows(useful), tokens, logp)
+    (rows,) = to_device([useful], old.logp.device)
+    whole = batch.sampler_logp.float().clone()
+    whole[rows, : old.logp.shape[1]] = old.logp
+    return replace(batch, old_logp=whole)
+
+
+def whole_batch(
+    batch: Batch, micro_batch_tokens: int, logp: Callable[[Batch], LogProbs]
+) -> LogProbs:
+    """Run `logp` over micro-batches and put the rows back in their places."""
+    blank = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
+    whole = LogProbs(logp=blank, entropy=blank.clone())
+    for index in micro_batches(batch, micro_batch_tokens):
+        part = logp(batch.rows(index))
+        (rows,) = to_device([index], blank.device)
+        for target, values in zip(whole, part, strict=True):
+            target[rows, : values.shape[1]] = values.float()
+    return whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFacts:
+    """What optimizer steps must know of the rows of a batch, each [B] on the CPU.
+
+    Reading from a device waits for all the work that is queued there. So this is fetched once,
+    before the first optimizer step, and which rows a step takes is then found on the CPU.
+    """
+
+    group: torch.Tensor
+    rollout: torch.Tensor
+    tokens: torch.Tensor
+    """How many are trained."""
+    useful: torch.Tensor
+    """bool: takes part in forward passes. Without the row filter, all do; with it, rows in which
+    some trained token has an advantage."""
+    one_row_each: bool
+    """Whether every rollout is one row."""
+
+    @staticmethod
+    def of(batch: Batch, *, skip: bool) -> RowFacts:
+        """Fetch them from a batch with advantages; `skip` turns the row filter on."""
+        assert batch.advantage is not None, "with_advantage comes first"
+        useful = ((batch.advantage != 0) & batch.mask).any(dim=1).long()
+        whole = torch.stack([batch.group, batch.mask.sum(dim=1), useful]).cpu()
+        rollout = batch.rollout if batch.host is None else batch.host.rollout
+        return RowFacts(
+            group=whole[0],
+            rollout=torch.arange(len(batch)) if rollout is None else rollout,
+            tokens=whole[1],
+            useful=whole[2].bool() if skip else torch.ones(len(batch), dtype=torch.bool),
+            one_row_each=batch.one_row_each,
+        )
+
+    def totals(self, index: torch.Tensor) -> Totals:
+        """Count the given rows."""
+        rollout = None if self.one_row_each else self.rollout[index]
+        return Totals.counted(self.group[index], self.tokens[index], rollout)
+
+    def in_passes(self, index: torch.Tensor) -> torch.Tensor:
+        """Return which of the given rows take part in forward passes.
+
+        Weights are fixed by then, so the gradient is the same without the others. One row stays in
+        any case, so that there is a gradient, if only of zeros.
+        """
+        useful = self.useful[index].clone()
+        useful[0] |= ~useful.any()
+        return useful.nonzero().squeeze(1)
+
+    def mini_batches(self, settings: StepSettings, step: int) -> Iterator[torch.Tensor]:
+        """Yield the rows of each optimizer step.
+
+        The rows of a rollout stay together, and groups as far as the sizes allow.
+        """
+        groups, place = self.group.unique(return_inverse=True)
+        by_rollout = self.rollout.argsort(stable=True)
+        for epoch in range(settings.epochs):
+            order = mini_batch_order(seed=settings.seed, step=step, epoch=epoch, groups=len(groups))
+            rank = torch.empty_like(groups)
+            rank[torch.tensor(order)] = torch.arange(len(groups))
+            rows = by_rollout[rank[place[by_rollout]].argsort(stable=True)]
+            _, sizes = self.rollout[rows].unique_consecutive(return_counts=True)
+            counts = [int(part.sum()) for part in sizes.tensor_split(settings.mini_batches)]
+            yield from (part for part in rows.split(counts) if len(part))
+
+
+def optimize(
+    learner: Learner, batch: Batch, step: int, watch: Watch | None = None
+) -> dict[str, float]:
+    """Take every optimizer step on a filled batch, and return the metrics of the training step."""
+    policy, objective, settings = learner.policy, learner.objective, learner.settings
+    meter, facts = Meter(), RowFacts.of(batch, skip=learner.skips_rows)
+    policy.model.model.train()
+    losses: list[list[torch.Tensor]] = []
+    skipped = 0
+    for number, index in enumerate(facts.mini_batches(settings, step)):
+        totals = learner.world.sum(facts.totals(index))
+        mini = filled_mini_batch(learner, batch.rows(index), totals)
+        observe_correction(meter, mini)
+        kept = facts.in_passes(index)
+        mini, index = mini.rows(kept), index[kept]
+        # A row that only stands in for a step without any may have no old_logp to compare with.
+        counts = bool(facts.useful[index].any())
+        losses.append([])
+        for rows in micro_batches(mini, settings.micro_batch_tokens):
+            micro = mini.rows(rows)
+            output, now = _backward(policy, objective, micro)
+            losses[-1].append(output.loss)
+            if counts:
+                observe(meter, objective, micro, output, now.entropy)
+            if number == 0:
+                observe_sampler(meter, micro, now.logp)
+            if watch is not None:
+                watch(Seen(number=number, rows=index[rows], micro=micro, now=now))
+        rate = settings.learning_rate(policy.version)
+        stepped = policy.step(rate)
+        if learner.reference is not None:
+            learner.reference.after_step(policy)
+        skipped += stepped.skipped
+        if not stepped.skipped:
+            meter.add("optim/grad_norm", stepped.grad_norm)
+    for loss in _sums(losses):
+        meter.add("loss/policy_avg", loss)
+    return {**learner.world.mean(meter), "lr": rate, "optim/skipped": skipped}
+
+
+def filled_mini_batch(learner: Learner, mini: Batch, totals: Totals) -> Batch:
+    """Fill in what is computed over one optimizer step."""
+    mini = with_weight(learner.objective, mini, totals)
+    if learner.objective.marks is None:
+        return mini
+    with torch.no_grad():
+        now = whole_batch(mini, learner.settings.micro_batch_tokens, learner.policy.logp)
+    return with_marks(learner.objective, mini, now.logp)
+
+
+def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[PolicyLoss, LogProbs]:
+    """Add the gradient of some rows; return loss and log-probabilities without autograd's graph.
+
+    While that graph lives, parameters remember the CUDA stream it was made on, and a pass cannot be
+    captured on another.
+    """
+    now = policy.logp(micro)
+    output = policy_loss(objective, micro, now.logp, now.entropy)
+    output.loss.backward()
+    values = LogProbs(*(v.detach() for v in now))
+    return output._replace(loss=output.loss.detach()), values
+
+
+def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
+    """Add up the losses of each optimizer step; they are fetched once, at the end."""
+    values = iter(torch.stack([part for parts in losses for part in parts]).tolist())
+    return [math.fsum(next(values) for _ in parts) for parts in losses]
+
+
+def _mean_kl(objective: Objective, batch: Batch, metrics: Mapping[str, float]) -> float:
+    """Return the mean KL of a step; NaN if every token is masked, or a pass has gone wrong.
+
+    Where the KL is in the reward, the metrics may lack the rows that the filter left out.
+    """
+    if batch.token_penalty is None or not batch.mask.any():
+        return metrics.get("objective/kl_avg", math.nan)
+    return float(batch.token_penalty[batch.mask].mean()) / objective.beta

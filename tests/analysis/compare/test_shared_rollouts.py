@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.analysis.compare.shared_rollouts import SharedEngine
+from covey.engines.draw import Distribution
+from covey.engines.native.engine import NativeEngine
+from covey.engines.protocol import RequestSource, Sampling
+from covey.evaluate.evaluate import EVALUATION_STEP
+from covey.models.language_model import LanguageModel
+from covey.rollout.episode import EncodedPrompt, encode_prompts, generate
+from covey.tasks.arithmetic import Arithmetic
+from covey.types import Group, Rollout
+
+SAMPLING = Sampling(group_size=3, max_tokens=12, seed=4)
+Generate = Callable[..., list[Group]]
+
+
+class Counting(NativeEngine):
+    """An engine that counts its runs."""
+
+    runs = 0
+
+    def run(self, requests: RequestSource) -> None:
+        self.runs += 1
+        NativeEngine.run(self, requests)
+
+
+@pytest.fixture
+def counting(embedded: LanguageModel) -> Counting:
+    return Counting(embedded)
+
+
+@pytest.fixture
+def prompts(embedded: LanguageModel) -> list[EncodedPrompt]:
+    return encode_prompts(embedded, Arithmetic().train()[:2])
+
+
+@pytest.fixture
+def shared(counting: Counting, tmp_path: Path) -> Callable[..., SharedEngine]:
+    def make(start: str = "weights", note: str = "note") -> SharedEngine:
+        return SharedEngine(
+            engine=counting, folder=tmp_path / "shared", start=start, names_file=tmp_path / note
+        )
+
+    return make
+
+
+def test_the_second_run_reads_what_the_first_has_generated(
+    shared: Callable[..., SharedEngine],
+    counting: Counting,
+    prompts: list[EncodedPrompt],
+    tmp_path: Path,
+) -> None:
+    seen: list[tuple[int, Rollout]] = []
+    usual: dict[str, Any] = {"model": counting.model, "step": 1}
+    first = generate(prompts, engine=shared(), sampling=SAMPLING, **usual)
+    second = generate(
+        prompts,
+        engine=shared(names_file="second"),
+        sampling=replace(SAMPLING, max_concurrent=2),  # changes no completion
+        finished=lambda number, rollout: seen.append((number, rollout)),
+        **usual,
+    )
+    assert second == first  # every field of every rollout, log-probabilities to the last bit
+    assert counting.runs == 1
+    assert seen == [(number, r) for number, group in enumerate(first) for r in group.rollouts]
+    assert (tmp_path / "note").read_text() == (tmp_path / "second").read_text()
+    (file,) = (tmp_path / "shared").glob("*.jsonl")
+    assert file.name.startswith("step-1-seed-4-")
+
+
+def test_a_change_of_anything_that_decides_completions_generates_anew(
+    shared: Callable[..., SharedEngine],
+    counting: Counting,
+    prompts: list[EncodedPrompt],
+    tmp_path: Path,
+) -> None:
+    usual: dict[str, Any] = {"prompts": prompts, "step": 1, "sampling": SAMPLING}
+    others: list[dict[str, Any]] = [
+        {},
+        {"prompts": prompts[:1]},
+        {"step": 2},
+        {"sampling": replace(SAMPLING, seed=5)},
+        {"sampling": replace(SAMPLING, group_size=2)},
+        {"sampling": replace(SAMPLING, max_tokens=11)},
+        {"sampling": replace(SAMPLING, stop_strings=("9",))},
+        {"sampling": replace(SAMPLING, distribution=Distribution(temperature=0.5))},
+    ]
+    for change in others:
+        generate(engine=shared(), model=counting.model, **{**usual, **change})
+    generate(engine=shared(start="other weights"), model=counting.model, **usual)
+    assert counting.runs == len(others) + 1 == len(list((tmp_path / "shared").glob("*.jsonl")))
+
+
+def test_nothing_is_shared_after_the_first_optimizer_step(
+    shared: Callable[..., SharedEngine],
+    counting: Counting,
+    prompts: list[EncodedPrompt],
+    tmp_path: Path,
+) -> None:
+    greedy = replace(SAMPLING, group_size=1, distribution=Distribution(temperature=0.0))
+    engine, model = shared(), counting.model
+
+    def evaluate(sampling: Sampling) -> Group:
+        return generate(
+            prompts, engine=engine, model=model, step=EVALUATION_STEP, sampling=sampling
+        )[0]
+
+    evaluate(greedy)
+    evaluate(replace(greedy, seed=99))  # greedy completions draw nothing, so seeds do not matter
+    assert counting.runs == 1
+    engine.load_weights(model.model.named_parameters, 1)
+    assert evaluate(greedy).rollouts[0].policy_version == 1
+    assert counting.runs == 2
+    assert not (tmp_path / "note").exists()  # evaluations are no first rollouts
