@@ -37,7 +37,7 @@ def test_the_configuration_example_loads(tmp_path: Path) -> None:
     (tmp_path / "example.toml").write_text(example)
     config = load_config(str(tmp_path / "example.toml"))
     assert config.rollout.group_size == 8
-    assert config.objective.options == {"low": 0.2, "high": 0.2, "beta": 0.0}
+    assert config.objective.options == {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.0}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -89,12 +89,12 @@ def test_the_configurations_of_the_algorithms_page_load(
     (tmp_path / "my_algorithms.py").write_text(
         "from covey.objective import build\n"
         "def steady(*, strength: float):\n"
-        "    return build('dapo', high=strength)\n"
+        "    return build('dapo', clip_high=strength)\n"
     )
     monkeypatch.chdir(tmp_path)
     objective = objective_of(resolve(load_config("own.toml")))
     sys.modules.pop("my_algorithms")
-    assert objective.surrogate.keywords["high"] == 0.5
+    assert objective.surrogate.keywords["clip_high"] == 0.5
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
