@@ -14,6 +14,7 @@ import pytest
 
 from covey.config import load_config
 from covey.engines.native.shared_prompt_cache import WIDTHS
+from covey.evaluate.items import Item, ItemCompletion
 from covey.objective import ALGORITHMS, describe
 from covey.objective.compose import DEFAULTS, PIECES
 from covey.objective.correction import CORRECTIONS
@@ -22,6 +23,7 @@ from covey.rewards.build import REWARDS, make_reward
 from covey.run.metrics import table
 from covey.tasks import TASKS
 from covey.training.resolve import objective_of, resolve, task_of
+from covey.types import Prompt
 
 ROOT = Path(__file__).parent.parent
 ALGORITHM_PAGES = ROOT / "docs/algorithms"
@@ -37,7 +39,7 @@ def test_the_configuration_example_loads(tmp_path: Path) -> None:
     (tmp_path / "example.toml").write_text(example)
     config = load_config(str(tmp_path / "example.toml"))
     assert config.rollout.group_size == 8
-    assert config.objective.options == {"low": 0.2, "high": 0.2, "beta": 0.0}
+    assert config.objective.options == {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.0}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -89,12 +91,12 @@ def test_the_configurations_of_the_algorithms_page_load(
     (tmp_path / "my_algorithms.py").write_text(
         "from covey.objective import build\n"
         "def steady(*, strength: float):\n"
-        "    return build('dapo', high=strength)\n"
+        "    return build('dapo', clip_high=strength)\n"
     )
     monkeypatch.chdir(tmp_path)
     objective = objective_of(resolve(load_config("own.toml")))
     sys.modules.pop("my_algorithms")
-    assert objective.surrogate.keywords["high"] == 0.5
+    assert objective.surrogate.keywords["clip_high"] == 0.5
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -116,6 +118,19 @@ def test_links_between_pages_lead_somewhere() -> None:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if "://" not in link:
                 assert (page.parent / link).exists(), f"{page}: {link}"
+
+
+def test_links_to_sections_lead_to_headings() -> None:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]:
+        for link, section in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+            target = page.parent / link if link else page
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert section in map(anchor, headings), f"{page}: {link}#{section}"
+
+
+def anchor(heading: str) -> str:
+    """Return GitHub's name of a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def test_the_page_of_rewards_names_every_reward_and_its_examples_load(tmp_path: Path) -> None:
@@ -153,6 +168,17 @@ def test_the_page_of_tasks_names_every_task_and_its_examples_load(tmp_path: Path
             prompts = task_of(resolve(load_config(f"{number}.toml"))).train()
             assert prompts[0].messages
     assert number == 1
+
+
+def test_the_page_of_evaluation_names_every_field_of_a_line() -> None:
+    text = (ROOT / "docs/evaluation.md").read_text()
+    rows = text.partition("| field | meaning |")[2].partition("\n\n")[0].split("\n")[2:]
+    cells = [re.findall(r"`(\w+)`", row) for row in rows]
+    completion = ItemCompletion(text="4", correct=True, reward=1.0, tokens=1, finish="stop")
+    messages = ({"role": "user", "content": "2+2?"},)
+    prompt = Prompt(id="1", task="sums", messages=messages, target="4")
+    line = Item(prompt=prompt, greedy=completion, samples=(completion,)).row()
+    assert {"model", *line, *completion.row()} == {name for cell in cells for name in cell}
 
 
 def test_the_lines_of_the_package_are_about_as_many_as_the_page_says() -> None:

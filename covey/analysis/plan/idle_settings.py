@@ -58,7 +58,9 @@ def one_update_equivalence(setup: Setup) -> Iterator[Finding]:
     """One update per batch makes algorithms equal that differ in ratio and clip."""
     others = equivalent_algorithms(setup) if setup.one_update else []
     if others:
-        name = setup.config.objective.name
+        name, prompts = setup.config.objective.name, setup.config.rollout.prompts_per_step
+        # More mini-batches than prompts would split groups.
+        more = "train.epochs = 2" if prompts == 1 else f"train.mini_batches = {min(4, prompts)}"
         yield from found(
             "same",
             "one-update-per-rollout",
@@ -66,8 +68,8 @@ def one_update_equivalence(setup: Setup) -> Iterator[Finding]:
             title=f"with one update per rollout {name} is the same as {', '.join(others)}",
             why="The policy that is trained is the one that generated, so every ratio is exactly "
             "1: no clip acts, and a sequence-level ratio has the gradient of its tokens' ratios.",
-            remedy="nothing, if this is intended; several updates, such as train.mini_batches = 4, "
-            "make them differ",
+            remedy=f"nothing, if this is intended; several updates, such as {more}, make them "
+            "differ",
         )
 
 
