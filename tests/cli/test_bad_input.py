@@ -35,7 +35,7 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (
             ["model.path='someone/unknown-model'"],
             1,
-            ["someone/unknown-model", "; and there is no folder"],
+            ["someone/unknown-model", "there is no folder"],
         ),
         (["model.device=cuda:9"], 1, ["cuda:9"]),
         (["model.device=foo"], 2, ["model.device = 'foo'", "auto|cpu|cuda"]),
@@ -48,7 +48,7 @@ def jsonl(path: Path, rows: list[object]) -> Path:
             1,
             ["null byte"],
         ),
-        (['model.path="a\\u0000"'], 1, ["the character NUL"]),
+        (['model.path="a\\u0000"'], 1, ["NUL character"]),
         (
             ["rollout.prompts_per_step=1000000001"],
             2,

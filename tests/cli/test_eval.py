@@ -45,9 +45,9 @@ def test_items_categories_and_numbers_agree(
     items = [json.loads(line) for line in out.read_text().splitlines()]
     prompts = Arithmetic(min_operations=2, max_operations=3).held_out()[:24]
     assert [i["prompt_id"] for i in items] == [p.id for p in prompts]
-    assert [i["expected"] for i in items] == [p.target for p in prompts]
+    assert [i["target"] for i in items] == [p.target for p in prompts]
     for i in items:
-        assert i["right"] == i["answer"].endswith(f"<answer>{i['expected']}</answer>")
+        assert i["success"] == i["completion"].endswith(f"<answer>{i['target']}</answer>")
         assert len(i["samples"]) == 4
     for name in ("greedy", "mean@4", "pass@2", "pass@4"):
         values = [i["values"][name] for i in items]
@@ -68,7 +68,7 @@ def test_two_models_are_compared_on_the_same_prompts(
     result = evaluated(capsys, "embedded", "--against", str(other), "--out", str(out))
     items = [json.loads(line) for line in out.read_text().splitlines()]
     right = {
-        model: {i["prompt_id"] for i in items if i["model"] == model and i["right"]}
+        model: {i["prompt_id"] for i in items if i["model"] == model and i["success"]}
         for model in ("embedded", str(other))
     }
     first, second = right["embedded"], right[str(other)]
@@ -120,7 +120,7 @@ def test_without_a_flag_as_many_are_sampled_as_the_settings_say(
     ("arguments", "message"),
     [
         (["--by", "operatoins"], "--by operatoins: no prompt has it in its info; did you mean 'op"),
-        (["--out", "nowhere/at/all.jsonl"], "--out nowhere/at/all.jsonl: there is no folder"),
+        (["--out", "nowhere/at/all.jsonl"], "--out nowhere/at/all.jsonl: the folder nowhere/at does not exist"),
         (["--against", "no/such/model"], "model: cannot load 'no/such/model'"),
     ],
 )

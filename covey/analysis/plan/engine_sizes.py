@@ -16,9 +16,9 @@ FUSED_BYTES = 64 * 2**20
 PREFILL_TOKENS = 16_384
 """native/prefill.py: prompt tokens in one forward pass."""
 CAPACITY_STEP = 32
-"""native/stepper.py: the length of a KV-cache slot is a multiple of this."""
+"""native/backend.py: the length of a KV-cache slot is a multiple of this."""
 SPARE_BYTES = 64 * 2**20
-"""native/stepper.py: a KV cache up to this size is kept between steps."""
+"""native/backend.py: a KV cache up to this size is kept between steps."""
 PROMPT_STEP = 128
 """native/shared_prompt_cache.py: positions of a cached prompt are a multiple of this."""
 WIDTHS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

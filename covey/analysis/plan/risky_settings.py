@@ -192,7 +192,7 @@ def few_held_out(setup: Setup) -> Iterator[Finding]:
         yield from found(
             "risk",
             "evaluation",
-            ("evaluate.prompts", "evaluate.every"),
+            ("evaluate.prompts",),
             title=f"{prompts} held-out prompts cannot show a difference of {POINTS:.0%} between "
             "two checkpoints",
             why=f"At least {FEWEST_PAIRS} prompts must change, all in one direction, before an "

@@ -20,8 +20,8 @@ from covey.run.metrics import meaning
 
 def line(prompt_id: str, correct: bool | None) -> dict[str, Any]:
     return {
-        "prompt_id": prompt_id, "prompt": f"{prompt_id}?", "expected": "7", "answer": f"= {correct}",
-        "right": correct, "reward": 1.0, "tokens": 3, "finish": "stop", "values": {}, "samples": [], "info": {},
+        "prompt_id": prompt_id, "prompt": f"{prompt_id}?", "target": "7", "completion": f"= {correct}",
+        "success": correct, "reward": 1.0, "tokens": 3, "finish": "stop", "values": {}, "samples": [], "info": {},
     }  # fmt: skip
 
 

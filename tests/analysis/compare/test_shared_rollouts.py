@@ -43,9 +43,9 @@ def prompts(embedded: LanguageModel) -> list[EncodedPrompt]:
 
 @pytest.fixture
 def shared(counting: Counting, tmp_path: Path) -> Callable[..., SharedEngine]:
-    def make(start: str = "weights", note: str = "note") -> SharedEngine:
+    def make(start: str = "weights", names_file: str = "names") -> SharedEngine:
         return SharedEngine(
-            engine=counting, folder=tmp_path / "shared", start=start, names_file=tmp_path / note
+            engine=counting, folder=tmp_path / "shared", start=start, names_file=tmp_path / names_file
         )
 
     return make

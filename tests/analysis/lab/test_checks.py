@@ -208,7 +208,7 @@ def test_the_command_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     file.write_text("".join(json.dumps({"text": t, "answer": "2"}) + "\n" for t in texts))
     assert run(["rewards", "score", str(file), "--out", str(out), "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
-    assert summary["answers"] == 3
+    assert summary["completions"] == 3
     assert summary["mean_reward"] == pytest.approx((1.0 + 0.1 + 0.0) / 3)
     assert summary["success"] == pytest.approx(1 / 3)
     assert summary["parts"]["format"] == pytest.approx(2 / 3)
