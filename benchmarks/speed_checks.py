@@ -162,7 +162,12 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
     for _ in range(UPDATES):
         differences.clear()
         entropies.clear()
-        optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0, watch=watch)
+        optimize(
+            Learner(policy=policy, objective=objective, settings=settings),
+            batch,
+            step=0,
+            watch=watch,
+        )
     difference = torch.cat(differences)
     assert len(difference) == int(batch.mask.sum()), "every token was seen once"
     return {

@@ -147,12 +147,12 @@ def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int,
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch("covey.training.build.load_language_model", load),
-        mock.patch.object(loop, "save"),
+        mock.patch.object(loop.checkpoint, "save"),
     ):
         parts = assemble(config, EvenWords())
         with closing(parts.scorer):
             run = RunFolder.create(Path(folder) / "run", "", {})
-            loop.train(parts, run, watch, loop.StopSignal())
+            loop.train(parts, run, [watch], loop.StopSignal())
     usual = statistics.median(row["time/total"] for row in watch.rows[warmup:])
     return Run(rows=watch.rows[warmup:], startup=watch.marks[warmup - 1] - started - warmup * usual)
 

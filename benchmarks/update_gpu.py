@@ -1,4 +1,4 @@
-"""How fast and how small an update is on a GPU: covey/training/update.py, whole, on made-up answers.
+"""How fast and how small an update is on a GPU: covey/training/step.py on synthetic rollouts.
 
     python benchmarks/update_gpu.py --out update.json            # both shapes, all settings
     python benchmarks/update_gpu.py --shape smollm2 --profile    # and where the time goes
@@ -154,7 +154,9 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
 
     def once() -> float:
         return seconds_of(
-            lambda: optimize(Learner(policy=policy, objective=objective, settings=settings), batch, step=0),
+            lambda: optimize(
+                Learner(policy=policy, objective=objective, settings=settings), batch, step=0
+            ),
             device,
         )
 
