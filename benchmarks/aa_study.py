@@ -4,9 +4,9 @@
 
 Each repetition compares two arms that are the same algorithm with other seeds (A/A): whatever is
 found there is a false alarm, and a test at 5 % should raise one in twenty. It also compares the
-first of these arms with one whose learning rate is 0, a difference that must be found. The verdict
-is that of `covey compare`, from real training runs of the embedded model. Runs are kept in a file
-as they end, so the same command goes on where it was stopped.
+first of these arms with one whose learning rate is 0, a difference that must be found. The
+conclusion is that of `covey compare`, from real training runs of the embedded model. Finished runs
+are kept in a file, so the same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.statistics import LEVEL, power
 from covey.run.files import append_line
 from covey.run.records import read_lines
+from covey.run.trackers import Tracker
 
 RESULT = Path(__file__).parent / "results" / "aa_study.json"
 SETTINGS: Mapping[str, Any] = {
@@ -57,8 +58,8 @@ AGAIN = 1_000_000
 """What the second arm's seeds are more than the first's; a pair is known by the first's."""
 
 
-class Watch:
-    """A reporter that keeps what a comparison needs."""
+class Watch(Tracker):
+    """Keeps what a comparison needs."""
 
     def __init__(self) -> None:
         self.points: list[dict[str, Any]] = []
@@ -66,18 +67,16 @@ class Watch:
         self.updates = 0
         self.seconds = 0.0
 
-    def started(self, *, steps: int, done: int, answers: int) -> None:
-        self.answers = answers
-
-    def sampled(self, answers: int) -> None: ...
+    def started(self, *, steps: int, done: int, rollouts: int) -> None:
+        self.rollouts = rollouts
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        self.tokens += round(metrics["rollout/lengths"] * self.answers)
+        self.tokens += round(metrics["rollout/lengths"] * self.rollouts)
         self.updates += SETTINGS["train.mini_batches"]
         self.seconds += metrics["time/total"]
 
-    def evaluated(self, step: int, evaluation: Any) -> None:
-        correct = {item.prompt.id: bool(item.greedy.right) for item in evaluation.items}
+    def evaluation(self, step: int, evaluation: Any) -> None:
+        correct = {item.prompt.id: bool(item.greedy.correct) for item in evaluation.items}
         place = {
             "step": step,
             "tokens": self.tokens,
@@ -85,8 +84,6 @@ class Watch:
             "seconds": self.seconds,
         }
         self.points.append({**place, "correct": correct})
-
-    def note(self, text: str) -> None: ...
 
 
 def train_one(arm: str, seed: int) -> dict[str, Any]:
@@ -107,7 +104,7 @@ def train_one(arm: str, seed: int) -> dict[str, Any]:
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder.create(Path(folder) / "run", to_toml(config), {})
-        train(assemble(config), run, watch, StopSignal())
+        train(assemble(config), run, [watch], StopSignal())
     seconds = time.process_time() - started
     return {"arm": arm, "seed": seed, "cpu_seconds": seconds, "points": watch.points}
 

@@ -20,7 +20,7 @@ class Column(NamedTuple):
 
 
 SHAPE, WHO = Column("shape", "shape"), Column("who", "who")
-ANSWERS, RAN = Column("answers", "answers", ","), Column("what was run", "ran")
+ANSWERS, RAN = Column("completions", "answers", ","), Column("what was run", "ran")
 SPEED = Column("tokens/s", "tokens_per_s", ",.0f")
 SECONDS = Column("seconds", "seconds", ".3f")
 RATIO = Column("covey is faster by", "ratio", ".1f")
@@ -29,7 +29,7 @@ PEAKS = (Column("peak GiB", "peak_gib", ".1f"), Column("reserved GiB", "reserved
 COLUMNS: Mapping[str, tuple[Column, ...]] = {
     "sampler": (
         SHAPE, ANSWERS, WHO, SPEED, Column("best", "best_tokens_per_s", ",.0f"),
-        Column("ms a step", "step_ms", ".2f"), Column("floor, ms", "floor_ms", ".2f"),
+        Column("ms per step", "step_ms", ".2f"), Column("floor, ms", "floor_ms", ".2f"),
         Column("times floor", "times_floor", ".1f"), RATIO, RAN,
     ),
     "update": (
@@ -47,24 +47,24 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = {
         Column("refill is faster by", "ratio", ".2f"), RAN,
     ),
     "linear": (
-        SHAPE, ANSWERS, SECONDS, SPEED, Column("ms an answer", "ms_an_answer", ".2f"),
+        SHAPE, ANSWERS, SECONDS, SPEED, Column("ms per completion", "ms_an_answer", ".2f"),
     ),
     "seed_shape": (
         SHAPE, WHO, Column("steps", "steps"), SECONDS, Column("rollout", "rollout", ".3f"),
         Column("update", "update", ".3f"), Column("start-up, s", "startup", ".1f"),
-        Column("minutes of the whole", "minutes", ".1f"), RATIO, RAN,
+        Column("total, minutes", "minutes", ".1f"), RAN,
     ),
     "startup": (
         SHAPE, Column("kernel cache", "cache"), ANSWERS,
-        Column("model made ready, s", "ready_s", ".2f"),
+        Column("model ready, s", "ready_s", ".2f"),
         Column("first token, s", "first_token_s", ".2f"),
-        Column("first graph has run, s", "first_graph_s", ".2f"), RAN,
+        Column("first graph replayed, s", "first_graph_s", ".2f"), RAN,
     ),
     "numerics": (
-        SHAPE, Column("type", "dtype"), Column("compared", "who"), ANSWERS,
+        SHAPE, Column("dtype", "dtype"), Column("compared", "who"), ANSWERS,
         Column("tokens", "tokens", ","), Column("entropy, nats", "entropy", ".2f"),
         Column("mean difference", "mean", ".1e"), Column("largest", "largest", ".1e"),
-        Column("answers that differ", "differ"), RAN,
+        Column("completions that differ", "differ"), RAN,
     ),
 }  # fmt: skip
 """Sections, in the order in which they are run."""

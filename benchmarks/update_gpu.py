@@ -1,4 +1,4 @@
-"""Update speed on a GPU: our forward and backward pass beside that of plain transformers.
+"""How fast and how small an update is on a GPU: covey/training/step.py on synthetic rollouts.
 
     python benchmarks/update_gpu.py --out update.json            # both shapes, all settings
     python benchmarks/update_gpu.py --shape smollm2 --profile    # and where the time goes

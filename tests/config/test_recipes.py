@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from covey.analysis.plan.findings import findings
 from covey.cli.main import run
 from covey.config import Config, load_config, load_smoke, recipe_names
 from covey.config.load import RECIPES, parse_config, read_settings
@@ -210,6 +211,34 @@ def alternatives(name: str) -> list[dict[str, Any]]:
 def test_what_a_comment_offers_resolves(name: str) -> None:
     for tables in alternatives(name):
         resolve(parse_config({**read_settings(name), **tables}))
+
+
+def suggested(name: str) -> list[list[str]]:
+    """Return the overrides that the comments of a recipe suggest, those of a line together."""
+    lines = [line for line in text_of(name).splitlines() if line.startswith("#")]
+    return [found for line in lines if (found := re.findall(r"--set ([\w.]+=[\w.-]+\w)", line))]
+
+
+@pytest.mark.parametrize("name", [n for n in PUBLISHED if suggested(n)])
+def test_what_a_comment_suggests_does_no_harm(name: str) -> None:
+    harms = lambda config: {f.title for f in findings(resolve(config)) if f.kind == "risk"}  # noqa: E731
+    for overrides in suggested(name):
+        assert harms(load_config(name, overrides)) <= harms(load_config(name))
+
+
+@pytest.mark.parametrize("name", ["simple-grpo", "open-instruct-tulu3-8b", "open-instruct-qwen-zero"])  # fmt: skip
+def test_a_recipe_that_needs_more_than_one_gpu_says_so(name: str) -> None:
+    assert re.search(
+        r"^# Memory: with these settings about \d+ GiB on one GPU", text_of(name), re.M
+    )
+    assert any("optimizer.state=compact" in overrides for overrides in suggested(name))
+
+
+def test_no_reference_is_renewed_after_the_last_step() -> None:
+    for name in PUBLISHED:
+        config = load_config(name)
+        if config.reference.kind in ("moving", "renewed"):
+            assert config.reference.every < config.train.steps * config.train.updates
 
 
 def test_what_was_published_as_dr_grpo_is_offered() -> None:

@@ -193,6 +193,17 @@ def test_one_update_names_the_algorithms_that_coincide() -> None:
     assert findings(config_of(ONCE, "objective.name=dr_grpo")) == []
 
 
+@pytest.mark.parametrize(
+    ("prompts", "advice"),
+    [(16, "train.mini_batches = 4"), (2, "train.mini_batches = 2"), (1, "train.epochs = 2")],
+)
+def test_the_updates_that_one_update_suggests_do_no_harm(prompts: int, advice: str) -> None:
+    settings = (ONCE, f"rollout.prompts_per_step={prompts}")
+    (finding,) = findings(config_of(*settings))
+    assert f"such as {advice}, make" in finding.remedy
+    assert findings(config_of(*settings, advice.replace(" ", ""))) == []
+
+
 def test_an_off_policy_limit_makes_arms_differ_if_engine_and_trainer_differ() -> None:
     limited = (ONCE, "objective.off_policy_limit=0.001")
     for dtype, alike in (("float32", 1), ("bfloat16", 0)):
