@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from described import described
@@ -32,6 +32,10 @@ from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.statistics import LEVEL, power
 from covey.run.files import append_line
 from covey.run.records import read_lines
+from covey.run.trackers import Tracker
+
+if TYPE_CHECKING:
+    from covey.evaluate.evaluate import Evaluation
 
 RESULT = Path(__file__).parent / "results" / "aa_study.json"
 SETTINGS: Mapping[str, Any] = {
@@ -57,8 +61,8 @@ AGAIN = 1_000_000
 """What the second arm's seeds are more than the first's; a pair is known by the first's."""
 
 
-class Watch:
-    """A reporter that keeps what a comparison needs."""
+class Watch(Tracker):
+    """A tracker that keeps what a comparison needs."""
 
     def __init__(self) -> None:
         self.points: list[dict[str, Any]] = []
@@ -66,18 +70,16 @@ class Watch:
         self.updates = 0
         self.seconds = 0.0
 
-    def started(self, *, steps: int, done: int, answers: int) -> None:
-        self.answers = answers
-
-    def sampled(self, answers: int) -> None: ...
+    def started(self, *, steps: int, done: int, rollouts: int) -> None:
+        self.rollouts = rollouts
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        self.tokens += round(metrics["rollout/lengths"] * self.answers)
+        self.tokens += round(metrics["rollout/lengths"] * self.rollouts)
         self.updates += SETTINGS["train.mini_batches"]
         self.seconds += metrics["time/total"]
 
-    def evaluated(self, step: int, evaluation: Any) -> None:
-        correct = {item.prompt.id: bool(item.greedy.right) for item in evaluation.items}
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        correct = {item.prompt.id: bool(item.greedy.correct) for item in evaluation.items}
         place = {
             "step": step,
             "tokens": self.tokens,
@@ -85,8 +87,6 @@ class Watch:
             "seconds": self.seconds,
         }
         self.points.append({**place, "correct": correct})
-
-    def note(self, text: str) -> None: ...
 
 
 def train_one(arm: str, seed: int) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def train_one(arm: str, seed: int) -> dict[str, Any]:
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder.create(Path(folder) / "run", to_toml(config), {})
-        train(assemble(config), run, watch, StopSignal())
+        train(assemble(config), run, [watch], StopSignal())
     seconds = time.process_time() - started
     return {"arm": arm, "seed": seed, "cpu_seconds": seconds, "points": watch.points}
 

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from covey.run.trackers import Tracker
+
 if TYPE_CHECKING:
     from transformers import TrainerCallback
     from trl import GRPOConfig
@@ -83,7 +85,7 @@ def time_covey(warmup: int, steps: int) -> Steps:
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder.create(Path(folder) / "run", to_toml(config), {})
-        train(assemble(config), run, watch, StopSignal())
+        train(assemble(config), run, [watch], StopSignal())
     timed = watch.rows[warmup:]
     assert len(timed) == steps
     return Steps(
@@ -121,20 +123,14 @@ def _covey_settings(steps: int) -> list[str]:
     ]
 
 
-class Watch:
-    """A reporter that keeps the metrics and says nothing."""
+class Watch(Tracker):
+    """A tracker that keeps the metrics."""
 
     def __init__(self) -> None:
         self.rows: list[Mapping[str, Any]] = []
 
-    def started(self, *, steps: int, done: int, answers: int) -> None: ...
-
-    def sampled(self, answers: int) -> None: ...
-
     def step(self, metrics: Mapping[str, Any]) -> None:
         self.rows.append(metrics)
-
-    def evaluated(self, step: int, evaluation: object) -> None: ...
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr)

@@ -172,7 +172,7 @@ def test_the_shared_prompt_decoder_equals_the_model(name: str) -> None:
         pytest.skip("experts in float32 wait for the host")
     sampler = by_graph(model)
     assert isinstance(sampler.backend.decoder, SharedPromptDecoder)
-    assert "own forward pass; not fused, because" in sampler.way
+    assert "own forward pass; not fused, because" in sampler.info.backend
     check_greedy(model, sampler, 3)
     check_logps(model, sampler, 2)
 
@@ -184,7 +184,7 @@ def test_eager_decoding_equals_the_model(name: str) -> None:
     if name in REREAD:
         assert isinstance(sampler.backend.decoder, RecomputeDecoder)
         why = f"without a KV cache, which is slow, because {REREAD[name]}"
-        assert sampler.way.startswith(why)
+        assert sampler.info.backend.startswith(why)
     else:
         sampler.backend = EagerBackend(model, decoder_for(model), shape_of(model))
         assert isinstance(sampler.backend.decoder, TransformersDecoder)
@@ -270,7 +270,7 @@ def test_on_a_gpu_the_model_is_captured(name: str) -> None:
     for dtype in types:
         model = made(name, dtype)
         sampler = NativeEngine(model)
-        assert isinstance(sampler.backend, GraphBackend), sampler.way
+        assert isinstance(sampler.backend, GraphBackend), sampler.info.backend
         assert isinstance(sampler.backend.decoder, SharedPromptDecoder)
         if dtype == torch.float32:
             check_greedy(model, sampler, 24)
@@ -289,6 +289,6 @@ def test_on_a_gpu_a_model_that_synchronizes_is_not_captured() -> None:
     model.backbone.layers[1].mlp.forward = waiting
     sampler = NativeEngine(model)
     assert isinstance(sampler.backend, EagerBackend)
-    assert "a step of it cannot be captured" in sampler.way
+    assert "a step of it cannot be captured" in sampler.info.backend
     check_greedy(model, sampler, 12)
     assert isinstance(NativeEngine(made("mistral")).backend.decoder, SharedPromptDecoder)
