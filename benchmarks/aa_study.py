@@ -4,9 +4,9 @@
 
 Each repetition compares two arms that are the same algorithm with other seeds (A/A): whatever is
 found there is a false alarm, and a test at 5 % should raise one in twenty. It also compares the
-first of these arms with one whose learning rate is 0, a difference that must be found. The
-conclusion is that of `covey compare`, from real training runs of the embedded model. Finished runs
-are kept in a file, so the same command continues where it was stopped.
+first of these arms with one whose learning rate is 0, a difference that must be found. The verdict
+is that of `covey compare`, from real training runs of the embedded model. Runs are kept in a file
+as they end, so the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from described import described
@@ -33,6 +33,9 @@ from covey.analysis.compare.statistics import LEVEL, power
 from covey.run.files import append_line
 from covey.run.records import read_lines
 from covey.run.trackers import Tracker
+
+if TYPE_CHECKING:
+    from covey.evaluate.evaluate import Evaluation
 
 RESULT = Path(__file__).parent / "results" / "aa_study.json"
 SETTINGS: Mapping[str, Any] = {
@@ -59,7 +62,7 @@ AGAIN = 1_000_000
 
 
 class Watch(Tracker):
-    """Keeps what a comparison needs."""
+    """A tracker that keeps what a comparison needs."""
 
     def __init__(self) -> None:
         self.points: list[dict[str, Any]] = []
@@ -75,7 +78,7 @@ class Watch(Tracker):
         self.updates += SETTINGS["train.mini_batches"]
         self.seconds += metrics["time/total"]
 
-    def evaluation(self, step: int, evaluation: Any) -> None:
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
         correct = {item.prompt.id: bool(item.greedy.correct) for item in evaluation.items}
         place = {
             "step": step,

@@ -166,14 +166,16 @@ def config_of(setting: Setting, device: str, folder: Path) -> Any:
 def run_setting(config: Any) -> None:
     """Train for two steps, from nothing, and forget all of it."""
     from covey.run.folder import RunFolder
-    from covey.training import loop
+    from covey.stopping import StopSignal
+    from covey.training import checkpoint
     from covey.training.build import assemble
+    from covey.training.loop import train
 
     parts = assemble(config)
     with tempfile.TemporaryDirectory() as runs, closing(parts.scorer):
         run = RunFolder.create(Path(runs) / "run", "", {})
-        with mock.patch.object(loop.checkpoint, "save"):
-            loop.train(parts, run, [], loop.StopSignal())
+        with mock.patch.object(checkpoint, "save"):
+            train(parts, run, [], StopSignal())
 
 
 def on_cpu(name: str, folder: Path) -> dict[str, Any]:
@@ -207,10 +209,11 @@ def on_gpu(name: str, folder: Path, device: str = "cuda") -> dict[str, Any]:
 
 @contextmanager
 def watched(peaks: dict[str, int]) -> Iterator[None]:
-    """Note the peaks while answers are sampled, and while the policy learns from them."""
+    """Note the peaks while completions are sampled, and while the policy is trained on them."""
     import torch
 
-    from covey.training import loop
+    from covey.rollout.source import SynchronousSource
+    from covey.training import rl
 
     def watching(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
@@ -224,8 +227,10 @@ def watched(peaks: dict[str, int]) -> Iterator[None]:
         return run
 
     with (
-        mock.patch.object(loop, "gather", watching("sample", loop.gather)),
-        mock.patch.object(loop, "learn", watching("update", loop.learn)),
+        mock.patch.object(
+            SynchronousSource, "groups", watching("sample", SynchronousSource.groups)
+        ),
+        mock.patch.object(rl, "training_step", watching("update", rl.training_step)),
     ):
         yield
 

@@ -115,8 +115,10 @@ def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int,
     from covey.config import load_config
     from covey.models.load_model import wrap
     from covey.run.folder import RunFolder
-    from covey.training import loop
+    from covey.stopping import StopSignal
+    from covey.training import checkpoint
     from covey.training.build import assemble
+    from covey.training.loop import train
     from covey.training.resolve import resolve
 
     shape = sizes.shapes[name]
@@ -147,12 +149,12 @@ def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int,
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch("covey.training.build.load_language_model", load),
-        mock.patch.object(loop.checkpoint, "save"),
+        mock.patch.object(checkpoint, "save"),
     ):
         parts = assemble(config, EvenWords())
         with closing(parts.scorer):
             run = RunFolder.create(Path(folder) / "run", "", {})
-            loop.train(parts, run, [watch], loop.StopSignal())
+            train(parts, run, [watch], StopSignal())
     usual = statistics.median(row["time/total"] for row in watch.rows[warmup:])
     return Run(rows=watch.rows[warmup:], startup=watch.marks[warmup - 1] - started - warmup * usual)
 
@@ -278,6 +280,6 @@ def seed_shape(sizes: Sizes, report: Report) -> None:
         )  # fmt: skip
     report.row(
         "seed_shape", shape="qwen2.5", who="all three", minutes=minutes,
-        # No ratio: the published time is of another GPU.
+        ratio=PUBLISHED_MINUTES / minutes if sizes.device.startswith("cuda") else None,
         ran=f"published: about {PUBLISHED_MINUTES / 60:.0f} hours on an A800",
     )  # fmt: skip

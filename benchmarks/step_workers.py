@@ -124,7 +124,7 @@ def _covey_settings(steps: int) -> list[str]:
 
 
 class Watch(Tracker):
-    """Keeps the metrics of every step."""
+    """A tracker that keeps the metrics."""
 
     def __init__(self) -> None:
         self.rows: list[Mapping[str, Any]] = []

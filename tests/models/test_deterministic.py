@@ -52,7 +52,7 @@ def left_by(path: Path) -> tuple[dict[str, bytes], list[Any]]:
     """Return the weights and moments of a run's checkpoints, and all its rollouts."""
     tensors = {
         str(file.relative_to(path)): file.read_bytes()
-        for file in sorted(path.rglob("checkpoints/*/*.safetensors"))
+        for file in sorted(path.glob("checkpoints/*/*.safetensors"))
     }
     sampled = [
         [json.loads(line)[key] for key in ("tokens", "sampler_logp", "reward")]
