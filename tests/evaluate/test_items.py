@@ -35,14 +35,14 @@ def test_an_unscored_completion_counts_as_wrong_and_is_marked() -> None:
     one = item("a", None, [None, True])
     assert one.values() == {"greedy": 0.0, "mean@2": 0.5, "pass@2": 1.0}
     row = json.loads(json.dumps(one.row()))
-    assert row["right"] is None
-    assert [sample["right"] for sample in row["samples"]] == [None, True]
+    assert row["success"] is None
+    assert [sample["success"] for sample in row["samples"]] == [None, True]
 
 
 def test_a_row_holds_prompt_target_and_completion() -> None:
     row = item("a", True, [False], level=2).row()
-    assert (row["prompt_id"], row["prompt"], row["expected"]) == ("a", "a?", "7")
-    assert (row["answer"], row["right"], row["info"]) == ("so True", True, {"level": 2})
+    assert (row["prompt_id"], row["prompt"], row["target"]) == ("a", "a?", "7")
+    assert (row["completion"], row["success"], row["info"]) == ("so True", True, {"level": 2})
     assert row["samples"][0]["text"] == "so False"
 
 

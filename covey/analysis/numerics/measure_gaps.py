@@ -233,7 +233,7 @@ def _learning(parts: Parts, learner: Learner) -> tuple[Learner, tuple[str, ...]]
     once = replace(learner.settings, mini_batches=1, epochs=1)
     if peak == 0 or once.learning_rate(parts.policy.version) > 0:
         return replace(learner, settings=once), ()
-    note = f"staleness: the schedule has come to a rate of 0; these steps took its peak, {peak:g}"
+    note = f"staleness: the schedule has reached a rate of 0; these steps used its peak, {peak:g}"
     at_peak = replace(once, learning_rate=lambda version: peak)
     return replace(learner, settings=at_peak), (note,)
 
