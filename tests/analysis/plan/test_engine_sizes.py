@@ -25,7 +25,7 @@ def test_limits_are_those_of_the_kernels() -> None:
     from covey.accel import fused_head
     from covey.accel.kernels import sample
 
-    assert (sample.STRETCH, fused_head.ROWS) == (sizes.VOCABULARY_BLOCK, sizes.CHUNK_STEP)
+    assert (sample.BLOCK, fused_head.ROWS) == (sizes.VOCABULARY_BLOCK, sizes.CHUNK_STEP)
 
 
 def test_slots_and_padded_tokens() -> None:
