@@ -121,7 +121,7 @@ def test_a_layer_keeps_what_autograd_saves(completion: int, dtype: torch.dtype, 
     packed = pack(HostRows.of(batch), torch.device("cpu"), varlen=False)
     shape = replace(measure(llama(2).model), rank=rank, adapted=14 if rank else 0)
     rows, columns = packed.packing.rows.shape
-    tokens = packed.input_ids.shape[1]
+    tokens = len(packed.input_ids)
     count = Pass(rows=rows, columns=columns, tokens=tokens, chosen=6 * completion, packed=True)
     got = activations.layer_bytes(shape, dtype.itemsize, count, activations.EAGER, "cpu")
     # A number for each token and norm is not worth a term.

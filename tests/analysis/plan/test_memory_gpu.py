@@ -133,7 +133,7 @@ def test_the_kv_cache_is_that_of_the_engine(embedded: LanguageModel) -> None:
         layers=keys.num_hidden_layers, heads=keys.num_key_value_heads,
         size=keys.head_dim, dtype=torch.bfloat16, device=torch.device("cpu"),
     )  # fmt: skip
-    backend = graph.GraphBackend(embedded, FusedDecoder(embedded), shape, way="tried")
+    backend = graph.GraphBackend(embedded, FusedDecoder(embedded), shape, description="tried")
     sampling = sampling_of(config)
     for questions, samples in ((9, 4), (facts.held_out or 0, 1), (9, 4)):
         width = backend.width_for(min(sampling.max_concurrent, questions * samples))
