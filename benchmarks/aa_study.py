@@ -35,7 +35,7 @@ from covey.run.records import read_lines
 from covey.run.trackers import Tracker
 
 if TYPE_CHECKING:
-    from covey.evaluate.evaluate import Evaluation
+    from covey.evaluation.evaluate import Evaluation
 
 RESULT = Path(__file__).parent / "results" / "aa_study.json"
 SETTINGS: Mapping[str, Any] = {

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from described import anywhere, described
 
-from covey.evaluate.intervals import paired_difference
+from covey.evaluation.intervals import paired_difference
 from covey.run.folder import RunFolder
 
 HERE = Path(__file__).parent

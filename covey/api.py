@@ -25,7 +25,7 @@ from covey.run.trackers import Tracker
 from covey.stopping import StopSignal, stop_signal
 
 if TYPE_CHECKING:
-    from covey.evaluate.evaluate import Evaluation
+    from covey.evaluation.evaluate import Evaluation
     from covey.rewards import Reward
     from covey.tasks import Task
     from covey.training.build import Parts
@@ -142,7 +142,7 @@ def evaluate(
     With a dataset, all of its rows are evaluated.
     """
     from covey.engines.native.engine import NativeEngine
-    from covey.evaluate.evaluate import evaluate as evaluate_prompts
+    from covey.evaluation.evaluate import evaluate as evaluate_prompts
     from covey.rollout.collect import Collector
     from covey.training.build import load_model, scorer_of
     from covey.training.resolve import held_out_of, resolve, sampling_of, task_of

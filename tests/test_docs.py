@@ -14,7 +14,7 @@ import pytest
 
 from covey.config import load_config
 from covey.engines.native.shared_prompt_cache import WIDTHS
-from covey.evaluate.items import Item, ItemCompletion
+from covey.evaluation.items import Item, ItemCompletion
 from covey.objective import ALGORITHMS, describe
 from covey.objective.compose import DEFAULTS, PIECES
 from covey.objective.correction import CORRECTIONS

@@ -48,7 +48,7 @@ LAYERS: dict[str, set[str]] = {
         "stopping",
         *PLAIN,
     },
-    "evaluate": {"engines", "rng", "rollout", "scoring", *PLAIN},
+    "evaluation": {"engines", "rng", "rollout", "scoring", *PLAIN},
 }
 LAYERS["training"] = {*LAYERS, "training"} - {"", "cli"}
 LAYERS["analysis"] = {*LAYERS, "analysis"} - {"", "cli"}
@@ -63,7 +63,7 @@ NO_TORCH = [
     "covey.config",
     "covey.environments",
     "covey.errors",
-    "covey.evaluate",
+    "covey.evaluation",
     "covey.analysis.lab",
     "covey.analysis.lab.checks",
     "covey.rewards",

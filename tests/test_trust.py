@@ -155,7 +155,7 @@ def test_code_of_a_trusted_module_is_taken(name: str, trap: Path) -> None:
         ("wraps", "reward.name = 'trap:wraps' runs code of the module 'functools', which is not"),
         ("system", "reward.name = 'trap:system' is not a Python function or class"),
         ("shell", "reward.name = 'trap:shell' is not a Python function or class"),
-        ("one", "reward: one takes neither a prompt and a text nor completions, so it is no rew"),
+        ("one", "reward: one is not a reward function; it must take (prompt, text) or completions"),
         ("os.system", "reward.name = 'trap:os.system' is not a path like 'module:function'"),
     ],
 )

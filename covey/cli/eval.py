@@ -20,7 +20,7 @@ from covey.models.model_path import check_model_path
 from covey.run.folder import RunFolder
 
 if TYPE_CHECKING:
-    from covey.evaluate.evaluate import Evaluation
+    from covey.evaluation.evaluate import Evaluation
 
 
 Target = Annotated[
@@ -122,8 +122,8 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
     """Evaluate one model after the other on the same prompts, with the same scorer."""
     with waiting(STARTING):
         from covey.engines.native.engine import NativeEngine
-        from covey.evaluate import check_category
-        from covey.evaluate.evaluate import evaluate
+        from covey.evaluation import check_category
+        from covey.evaluation.evaluate import evaluate
         from covey.rollout.collect import Collector
         from covey.training.build import load_model, scorer_of
         from covey.training.resolve import held_out_of, resolve, sampling_of, task_of

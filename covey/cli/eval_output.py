@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from covey.cli.screen import cell
-from covey.evaluate import Comparison, Estimate, by_category, compare, estimates
-from covey.evaluate.evaluate import Evaluation
+from covey.evaluation import Comparison, Estimate, by_category, compare, estimates
+from covey.evaluation.evaluate import Evaluation
 from covey.run.trackers.console import evaluation_line
 
 SHOWN = 5

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from covey.evaluate.evaluate import Evaluation, evaluate
+from covey.evaluation.evaluate import Evaluation, evaluate
 from covey.rollout.collect import Collector
 from covey.run.folder import RunFolder
 from covey.run.resume import Start, start_of

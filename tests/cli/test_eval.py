@@ -120,7 +120,10 @@ def test_without_a_flag_as_many_are_sampled_as_the_settings_say(
     ("arguments", "message"),
     [
         (["--by", "operatoins"], "--by operatoins: no prompt has it in its info; did you mean 'op"),
-        (["--out", "nowhere/at/all.jsonl"], "--out nowhere/at/all.jsonl: the folder nowhere/at does not exist"),
+        (
+            ["--out", "nowhere/at/all.jsonl"],
+            "--out nowhere/at/all.jsonl: the folder nowhere/at does not exist",
+        ),
         (["--against", "no/such/model"], "model: cannot load 'no/such/model'"),
     ],
 )

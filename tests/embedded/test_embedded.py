@@ -12,7 +12,7 @@ import transformers
 from covey.embedded import CHECKPOINT, recipe
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Sampling
-from covey.evaluate.evaluate import evaluate
+from covey.evaluation.evaluate import evaluate
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import wrap
 from covey.models.logp import batch_logp

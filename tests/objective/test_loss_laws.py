@@ -181,8 +181,8 @@ def test_law_8_clip_fractions_count_where_the_clipped_loss_is_the_larger(
     numbers = summary(meter)
     for name, flags in (
         ("avg", larger),
-        ("clip_high", larger & good),
-        ("clip_low", larger & ~good),
+        ("high", larger & good),
+        ("low", larger & ~good),
     ):
         expected = float(flags[counted].double().mean())
         assert numbers[f"policy/clipfrac_{name}"] == pytest.approx(expected, abs=1e-12)

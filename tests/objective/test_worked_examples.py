@@ -581,7 +581,7 @@ def test_ratios_of_trainer_and_sampler(kind: str) -> None:
 def test_rejected_answers_can_be_taken_out_of_the_denominator() -> None:
     # A correction of 0 leaves the denominator as it is; a smaller mask does not.
     worked = at("sampler.cases.geometric_rejected")
-    kept = CORRECTIONS["geometric_mask"](LOG_RHO, MASK, clip_low=0.8, clip_high=1.25)
+    kept = CORRECTIONS["geometric_mask"](LOG_RHO, MASK, low=0.8, high=1.25)
     objective = build("dapo", **EPS)
     batch = with_advantage(objective, BATCH)
     batch = replace(batch, mask=MASK & kept.bool())
@@ -593,7 +593,7 @@ def test_rejected_answers_can_be_taken_out_of_the_denominator() -> None:
 
 
 def test_bounds_of_a_correction_are_of_the_ratio_and_not_of_its_inverse() -> None:
-    kept = CORRECTIONS["token_mask"](LOG_RHO, MASK, clip_low=0.5, clip_high=3.0).bool() & MASK
+    kept = CORRECTIONS["token_mask"](LOG_RHO, MASK, low=0.5, high=3.0).bool() & MASK
     assert kept.int().tolist() == at("sampler.masks.token_05_3")
     far(kept.double(), "sampler.masks.wrong_token_inverse_05_3")
 

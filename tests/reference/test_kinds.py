@@ -239,12 +239,12 @@ def test_without_a_penalty_nothing_is_loaded_or_asked(options: list[str]) -> Non
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["alpha=0.5"], "reference.alpha = 0.5 means nothing to reference.kind = 'frozen'"),
+        (["alpha=0.5"], "reference.alpha = 0.5 has no effect with reference.kind = 'frozen'"),
         (["kind=renewed", "alpha=0.5"], "it belongs to 'moving'"),
-        (["kind=moving", "url=http://x"], "reference.url = 'http://x' means nothing"),
+        (["kind=moving", "url=http://x"], "reference.url = 'http://x' has no effect"),
         (["kind=offloaded", "every=5"], "it belongs to 'moving' or 'renewed'"),
         (["kind=server"], "reference.url must be given"),
-        (["kind=server", "url=http://x", "every=7"], "reference.every = 7 means nothing"),
+        (["kind=server", "url=http://x", "every=7"], "reference.every = 7 has no effect"),
     ],
 )
 def test_a_setting_that_a_kind_does_not_have_is_refused(overrides: list[str], words: str) -> None:

@@ -360,7 +360,7 @@ def test_without_math_verify_or_isolation_the_reward_says_at_once_what_to_do(
         with pytest.raises(ConfigError, match=r"pip install 'covey\[tasks\]', or set symbolic = f"):
             MathAnswer()
         assert right("18", "18", symbolic=False)
-    monkeypatch.setattr(program, "_why_not", lambda: "there is no bwrap")
+    monkeypatch.setattr(program, "isolation_problem", lambda: "there is no bwrap")
     with pytest.raises(ConfigError, match=r"apt install bubblewrap.*unsafe = true.*symbolic = fal"):
         MathAnswer()
     assert not right(r"(3,\infty)", "x>3", symbolic=False)

@@ -269,7 +269,7 @@ BOMBS = [
 def answers(prompt: Prompt, count: int, seed: int = 0) -> list[str]:
     """Return the right answer, and others that are like it or like nothing."""
     dice = random.Random(seed)
-    right = prompt.answer or str(prompt.info.get("solution", ""))
+    right = prompt.target or str(prompt.info.get("solution", ""))
     made = [right]
     while len(made) < count:
         cut = dice.randrange(len(right) + 1)
@@ -322,7 +322,7 @@ def test_a_composite_is_scored_by_the_data_set_of_the_entry() -> None:
     prompts = GymTask(dataset="composite", options=options, train_size=16).train()
     seen = set()
     for prompt in (prompts[index] for index in range(16)):
-        assert ReasoningGym()(prompt, prompt.answer).reward == 1.0
+        assert ReasoningGym()(prompt, prompt.target).reward == 1.0
         assert ReasoningGym()(prompt, "0").reward == 0.0
         seen.add(prompt.info["reasoning_gym"]["entry"]["metadata"]["source_dataset"])
     assert seen == {"coin_flip", "chain_sum"}

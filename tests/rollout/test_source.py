@@ -180,7 +180,7 @@ def test_steps_without_an_update_are_reported_like_others(
     train(parts, run, [ConsoleTracker(run, Console(soft_wrap=True))], StopSignal())
     output = capsys.readouterr().out
     assert "nothing to learn" in output
-    assert "step 2/2  reward 1.000  right 100.0%" in output
+    assert "step 2/2  reward 1.000  success 100.0%" in output
 
 
 def test_a_step_of_masked_rollouts_keeps_its_beta(tmp_path: Path) -> None:

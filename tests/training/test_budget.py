@@ -113,4 +113,4 @@ def test_a_run_spends_its_tokens_and_evaluates_in_between(
     assert [row["step"] for row in rows(tmp_path / "run/eval.jsonl")] == [0, halfway, len(steps)]
     items = rows(tmp_path / f"run/evaluations/{halfway:06d}.jsonl")
     assert len(items) == 4
-    assert all(item["right"] in (True, False) for item in items)
+    assert all(item["success"] in (True, False) for item in items)

@@ -13,7 +13,7 @@ from covey.analysis.compare import statistics
 from covey.analysis.compare.comparison import Comparison, Point, RunResult
 from covey.analysis.compare.learning_curves import AXES
 from covey.analysis.compare.statistics import Array
-from covey.evaluate.intervals import Estimate
+from covey.evaluation.intervals import Estimate
 
 SHARES = (0.5, 1.0)
 """Accuracies whose time is reported, as shares of the way from the start to the highest accuracy

@@ -10,7 +10,7 @@ from covey.analysis.compare.comparison import Comparison, RunResult
 from covey.analysis.compare.pair_results import PairResult, pair_results
 from covey.analysis.compare.statistics import LEVEL, MOST_SEEDS
 from covey.errors import RunError
-from covey.evaluate.intervals import Estimate
+from covey.evaluation.intervals import Estimate
 
 FEW_SEEDS = 3
 

@@ -18,7 +18,7 @@ import numpy as np
 from covey.analysis.compare import statistics
 from covey.analysis.compare.comparison import RunResult
 from covey.analysis.compare.statistics import LEVEL, Array
-from covey.evaluate.intervals import Estimate, paired_difference
+from covey.evaluation.intervals import Estimate, paired_difference
 
 Decision = Literal[
     "same policy", "no difference", "better", "cannot tell", "one seed", "nothing to compare"

@@ -11,7 +11,7 @@ from covey.analysis.compare.comparison import Comparison, RunResult
 from covey.analysis.compare.conclusion import Conclusion, points
 from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.prompt_agreement import Agreement
-from covey.evaluate.intervals import Estimate
+from covey.evaluation.intervals import Estimate
 
 EMPTY = "-"
 NO_OPTION = "(no such option)"

@@ -28,7 +28,7 @@ from covey.analysis.compare.shared_rollouts import SharedEngine
 from covey.config import Config, parse_config
 from covey.errors import CoveyError
 from covey.escape import printable
-from covey.evaluate.evaluate import Evaluation
+from covey.evaluation.evaluate import Evaluation
 from covey.run.folder import RunFolder
 from covey.run.provenance import describe_environment
 from covey.run.trackers import Tracker

@@ -27,7 +27,7 @@ from covey.engines.protocol import (
     RequestSource,
     WeightSource,
 )
-from covey.evaluate.evaluate import EVALUATION_STEP
+from covey.evaluation.evaluate import EVALUATION_STEP
 from covey.run.files import write_text
 from covey.run.records import read_lines
 from covey.types import VersionSpan

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
-from covey.evaluate.intervals import CONFIDENCE, ROUNDING, Estimate, paired_difference, proportion
+from covey.evaluation.intervals import CONFIDENCE, ROUNDING, Estimate, paired_difference, proportion
 
 Array = NDArray[Any]
 

@@ -16,7 +16,7 @@ from covey.run.folder import RunFolder
 from covey.run.trackers.protocol import Tracker
 
 if TYPE_CHECKING:
-    from covey.evaluate.evaluate import Evaluation
+    from covey.evaluation.evaluate import Evaluation
 
 PLAIN_LOG_SECONDS = 5.0
 """Plain lines come at most this often, and for the first and the last step."""

@@ -9,7 +9,7 @@ from covey.run.folder import RunFolder
 from covey.run.trackers.protocol import Tracker
 
 if TYPE_CHECKING:
-    from covey.evaluate.evaluate import Evaluation
+    from covey.evaluation.evaluate import Evaluation
 
 
 class JsonlTracker(Tracker):

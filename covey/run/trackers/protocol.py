@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from covey.evaluate.evaluate import Evaluation
+    from covey.evaluation.evaluate import Evaluation
 
 
 class Tracker:

@@ -10,7 +10,7 @@ from covey.analysis.compare.arm_results import ArmResult, Collapse, TimeToAccura
 from covey.analysis.compare.comparison import Arm, Comparison, Point, RunResult
 from covey.analysis.compare.conclusion import Conclusion
 from covey.analysis.compare.pair_results import CheckpointResult, PairResult
-from covey.evaluate.intervals import Estimate
+from covey.evaluation.intervals import Estimate
 
 EVIL = (
     "</pre><script>alert('x')</script><img src=http://evil.test/x onerror=alert(2)> | `a` *b* @me"

@@ -11,7 +11,7 @@ from covey.analysis.compare.shared_rollouts import SharedEngine
 from covey.engines.draw import Distribution
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import RequestSource, Sampling
-from covey.evaluate.evaluate import EVALUATION_STEP
+from covey.evaluation.evaluate import EVALUATION_STEP
 from covey.models.language_model import LanguageModel
 from covey.rollout.episode import EncodedPrompt, encode_prompts, generate
 from covey.tasks.arithmetic import Arithmetic
@@ -45,7 +45,10 @@ def prompts(embedded: LanguageModel) -> list[EncodedPrompt]:
 def shared(counting: Counting, tmp_path: Path) -> Callable[..., SharedEngine]:
     def make(start: str = "weights", names_file: str = "names") -> SharedEngine:
         return SharedEngine(
-            engine=counting, folder=tmp_path / "shared", start=start, names_file=tmp_path / names_file
+            engine=counting,
+            folder=tmp_path / "shared",
+            start=start,
+            names_file=tmp_path / names_file,
         )
 
     return make

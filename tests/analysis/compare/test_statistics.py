@@ -26,7 +26,7 @@ from covey.analysis.compare.statistics import (
     seeds_needed,
     sign_flip_test,
 )
-from covey.evaluate.intervals import proportion
+from covey.evaluation.intervals import proportion
 
 PROMPTS = 128
 

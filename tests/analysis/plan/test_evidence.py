@@ -9,7 +9,7 @@ import torch
 
 from covey.analysis.plan.idle_settings import NOTICEABLE_BETA
 from covey.analysis.plan.risky_settings import FEWEST_PROMPTS, POINTS
-from covey.evaluate.intervals import paired_difference
+from covey.evaluation.intervals import paired_difference
 from covey.objective import build, with_advantage
 from covey.objective.penalty import PENALTIES, adapted_beta
 from covey.rewards.length import Soft

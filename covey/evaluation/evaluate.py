@@ -8,8 +8,8 @@ from typing import Any
 
 from covey.engines.draw import Distribution
 from covey.engines.protocol import Sampling
-from covey.evaluate.intervals import Estimate
-from covey.evaluate.items import Item, ItemCompletion, estimates
+from covey.evaluation.intervals import Estimate
+from covey.evaluation.items import Item, ItemCompletion, estimates
 from covey.rollout.collect import Collected, Collector
 from covey.rollout.episode import encode_prompts
 from covey.types import Prompt

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from covey.errors import ConfigError, nearest
-from covey.evaluate.intervals import (
+from covey.evaluation.intervals import (
     Difference,
     Estimate,
     mean_over_prompts,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from covey.errors import ConfigError
-from covey.evaluate import by_category, check_category, compare, estimates
-from covey.evaluate.intervals import mean_over_prompts, proportion
-from covey.evaluate.items import Item, ItemCompletion
+from covey.evaluation import by_category, check_category, compare, estimates
+from covey.evaluation.intervals import mean_over_prompts, proportion
+from covey.evaluation.items import Item, ItemCompletion
 from covey.types import Prompt
 
 

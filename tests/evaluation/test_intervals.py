@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from covey.evaluate.intervals import mean_over_prompts, paired_difference, pass_at_k, proportion
+from covey.evaluation.intervals import mean_over_prompts, paired_difference, pass_at_k, proportion
 
 
 # Newcombe 1998, Statistics in Medicine 17, table I, method 3; 10 of 20 from Wilson's formula.

@@ -1,10 +1,10 @@
 """Evaluation of policies on held-out prompts, with confidence intervals.
 
-`covey.evaluate.evaluate` generates. The names exported here need no torch, so reports use them.
+`covey.evaluation.evaluate` generates. The names exported here need no torch, so reports use them.
 """
 
-from covey.evaluate.intervals import Difference, Estimate
-from covey.evaluate.items import (
+from covey.evaluation.intervals import Difference, Estimate
+from covey.evaluation.items import (
     Comparison,
     Item,
     by_category,
