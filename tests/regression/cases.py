@@ -154,7 +154,15 @@ def evaluate(folder: Path) -> Series:
     run, items = trained(folder, **{"train.steps": 4}), folder / "items.jsonl"
     against = ("--against", "embedded", "--by", "operations")
     printed = command("evaluate", run, "--samples", 4, *against, "--json", "--out", items)
-    return flat(json.loads(printed)) | prefixed("items", flat(read_lines(items)))
+    return flat(json.loads(printed)) | prefixed("items", flat(_item_rows(items)))
+
+
+def _item_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of an evaluation's items, and of their samples, under fixed names."""
+    fixed = names.ITEM_FIELDS
+    rows = [{fixed.get(k, k): v for k, v in row.items()} for row in read_lines(file)]
+    samples = [[{fixed.get(k, k): v for k, v in s.items()} for s in r["samples"]] for r in rows]
+    return [{**row, "samples": found} for row, found in zip(rows, samples, strict=True)]
 
 
 def explain(folder: Path) -> Series:

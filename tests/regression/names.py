@@ -116,6 +116,10 @@ def fixed(name: str) -> str:
     return METRICS.get(name, FIELDS.get(name, name))
 
 
+# Fields of a line of `covey eval --out`: present name -> fixed name.
+ITEM_FIELDS: Mapping[str, str] = {"target": "expected", "completion": "answer", "success": "right"}
+
+
 # Fields that hold times, or what the cases record themselves.
 UNRECORDED_FIELDS = frozenset({"seconds", "weights"})
 # Texts, by fixed name, are wording and not recorded, but for what a model wrote and which prompts it got right.

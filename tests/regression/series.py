@@ -78,7 +78,9 @@ def _flatten(data: Any, path: tuple[str, ...], found: Series) -> None:
     if isinstance(data, Mapping):
         for present, value in data.items():
             if present not in names.UNRECORDED_FIELDS:
-                _flatten(value, (*path, names.fixed(present)), found)
+                # Below "parts" stand the names that a reward gives its parts.
+                name = present if path[-1:] == ("parts",) else names.fixed(present)
+                _flatten(value, (*path, name), found)
     elif isinstance(data, list):
         for entry in data:
             _flatten(entry, (*path, *_label(entry)), found)

@@ -77,7 +77,7 @@ class Quick:
     def __call__(self, prompt, text):
         from covey.rewards import Score
         return Score(reward=value(text), success=False)
-    def judge(self, prompt, texts):
+    def score_group(self, prompt, texts):
         from covey.rewards import Score
         many = len(texts)
         rewards = of_group(texts, [prompt.target] * many, [prompt.text] * many)
@@ -136,11 +136,11 @@ def odd_parts(prompt, text):
 class TooFew:
     """Says that it scores groups, and always gives one score."""
     quick, version, bounds, whole_groups = True, 1, (0.0, 1.0), True
-    def judge(self, prompt, texts):
+    def score_group(self, prompt, texts):
         from covey.rewards import Score
         return [Score(reward=1.0, success=True)]
     def __call__(self, prompt, text):
-        return self.judge(prompt, [text])[0]
+        return self.score_group(prompt, [text])[0]
 '''
 
 
@@ -368,7 +368,7 @@ def test_a_wrong_number_of_scores_is_a_failure_and_no_crash(judged: ModuleType) 
     scorer = make_scorer("too_few", judged.TooFew())
     verdicts = scorer.submit(job("a", "b", "c")).result()
     assert given(verdicts) == [None] * 3
-    assert verdicts[0].error == "ValueError: there are 1 scores for 3 answers"
+    assert verdicts[0].error == "ValueError: there are 1 scores for 3 completions"
 
 
 def test_scores_come_back_as_plain_numbers(judged: ModuleType) -> None:
@@ -388,14 +388,14 @@ def test_scores_come_back_as_plain_numbers(judged: ModuleType) -> None:
     ("name", "word", "why"),
     [
         ("unnamed_signal", "signal", "the scoring process ended by signal 40"),
-        ("closes", "close", "the scoring process ended the conversation"),
-        ("garbles", "garble", "the scoring process said what nobody understands"),
+        ("closes", "close", "the scoring process ended the connection"),
+        ("garbles", "garble", "the scoring process sent an invalid message"),
     ],
 )
 def test_a_process_that_dies_costs_one_score(
     name: str, word: str, why: str, judged: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("covey.scoring.pool.HUNG_UP_SECONDS", 0.3)
+    monkeypatch.setattr("covey.scoring.pool.EXIT_SECONDS", 0.3)
     reward = as_reward(getattr(judged, name))
     with closing(Pool(reward, name, workers=1, timeout=10)) as pool:
         futures = [pool.submit(job(text)) for text in ("a", word, "b")]
@@ -542,10 +542,10 @@ def test_every_rollout_and_every_step_names_its_reward(judged: ModuleType, tmp_p
 @pytest.mark.parametrize(
     ("success", "words"),
     [
-        (0.95, "nearly all answers are right: the task is learned"),
-        (0.05, "nearly all answers are wrong: ask easier prompts"),
-        (0.9, "answers to a prompt agree: raise rollout.temperature"),
-        (0.1, "answers to a prompt agree: raise rollout.temperature"),
+        (0.95, "nearly all completions succeed: the task is learned"),
+        (0.05, "nearly all completions fail: use easier prompts"),
+        (0.9, "completions of a prompt agree: raise rollout.temperature"),
+        (0.1, "completions of a prompt agree: raise rollout.temperature"),
     ],
 )
 def test_the_remedy_depends_on_the_success_rate(success: float, words: str) -> None:
