@@ -73,7 +73,7 @@ def test_the_second_run_reads_what_the_first_has_generated(
     assert second == first  # every field of every rollout, log-probabilities to the last bit
     assert counting.runs == 1
     assert seen == [(number, r) for number, group in enumerate(first) for r in group.rollouts]
-    assert (tmp_path / "note").read_text() == (tmp_path / "second").read_text()
+    assert (tmp_path / "names").read_text() == (tmp_path / "second").read_text()
     (file,) = (tmp_path / "shared").glob("*.jsonl")
     assert file.name.startswith("step-1-seed-4-")
 

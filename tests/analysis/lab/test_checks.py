@@ -214,7 +214,7 @@ def test_the_command_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert summary["parts"]["format"] == pytest.approx(2 / 3)
     assert [json.loads(line)["reward"] for line in out.read_text().splitlines()] == [1.0, 0.1, 0.0]
     assert run(["rewards", "score", str(file)]) == 0
-    assert "right 33.3%, unscored 0" in capsys.readouterr().out
+    assert "correct 33.3%, unscored 0" in capsys.readouterr().out
 
 
 def test_rollouts_of_a_run_can_be_scored_again(
