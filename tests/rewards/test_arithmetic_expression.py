@@ -161,6 +161,11 @@ def test_any_text_has_a_value_or_is_an_expression_error(text: str) -> None:
     assert isinstance(value, Fraction)
 
 
+def test_an_ellipsis_is_not_a_number() -> None:
+    with pytest.raises(ExpressionError):
+        evaluate("...")
+
+
 def test_numbers_are_listed_with_repeats() -> None:
     assert numbers_in("(75 - 3) * 3 \u00d7 007") == [75, 3, 3, 7]
     assert numbers_in("+") == []

@@ -88,7 +88,7 @@ def _value(node: ast.expr, text: str, depth: int) -> Fraction:
     while isinstance(node, ast.UnaryOp):
         sign = -sign if isinstance(node.op, ast.USub) else sign
         node = node.operand
-    if isinstance(node, ast.Constant):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         # From the text: a float would round 0.1.
         return sign * Fraction(text[node.col_offset : node.end_col_offset])
     if not isinstance(node, ast.BinOp):

@@ -121,4 +121,4 @@ def test_nothing_is_shared_after_the_first_optimizer_step(
     engine.load_weights(model.model.named_parameters, 1)
     assert evaluate(greedy).rollouts[0].policy_version == 1
     assert counting.runs == 2
-    assert not (tmp_path / "note").exists()  # evaluations are no first rollouts
+    assert not (tmp_path / "names").exists()  # evaluations are no first rollouts
