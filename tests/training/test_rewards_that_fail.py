@@ -66,7 +66,7 @@ def test_a_few_failures_are_counted_and_shown(how: str, tmp_path: Path) -> None:
 def test_too_many_failures_stop_the_run(tmp_path: Path) -> None:
     parts = parts_with(Fails(2, "raises"))
     run = RunFolder.create(tmp_path / "run", "", {})
-    with pytest.raises(RewardError, match=r"8 of 16 answers.*max_unscored = 0.1.*KeyError"):
+    with pytest.raises(RewardError, match=r"8 of 16 completions.*max_unscored = 0.1.*KeyError"):
         train(parts, run, [Notes()], StopSignal())
     assert run.steps() == []
     assert run.checkpoints() == []

@@ -195,7 +195,7 @@ def parts_like(size: int, **sft: int) -> Any:
     blank: Any = SimpleNamespace()
     return SftParts(
         config=config, solutions=found, held_out_prompts=[], bad_rows=(), scorer=blank,
-        judge=blank, policy=blank, sampler=blank, sampling=blank,
+        eval_scorer=blank, policy=blank, engine=blank, sampling=blank,
     )  # fmt: skip
 
 
