@@ -91,8 +91,7 @@ def explain_command(
         explained = explain_step(trainee, recorded)
     rollout = next((a for a in explained.rollouts if a.line == line), None)
     if as_json:
-        typer.echo(json.dumps(_finite(_data(explained, rollout))))
-        return
+        return typer.echo(json.dumps(_finite(_data(explained, rollout))))
 
     from covey.cli.explain_output import show_rollout, show_step, wide_console
 

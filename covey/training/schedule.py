@@ -80,7 +80,7 @@ def schedule_of(config: Config, used: Used) -> Schedule:
 
 
 def sft_schedule_of(config: Config, steps: int) -> Schedule:
-    """Return the learning rate of supervised training over so many optimizer steps."""
+    """Return the learning rate of supervised training over the given number of optimizer steps."""
     return Schedule(
         peak=config.sft.learning_rate,
         shape=config.sft.schedule,

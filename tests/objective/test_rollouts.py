@@ -25,7 +25,7 @@ from tests.training.test_step import settings
 
 NEEDED = {"dr_grpo": {"length": 9}}
 CUT = 3
-"""The first row of a rollout keeps so many tokens, its second the rest."""
+"""The first row of a rollout keeps this many tokens, its second the rest."""
 
 
 def whole_batch() -> Batch:

@@ -105,7 +105,7 @@ DISGUISES: tuple[Callable[[str, random.Random], str], ...] = (
 
 
 def completions(count: int, folder: Path, seed: int = 0) -> Iterator[str]:
-    """Yield so many texts that look like code, sympy or LaTeX, the same ones for a seed."""
+    """Yield `count` texts that look like code, sympy or LaTeX, the same ones for a seed."""
     dice = random.Random(seed)
     for number in range(count):
         path = folder / f"ran-{number}"
