@@ -9,7 +9,7 @@ from covey.errors import ConfigError
 def check_overlap(config: Config) -> None:
     """Reject settings that need others."""
     overlap, engine = config.overlap, config.engine
-    if overlap.staleness and overlap.mode == "copy" and engine.kind == "native":
+    if overlap.mode == "copy" and engine.kind == "native":
         raise ConfigError(
             "config: overlap.mode = 'copy' needs an engine with weights of its own: set "
             "engine.kind = 'process', or overlap.mode = 'ahead'"
