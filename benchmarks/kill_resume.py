@@ -50,16 +50,15 @@ def command(run: Path, given: argparse.Namespace) -> list[str]:
 
 
 def finish(run: Path, given: argparse.Namespace) -> float:
-    """Run to the end, and return the seconds."""
-    started = time.monotonic()
+    """Run to the end, and return the seconds of its steps."""
     done = subprocess.run(command(run, given), capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"error: {done.stdout}{done.stderr}")
-    return time.monotonic() - started
+    return sum(row["time/total"] for row in RunFolder.open(run).steps())
 
 
 def kill_after(run: Path, given: argparse.Namespace, seconds: float) -> int:
-    """Kill a run that has taken `seconds` since its first record; return its last logged step."""
+    """Kill a run `seconds` after it has logged its next step; return its last logged step."""
     process = subprocess.Popen(
         command(run, given), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
