@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,17 @@ os.environ["COVEY_TRUST"] = (
 hypothesis.settings.register_profile("covey", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("covey")
 torch.set_num_threads(1)  # tests run side by side, one to a core
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and collected tests out of every garbage collection: they stay to the end."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter free everything at its end; nanobind reports what is left as leaks."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
