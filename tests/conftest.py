@@ -9,6 +9,10 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+# Tests run side by side, one to a core; so do the processes that they start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if not torch.cuda.is_available():
@@ -33,7 +37,7 @@ os.environ["COVEY_TRUST"] = (
 # Slow machines are no failure, and a failure must come back when the test is run again.
 hypothesis.settings.register_profile("covey", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("covey")
-torch.set_num_threads(1)  # tests run side by side, one to a core
+torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:
