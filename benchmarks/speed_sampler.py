@@ -251,7 +251,8 @@ def ragged(sizes: Sizes, report: Report) -> None:
         report.row(
             "ragged", shape="smollm2", who=who, completions=completions, slots=slots,
             tokens=sum(found), mean_length=statistics.fmean(found),
-            shortest=min(found), longest=max(found), same_lengths=found == lengths["refill"], seconds=seconds[who], tokens_per_s=speed,
+            shortest=min(found), longest=max(found),
+            same_lengths=found == lengths["refill"], seconds=seconds[who], tokens_per_s=speed,
             ratio=ratio, ran=f"{len(parts[who])} calls, {min(found)} to {max(found)} tokens",
         )  # fmt: skip
 
