@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import random
 import re
@@ -65,19 +66,20 @@ def docs() -> Iterator[Sentence]:
         yield from prose(file.read_text(encoding="utf-8"), file.relative_to(ROOT))
 
 
-def sources() -> Iterator[tuple[Path, ast.Module]]:
-    """Yield the modules of covey/."""
-    for file in sorted((ROOT / "covey").rglob("*.py")):
-        yield file.relative_to(ROOT), ast.parse(file.read_text(encoding="utf-8"))
+@functools.cache
+def nodes() -> list[tuple[Path, ast.AST]]:
+    """Return all statements and expressions of covey/ with their files."""
+    files = sorted((ROOT / "covey").rglob("*.py"))
+    trees = ((file, ast.parse(file.read_text(encoding="utf-8"))) for file in files)
+    return [(file.relative_to(ROOT), node) for file, tree in trees for node in ast.walk(tree)]
 
 
 def docstrings() -> Iterator[Sentence]:
     """Yield the sentences of docstrings, also of those below a constant or a field."""
-    for path, tree in sources():
-        for node in ast.walk(tree):
-            match node:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    yield from prose(inspect.cleandoc(text), path, node.lineno)
+    for path, node in nodes():
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield from prose(inspect.cleandoc(text), path, node.lineno)
 
 
 def help_texts() -> Iterator[Sentence]:
@@ -96,11 +98,10 @@ def _help_of(command: Any, name: str) -> Iterator[Sentence]:
 
 def error_messages() -> Iterator[Sentence]:
     """Yield the sentences of errors that a user may see, with the source of what they fill in."""
-    for path, tree in sources():
-        for node in ast.walk(tree):
-            match node:
-                case ast.Call(func=ast.Name(id=name), args=[message, *_]) if name in ERRORS:
-                    yield from sentences(_filled(message), f"{path}:{node.lineno}")
+    for path, node in nodes():
+        match node:
+            case ast.Call(func=ast.Name(id=name), args=[message, *_]) if name in ERRORS:
+                yield from sentences(_filled(message), f"{path}:{node.lineno}")
 
 
 def _filled(message: ast.expr) -> str:
@@ -114,18 +115,22 @@ def _filled(message: ast.expr) -> str:
     return ""
 
 
-SOURCES = {
-    "docs": docs,
-    "docstrings": docstrings,
-    "help": help_texts,
-    "errors": error_messages,
-}
+@functools.cache
+def sources() -> dict[str, list[Sentence]]:
+    """Return all sentences by source."""
+    kinds = {
+        "docs": docs,
+        "docstrings": docstrings,
+        "help": help_texts,
+        "errors": error_messages,
+    }
+    return {name: sorted(set(kind())) for name, kind in kinds.items()}
 
 
 def draw(count: int, seed: int) -> list[Sentence]:
     """Draw sentences in equal shares from all sources, in random order."""
     chance = random.Random(seed)
-    pools = [chance.sample(found := sorted(set(s())), len(found)) for s in SOURCES.values()]
+    pools = [chance.sample(found, len(found)) for found in sources().values()]
     turns = [sentence for turn in zip(*pools, strict=False) for sentence in turn][:count]
     return chance.sample(turns, len(turns))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.prose.draw import SOURCES, Sentence, draw, prose
+from tests.prose.draw import Sentence, draw, prose, sources
 
 
 def test_every_source_has_its_share_and_the_seed_decides() -> None:
     drawn = draw(count=60, seed=0)
     assert len(set(drawn)) == 60
-    shares = [set(source()) & set(drawn) for source in SOURCES.values()]
+    shares = [set(found) & set(drawn) for found in sources().values()]
     assert all(len(share) >= 15 for share in shares)
     assert draw(count=60, seed=0) == drawn
     assert set(draw(count=60, seed=1)) != set(drawn)
