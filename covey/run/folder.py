@@ -123,12 +123,6 @@ class RunFolder:
         path = self.path / "eval.jsonl"
         return records.by_step(path, usable_lines(path, records.EVALUATION, note), note)
 
-    def write_rollouts(
-        self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
-    ) -> None:
-        """Write the rollouts of a step."""
-        self.write_table("rollouts", step, self.rollout_rows(groups, advantages))
-
     @staticmethod
     def rollout_rows(
         groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]

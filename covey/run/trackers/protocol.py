@@ -6,7 +6,7 @@ loop calls every tracker of a run, in order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,42 +39,19 @@ class Tracker:
 
 
 class Trackers(Tracker):
-    """Several trackers as one."""
+    """Several trackers as one: what a run reports goes to each of them, in order."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)
 
-    def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Pass it on."""
-        for tracker in self.trackers:
-            tracker.started(steps=steps, done=done, rollouts=rollouts)
 
-    def sampled(self, count: int) -> None:
-        """Pass it on."""
+def _to_each(event: str) -> Callable[..., None]:
+    def report(self: Trackers, *arguments: Any, **named: Any) -> None:
         for tracker in self.trackers:
-            tracker.sampled(count)
+            getattr(tracker, event)(*arguments, **named)
 
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """Pass it on."""
-        for tracker in self.trackers:
-            tracker.step(metrics)
+    return report
 
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Pass it on."""
-        for tracker in self.trackers:
-            tracker.evaluation(step, evaluation)
 
-    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Pass it on."""
-        for tracker in self.trackers:
-            tracker.table(name, step, rows)
-
-    def note(self, text: str) -> None:
-        """Pass it on."""
-        for tracker in self.trackers:
-            tracker.note(text)
-
-    def close(self) -> None:
-        """Pass it on."""
-        for tracker in self.trackers:
-            tracker.close()
+for _event in [name for name in vars(Tracker) if not name.startswith("_")]:
+    setattr(Trackers, _event, _to_each(_event))
