@@ -16,7 +16,7 @@ from covey.types import Prompt
 
 RewardFunction = Callable[..., Any]
 FUNCTIONS = "functions"
-"""What `reward.name` is in the configuration of a run whose reward came from Python."""
+"""The `reward.name` of a run whose reward functions were passed in Python."""
 
 
 class _GroupReward:

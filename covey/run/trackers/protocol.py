@@ -1,7 +1,7 @@
-"""What a tracker is: a sink for metrics, evaluations, tables and notes.
+"""The tracker interface: a sink for metrics, evaluations, tables and notes.
 
-To add one, subclass `Tracker` and override what it shows; everything else is ignored. The training
-loop calls every tracker of a run, in order.
+To add a tracker, subclass `Tracker` and override the events that it shows. The training loop
+reports every event to all trackers of a run, in order.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class Tracker:
     """A sink for what a run reports. Every method does nothing unless it is overridden."""
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Training begins: `done` of `steps` steps are behind it, `rollouts` are in each."""
+        """Training begins. `done` of `steps` steps are finished; each has `rollouts` rollouts."""
 
     def sampled(self, count: int) -> None:
-        """`count` more completions of the current step, or evaluation, are finished."""
+        """`count` more completions of the current step or evaluation are finished."""
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """A training step is done."""
@@ -29,13 +29,13 @@ class Tracker:
         """An evaluation after `step` is done."""
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of a step: "rollouts", or "evaluations" with a row for each held-out prompt."""
+        """A table of a step: "rollouts", or "evaluations" with a row for each held-out prompt."""
 
     def note(self, text: str) -> None:
-        """Something that the user should read."""
+        """A message for the user."""
 
     def close(self) -> None:
-        """The run has ended, in whatever way."""
+        """The run has ended, successfully or not."""
 
 
 class Trackers(Tracker):
