@@ -61,10 +61,10 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
 
 
 def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
-    """Decorate a function that returns the pieces of an algorithm: it becomes one of its options.
+    """Turn a function that returns an algorithm's pieces into a function of its options.
 
-    `names` are its options, in the order in which they are shown. Each belongs to a piece, to the
-    KL, or to the function itself. The decorated function sets them in all pieces that have them.
+    `names` are the options, in the order in which they are shown. Each belongs to a piece, to the
+    KL, or to the function itself. An option is set in every piece that has it.
     """
 
     def decorate(pieces: Algorithm) -> Algorithm:

@@ -30,7 +30,7 @@ SHARED = options_of(extended)
 
 
 def step() -> dict[str, torch.Tensor]:
-    """Return a random step, off policy: two groups of three answers, one of them without a token."""
+    """Return a random step, off policy: two groups of three completions, one of them without a token."""
     generator = torch.Generator().manual_seed(1)
     noise = [torch.randn(6, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
     old_logp = -noise[0].abs() - 0.5
@@ -337,7 +337,7 @@ BROKEN = {
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in a folder with modules of a user's own, which nobody remembers afterwards."""
+    """Work in a folder with modules of a user's own, and forget them afterwards."""
     before, path = set(sys.modules), list(sys.path)
     (tmp_path / "own_package").mkdir()
     (tmp_path / "own_package/inner.py").write_text(OWN)

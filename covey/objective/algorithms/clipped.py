@@ -107,7 +107,7 @@ def opo() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The baseline weighs completions by their length, which minimises the variance if the gradient of
-    an completion grows with its length; so every token has the same weight here.
+    a completion grows with its length; so every token has the same weight here.
 
     Departure: the paper takes one optimizer step per batch, where the clip never acts. It is here
     for those who take more.
