@@ -81,10 +81,9 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
             bound.apply_defaults()
             given = bound.arguments
             objective = pieces(**{k: given[k] for k in own})
-            settled = {k: _settled(f, given) for k, f in _parts(objective).items()}
-            with_kl = settled.pop("kl")
-            changed: Objective = with_kl(replace(objective, **settled))
-            return changed
+            settled: dict[str, Any] = {k: _settled(f, given) for k, f in _parts(objective).items()}
+            with_kl: Algorithm = settled.pop("kl")
+            return with_kl(replace(objective, **settled))
 
         inner = function_of(pieces)
         algorithm.__name__, algorithm.__doc__ = inner.__name__, inner.__doc__

@@ -41,7 +41,10 @@ class Decoder(Protocol):
     """Runs a model for one token per slot."""
 
     def begin(self, positions: int) -> None:
-        """Prepare for sequences of up to `positions` tokens, with the current weights."""
+        """Prepare for sequences of up to `positions` tokens, with the current weights.
+
+        A decoder that keeps no copies of weights has nothing to prepare.
+        """
 
     def step(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
         """Return hidden states [W, hidden size] after `tokens` [W], and write to the cache."""
@@ -105,9 +108,10 @@ class LinearGroup:
 
     def apart(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the result of each layer."""
-        if self.fused:
-            return linear(values, *self.fused).split(self.widths, dim=-1)
-        return [layer(values) for layer in self.layers]
+        if not self.fused:
+            return [layer(values) for layer in self.layers]
+        parts: Sequence[torch.Tensor] = self.together(values).split(self.widths, dim=-1)
+        return parts
 
 
 class Block:
@@ -139,7 +143,7 @@ class Block:
         self.gate_up.fuse()
 
 
-class LlamaDecoder:
+class LlamaDecoder(Decoder):
     """The arithmetic of a Llama-like model without the model's Python code."""
 
     def __init__(self, model: LanguageModel) -> None:

@@ -54,7 +54,7 @@ def dr_grpo() -> Objective:
         advantage=advantage.group_centered,
         ratio=ratio.token,
         surrogate=surrogate.clipped,
-        weights=weights.sequence_mean_token_sum_norm,
+        weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
     )
 
 
