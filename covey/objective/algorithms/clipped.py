@@ -128,8 +128,8 @@ def reinforce_pp() -> Objective:
         A    = (U - mean U) / sqrt(var U + eps), over all tokens of the batch
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Since the baseline is that of the batch, prompts of different difficulty are pushed as wholes;
-    `reinforce_pp_baseline` corrects that.
+    Since the baseline is that of the batch, it reinforces most completions of an easy prompt and
+    few of a hard one; `reinforce_pp_baseline` corrects that.
     """
     return Objective(
         advantage=advantage.returns_whitened,
