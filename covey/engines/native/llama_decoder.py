@@ -45,6 +45,7 @@ class Decoder(Protocol):
 
         A decoder that keeps no copies of weights has nothing to prepare.
         """
+        return
 
     def step(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
         """Return hidden states [W, hidden size] after `tokens` [W], and write to the cache."""
