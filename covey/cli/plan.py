@@ -55,15 +55,17 @@ def plan_command(
     read.
     """
     settings = settings_of(overrides, model)
-    with waiting(STARTING) as say:
-        config = resolved(source or "arithmetic", settings, model=False, rendering=True)
+    from covey.analysis.plan.prompt_lengths import measuring
+
+    with waiting(STARTING) as say, measuring() as measure:
+        config = resolved(source or "arithmetic", settings, model=False)
 
         from covey.analysis.plan.findings import findings
         from covey.analysis.plan.summary import summarize
         from covey.analysis.plan.task_facts import task_facts
 
         say("reading the task")
-        facts = task_facts(config)
+        facts = task_facts(config, measure)
         plan, found = summarize(config, facts), findings(config, facts)
         say(f"measuring {config.model.path}")
         memory, problem, more = _memory(config, facts, gpu)

@@ -104,19 +104,13 @@ def resolved(
     smoke: bool = False,
     model: bool = True,
     imports: bool = True,
-    rendering: bool = False,
 ) -> Config:
     """Load a configuration and fill in the default of every option.
 
     With `model` it has to name one: what can be seen to be none is refused before torch is loaded.
-    Without `imports` code of the user's own is not loaded, and its options stay as given. With
-    `rendering`, the process that renders chat templates starts while torch is imported.
+    Without `imports` code of the user's own is not loaded, and its options stay as given.
     """
     config = loaded(source, overrides, smoke=smoke)
-    if rendering and config.model.template in ("auto", "chat"):
-        from covey.models.template_process import start_rendering
-
-        start_rendering()
     if model:
         check_model_path(config.model.path)
 
