@@ -16,6 +16,7 @@ from covey.types import Prompt
 SAMPLE = 64
 """Prompts that are measured."""
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFacts:
     """What is known of the data. Rules that need an unknown fact find nothing."""
