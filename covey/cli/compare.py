@@ -150,8 +150,6 @@ def _print_design(folder: Path, design: Design) -> None:
         f"{count(runs, 'run')} of {design.amount} {design.budget}: "
         f"{count(len(design.arms), 'arm')}, seeds {seeds}, "
         f"{count(design.threads, 'thread')} each, in {folder}",
-        markup=False,
-        highlight=False,
     )
     table = Table("arm", "differences from the common configuration")
     for arm in design.arms:
@@ -232,4 +230,4 @@ def _write_report(folder: Path) -> None:
         if run.state == "failed"
     ]
     for line in (*lines, f"report   {folder / 'report.html'}"):
-        console.print(line, markup=False, highlight=False)
+        console.print(line)

@@ -33,7 +33,7 @@ LEAST_WIDTH = 120
 
 def wide_console() -> Console:
     """Return a console that never cuts a table."""
-    console = Screen(soft_wrap=True, highlight=False)
+    console = Screen(soft_wrap=True)
     console.width = max(console.width, LEAST_WIDTH)
     return console
 
@@ -75,7 +75,7 @@ def show_step(explained: Explanation, console: Console) -> None:
     if explained.filtered_out:
         lines.append(f"{explained.filtered_out} more rollouts were filtered out of the step")
     for line in lines:
-        console.print(line, markup=False)
+        console.print(line)
     console.print(_group_table(explained))
     console.print("share: of the step's sum of |d loss / d logp|. --rollout K shows rollout K.")
 
@@ -86,16 +86,14 @@ def _head(explained: Explanation, console: Console) -> None:
         f"step {explained.step}: {explained.algorithm}, {len(explained.rollouts)} rollouts, "
         f"{count}",
         style="bold",
-        markup=False,
     )
-    console.print(weights_line(explained.origin), markup=False)
+    console.print(weights_line(explained.origin))
     metrics = explained.metrics
     if "debug/sampler_logp_diff_mean" in metrics:  # absent if all rollouts are masked
         console.print(
             "check: log-probs differ from the recorded ones by "
             f"{metrics['debug/sampler_logp_diff_mean']:.1e} on average, "
             f"{metrics['debug/sampler_logp_diff_max']:.1e} at most",
-            markup=False,
         )
     both = [
         f"{name} {metrics[name]:.6g} (logged {explained.logged[name]:.6g})"
@@ -103,7 +101,7 @@ def _head(explained: Explanation, console: Console) -> None:
         if metrics.get(name) is not None and explained.logged.get(name) is not None
     ]
     if both:
-        console.print("check: trained again, " + ", ".join(both) + "\n", markup=False)
+        console.print("check: trained again, " + ", ".join(both) + "\n")
 
 
 def _group_table(explained: Explanation) -> Table:
@@ -146,7 +144,7 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
     """Print a rollout: its text coloured by gradient, and a table of its tokens."""
     _head(explained, console)
     group = next(g for g in explained.groups if g.group == rollout.group)
-    console.print(group.prompt, style="bold", markup=False)
+    console.print(group.prompt, style="bold")
     console.print(_coloured(rollout.tokens))
     reward = "unscored" if rollout.reward is None else f"reward {rollout.reward:.3g}"
     total = sum(a.gradient for a in explained.rollouts)
@@ -155,7 +153,6 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
         f"{rollout.recorded_advantage:+.4g}), trained in optimizer step {rollout.update} of "
         f"{explained.updates}, {rollout.clipped:.1%} clipped, "
         f"{rollout.gradient / total if total else 0.0:.1%} of the step's gradient",
-        markup=False,
     )
     console.print(_token_table(rollout.tokens))
     console.print(

@@ -26,23 +26,21 @@ def show_report(report: Report, console: Console) -> None:
         f"{report.causes[0].gap.tokens} tokens; {report.alone} also generated one at a time, of "
         f"which {report.diverged} diverged",
         style="bold",
-        markup=False,
     )
     console.print(_table(report))
     console.print(
         "mean, p99, max: |difference| in nats. ratio: mean of exp(difference). outside: share "
         f"of {unit} whose ratio is not in [{clip.low:.4g}, {clip.high:.4g}], the clip range. "
         f"effective: effective sample size, as a share of all {unit}.",
-        markup=False,
     )
-    console.print(NOT_A_SUM, markup=False)
+    console.print(NOT_A_SUM)
     for cause in report.causes:
         row = cause.row()
-        console.print(f"\n{row['title']}: {row['severity']}", style="bold", markup=False)
-        console.print(f"  {row['what']}.", markup=False)
-        console.print(f"  What to do: {row['advice']}.", markup=False)
+        console.print(f"\n{row['title']}: {row['severity']}", style="bold")
+        console.print(f"  {row['what']}.")
+        console.print(f"  What to do: {row['advice']}.")
     for note in report.notes:
-        console.print(f"\n{note}", markup=False)
+        console.print(f"\n{note}")
 
 
 def _table(report: Report) -> Table:

@@ -75,10 +75,10 @@ def plan_command(
         data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
         typer.echo(json.dumps({**data, "memory_unknown": problem, "findings": rows}))
         return
-    console = Screen(highlight=False)
+    console = Screen()
     _show_plan(plan, console)
     text = memory.text() if memory else f"memory: unknown, {problem}"
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(text, soft_wrap=True)
     _show_findings(found, console)
 
 
@@ -101,7 +101,7 @@ def _memory(
 
 
 def _show_plan(plan: Plan, console: Console) -> None:
-    console.print(plan.paragraph(), markup=False)
+    console.print(plan.paragraph())
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in plan.table():
         table.add_row(name, cell(value))
@@ -112,7 +112,6 @@ def _show_findings(found: list[Finding], console: Console) -> None:
     if not found:
         console.print("\nNo findings: every setting has an effect, and none is known to harm.")
     for finding in found:
-        console.print(f"\n[bold]{HEADINGS[finding.kind]}[/]: ", end="")
-        console.print(finding.title, markup=False, style="bold")
-        console.print(f"  {finding.why}", markup=False)
-        console.print(f"  What to do: {finding.remedy} ({finding.docs}).", markup=False)
+        console.print(f"\n{HEADINGS[finding.kind]}: {finding.title}", style="bold")
+        console.print(f"  {finding.why}")
+        console.print(f"  What to do: {finding.remedy} ({finding.docs}).")

@@ -18,22 +18,18 @@ def show_replay(found: Replay, console: Console) -> None:
         f"step {found.step}: {found.rollouts} rollouts, {len(found.moments[0].algorithms)} "
         "algorithms, each with one optimizer step over all rollouts",
         style="bold",
-        markup=False,
     )
-    console.print(weights_line(found.origin), markup=False)
+    console.print(weights_line(found.origin))
     given = "".join(f", {key} = {value}" for key, value in found.options.items())
     names = [a.name for a in found.moments[0].algorithms]
     own = (
         f"{found.run_algorithm} (*) has the run's options, " if found.run_algorithm in names else ""
     )
-    console.print(f"options: {own}others their defaults{given}", markup=False)
+    console.print(f"options: {own}others their defaults{given}")
     for moment in found.moments:
         _moment(moment, found, console)
-    console.print(
-        "\nequal: = bit for bit, ~ up to rounding after division by the factor behind /",
-        markup=False,
-    )
-    console.print("zero: share of tokens with gradient 0", markup=False)
+    console.print("\nequal: = bit for bit, ~ up to rounding after division by the factor behind /")
+    console.print("zero: share of tokens with gradient 0")
     console.print(
         "by length: |d loss / d logp| per unit of advantage, relative to all tokens. 1 everywhere "
         "means no length bias."
@@ -44,16 +40,14 @@ def _moment(moment: Moment, found: Replay, console: Console) -> None:
     when = "before the step: the policy is the one that generated"
     if moment.updates:
         when = f"after the run's {moment.updates} optimizer steps with {found.run_algorithm}"
-    console.print(f"\n{when}", style="bold", markup=False)
+    console.print(f"\n{when}", style="bold")
     for family in moment.families:
         if len(family.members) > 1:
-            console.print(_family_line(family), markup=False)
+            console.print(_family_line(family))
     console.print(_table(moment, found.run_algorithm))
-    console.print(
-        "cosines of the parameters' gradients, one algorithm of each family:", markup=False
-    )
+    console.print("cosines of the parameters' gradients, one algorithm of each family:")
     for line in _cosines(moment):
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def _family_line(family: Family) -> str:

@@ -11,7 +11,6 @@ from rich.markup import escape
 
 from covey.cli.screen import Screen, echo
 from covey.config import Config, load_config, load_smoke, toml_value
-from covey.errors import ConfigError
 from covey.models.model_path import check_model_path
 from covey.run.folder import edited_settings
 from covey.trust import trust
@@ -37,17 +36,6 @@ Model = Annotated[
     typer.Option(help="A folder, hub name, GGUF file, 'smollm2' or 'embedded'; sets model.path."),
 ]
 Smoke = Annotated[bool, typer.Option("--smoke", help="Shrink the run to one or two minutes.")]
-ResumeStep = Annotated[
-    int | None,
-    typer.Option(
-        "--step",
-        min=0,
-        metavar="N",
-        help="With --resume: resume from the checkpoint of this step; 0: from the start. Later "
-        "records move to RUN/superseded. Default: the newest checkpoint.",
-    ),
-]
-
 Trust = Annotated[
     list[str] | None,
     typer.Option(
@@ -74,12 +62,6 @@ def waiting(text: str) -> Iterator[Say]:
     """
     with Screen(stderr=True).status(escape(text)) as status:
         yield lambda then: status.update(escape(then))
-
-
-def check_no_step(step: int | None) -> None:
-    """Refuse --step without --resume."""
-    if step is not None:
-        raise ConfigError(f"--step {step} needs --resume RUN; train.steps sets the number of steps")
 
 
 def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
