@@ -106,8 +106,8 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
         if found is not None and found.checkpoint is not None:
             state = load(parts.policy, parts.reference, found.checkpoint, found.step)
         wanted = default_updates(config) if updates is None else updates
-        answers = config.rollout.prompts_per_step * config.rollout.group_size
-        return measure(parts, state, _Notes(say, answers), updates=wanted)
+        completions = config.rollout.prompts_per_step * config.rollout.group_size
+        return measure(parts, state, _Notes(say, completions), updates=wanted)
 
 
 class _Notes(Tracker):
@@ -116,13 +116,13 @@ class _Notes(Tracker):
     def __init__(self, say: Say, completions: int) -> None:
         self.say = say
         self.completions = completions
-        self.written = 0
+        self.done = 0
 
     def sampled(self, count: int) -> None:
         """Count completions; what comes after the last one is measuring."""
-        self.written += count
-        done = self.written >= self.completions
-        self.say("measuring" if done else f"completions: {self.written} of {self.completions}")
+        self.done += count
+        more = f"completions: {self.done} of {self.completions}"
+        self.say("measuring" if self.done >= self.completions else more)
 
     def note(self, text: str) -> None:
         """Print it on stderr."""

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
@@ -39,14 +39,10 @@ def page(contents: ReportContents) -> str:
         f"{count(len(comparison.arms), 'arm')}, {count(len(comparison.seeds), 'seed')} each, "
         f"{comparison.amount:,} {comparison.budget} per run"
     )
-    environment = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible
-    )
-    return environment.from_string(page_file("report.html")).render(
-        contents=contents,
-        comparison=comparison,
-        conclusion=contents.conclusion,
-        tables=tables,
+    return render_page(
+        "report.html",
+        contents,
+        finalize=_visible,
         axes=AXES,
         colours={arm.name: number % COLOURS for number, arm in enumerate(comparison.arms)},
         longest=LONGEST_COMPLETION,
@@ -54,12 +50,33 @@ def page(contents: ReportContents) -> str:
         about=about,
         # The text after a colon may begin with an arm's name, so its first letter stays as it is.
         headline=re.split(r"(?<=[:.]) ", contents.conclusion.headline, maxsplit=1),
-        environment=json.dumps(dict(comparison.environment), indent=2, default=str),
         version=__version__,
         style=Markup(page_file("report.css")),
         policy=security_policy(scripts),
         scripts=[script(source) for source in scripts],
         chart_data=embedded_json(finite(_chart_data(contents)), "chart-data"),
+    )
+
+
+def render_page(
+    template: str, contents: ReportContents, finalize: Callable[[Any], Any], **values: Any
+) -> str:
+    """Render a template of the page folder; `finalize` escapes what is not markup."""
+    environment = Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=finalize,
+    )
+    about = json.dumps(dict(contents.comparison.environment), indent=2, default=str)
+    return environment.from_string(page_file(template)).render(
+        contents=contents,
+        comparison=contents.comparison,
+        conclusion=contents.conclusion,
+        tables=tables,
+        environment=about,
+        **values,
     )
 
 

@@ -64,7 +64,7 @@ class Recorded:
 
 
 def read_step(run: RunFolder, step: int) -> Recorded:
-    """Read the answers of a step back."""
+    """Read the recorded rollouts of a step."""
     rows = run.require_rollouts(step)
     numbered = list(zip(rows, itertools.accumulate(_begins(rows)), itertools.count(1)))
     rollouts = tuple(
@@ -121,8 +121,8 @@ _RECORDED = (
 def _rollout(row: dict[str, Any]) -> Rollout:
     lacking = [name for name in _RECORDED if name not in row]
     if lacking or len(row["tokens"]) != len(row["sampler_logp"]):
-        what = f"lacks {lacking[0]}" if lacking else "has more or fewer tokens than probabilities"
-        raise RunError(f"an answer of the step, to {row['prompt_id']}, {what}")
+        what = f"lacks {lacking[0]}" if lacking else "has more or fewer tokens than log-probs"
+        raise RunError(f"a recorded rollout of the step, of prompt {row['prompt_id']}, {what}")
     values = {name: row[name] for name in _RECORDED}
     for name in ("prompt_tokens", "tokens", "sampler_logp"):
         values[name] = tuple(row[name])
