@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from covey.cli.screen import Screen, cell
+from covey.cli.screen import Screen
 from covey.cli.startup import (
     STARTING,
     Model,
@@ -26,7 +25,6 @@ from covey.errors import CoveyError
 if TYPE_CHECKING:
     from covey.analysis.plan.finding import Finding
     from covey.analysis.plan.forecast import Forecast
-    from covey.analysis.plan.summary import Plan
     from covey.analysis.plan.task_facts import TaskFacts
 
 HEADINGS = {"same": "equivalent", "idle": "no effect", "risk": "may harm"}
@@ -76,7 +74,7 @@ def plan_command(
         typer.echo(json.dumps({**data, "memory_unknown": problem, "findings": rows}))
         return
     console = Screen()
-    _show_plan(plan, console)
+    console.print(plan.paragraph(), "", sep="\n")
     text = memory.text() if memory else f"memory: unknown, {problem}"
     console.print(text, soft_wrap=True)
     _show_findings(found, console)
@@ -98,14 +96,6 @@ def _memory(
         return memory, "", list(memory_findings(config, memory, facts, shape))
     except CoveyError as error:
         return None, str(error), []
-
-
-def _show_plan(plan: Plan, console: Console) -> None:
-    console.print(plan.paragraph())
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in plan.table():
-        table.add_row(name, cell(value))
-    console.print("", table, "", sep="\n")
 
 
 def _show_findings(found: list[Finding], console: Console) -> None:
