@@ -72,7 +72,7 @@ def numerics_command(
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     source = str(run.config_file) if run is not None else target or "arithmetic"
-    if run is not None and run.environment().get("kind") in ("sft", "warmup"):
+    if run is not None and run.is_sft:
         raise RunError(
             f"{run.path} is an SFT run; give a configuration, and its checkpoint as --model"
         )

@@ -156,6 +156,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     scored = [row for row in rows if row["reward"] is not None]
     errors = [row["error"] for row in rows if "error" in row]
     names = sorted({name for row in scored for name in row["parts"]})
+    parts = {n: [row["parts"][n] for row in scored if n in row["parts"]] for n in names}
     count = max(1, len(scored))
     return {
         "completions": len(rows),
@@ -163,14 +164,8 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "first_error": errors[0] if errors else None,
         "mean_reward": sum(row["reward"] for row in scored) / count,
         "success": sum(row["success"] for row in scored) / count,
-        "parts": {
-            n: _mean([row["parts"][n] for row in scored if n in row["parts"]]) for n in names
-        },
+        "parts": {name: sum(values) / len(values) for name, values in parts.items()},
     }
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _summary_lines(summary: dict[str, Any]) -> str:

@@ -115,7 +115,7 @@ def pair_results(
     level = LEVEL / max(1, len(tested))
     return tuple(
         replace(
-            _result(pair, *(next(corrected) if pair.tested else (None, None)), level),
+            _result(pair, next(corrected) if pair.tested else (None, None), level),
             missing=missing[pair.first] + missing[pair.second],
             checkpoints=tuple(checkpoints[pair.first, pair.second]),
         )
@@ -137,8 +137,11 @@ def _pair(runs: Mapping[str, Sequence[RunResult]], first: str, second: str) -> _
     return _Pair(first=first, second=second, seeds=seeds, a=a, b=b, same=same)
 
 
-def _result(pair: _Pair, p_value: float | None, p_holm: float | None, level: float) -> PairResult:
-    """Decide which algorithm is better."""
+def _result(
+    pair: _Pair, p_values: tuple[float, float] | tuple[None, None], level: float
+) -> PairResult:
+    """Decide which algorithm is better, given the p-value before and after correction."""
+    p_value, p_holm = p_values
     several = len(pair.seeds) >= 2
     differences = pair.differences if pair.seeds else np.zeros(0)
     items = pair.a.shape[1] if pair.seeds else 0

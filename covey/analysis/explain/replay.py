@@ -150,10 +150,10 @@ def _with_own_beta(
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
     """Fill in all that any of the algorithms may ask for, from the policy as it is."""
     model, reference = trainee.policy.model, trainee.learner.reference
-    hungry = next((o for o in algorithms.values() if "reference" in o.needs), None)
-    if hungry is not None and reference is None:
-        reference = reference_of(trainee.config, model, hungry)
-    some = hungry or next(iter(algorithms.values()))
+    penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
+    if penalized is not None and reference is None:
+        reference = reference_of(trainee.config, model, penalized)
+    some = penalized or next(iter(algorithms.values()))
     objective = replace(some, reads=some.reads | {"old_entropy"})
     learner = replace(trainee.learner, objective=objective, reference=reference)
     return prepare(learner, collate(recorded.groups, model.device))
