@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from covey.cli.explain_output import show_replay, show_rollout, show_step, wide_console
 from covey.cli.startup import STARTING, Trust, tell_edited, waiting
 from covey.errors import ConfigError
 from covey.escape import finite
@@ -93,8 +94,6 @@ def explain_command(
     if as_json:
         return typer.echo(json.dumps(finite(_data(explained, rollout))))
 
-    from covey.cli.explain_output import show_rollout, show_step, wide_console
-
     if rollout is None:
         show_step(explained, wide_console())
     else:
@@ -150,8 +149,4 @@ def _replay(
     if as_json:
         typer.echo(json.dumps(finite({**asdict(found), "exact": found.origin.exact})))
         return
-
-    from covey.cli.explain_output import wide_console
-    from covey.cli.replay_output import show_replay
-
     show_replay(found, wide_console())
