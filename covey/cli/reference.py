@@ -27,6 +27,9 @@ Connections = Annotated[
         help="Open connections. Beyond that, idle and unfinished ones are closed.",
     ),
 ]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"], typer.Option(help="Compute dtype, as model.dtype.")
+]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -46,9 +49,7 @@ def serve_command(
             metavar="NAME", help="Environment variable with the token that clients must send."
         ),
     ] = "",
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], typer.Option(help="Compute dtype, as model.dtype.")
-    ] = "auto",
+    dtype: Dtype = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto.")] = "auto",
     max_megabytes: Annotated[
         float, typer.Option(min=0.01, max=4096.0, help="Largest request body.")
