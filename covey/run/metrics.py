@@ -94,7 +94,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "overlap/version_max": "Optimizer steps of the newest weights that sampled for the step.",
         "engine/restarts": "Engine processes that died and were started again since the last step. "
         "Only with an engine in other processes.",
-        "scoring/restarts": "Scoring processes that died and were replaced since the last step. "
+        "scoring/restarts": "Scoring processes that were killed and replaced since the last step. "
         "Only if there were any.",
         "time/rollout": "Seconds spent sampling.",
         "time/score": "Seconds spent scoring.",

@@ -144,7 +144,7 @@ class Pool:
         return future
 
     def events(self) -> list[str]:
-        """Return which processes died and were replaced since the last call."""
+        """Return which processes were killed and replaced since the last call."""
         with self._changed:
             happened, self._happened = self._happened, []
         return happened
@@ -218,6 +218,10 @@ class Pool:
         most = MOST_JOBS if self._concurrent else 1
         while jobs := self._take(most):
             begun = time.monotonic()
+            if worker is not None and worker.process.poll() is not None:
+                self._note_end(worker.how_ended())  # it died while it had nothing to do
+                self._end(worker)
+                worker = None
             try:
                 worker = worker or self._new_worker()
             except RewardError as error:
@@ -260,13 +264,16 @@ class Pool:
             return False
         return usable
 
-    def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
-        """Handle the jobs of a process that has died. If it was killed, the job is not at fault."""
+    def _note_end(self, how: str) -> None:
         with self._changed:
             self._happened.append(f"a scoring process ended {how}, and was replaced")
+
+    def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
+        """Handle the jobs of a process that has died. If it was killed, no job is at fault yet."""
         first = next(iter(waiting.values()), None)
         if how.endswith("SIGKILL") and first is not None and first[1] not in self._killed:
             self._killed.add(first[1])
+            self._note_end(how)
             self._put_back(list(waiting.values()), self._suspects)
             return
         self._give_up(waiting, f"the scoring process ended {how}")
