@@ -25,6 +25,7 @@ from covey.cli.sft import sft_command
 from covey.cli.train import train_command
 from covey.errors import CoveyError, reason
 from covey.escape import printable
+from covey.training.parallel.lifeline import RankError
 from covey.trust import scoped_trust
 
 INTERRUPTED = 130
@@ -80,7 +81,9 @@ def run(arguments: list[str]) -> int:
                 args=arguments, prog_name="covey", standalone_mode=False
             )
     except CoveyError as error:
-        return _fail(str(error), error.exit_code)
+        # Before ranks have joined, those of a machine find the same mistake: one of them says it.
+        alone = isinstance(error, RankError) or os.environ.get("LOCAL_RANK", "0") == "0"
+        return _fail(str(error), error.exit_code) if alone and str(error) else error.exit_code
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:

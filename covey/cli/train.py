@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from covey.cli.screen import echo
 from covey.cli.startup import (
     STARTING,
     Model,
@@ -32,6 +33,10 @@ from covey.stopping import stop_signal
 
 if TYPE_CHECKING:
     from covey.training.build import Parts
+    from covey.training.parallel.world import World
+
+REPEATS_SECONDS = 2.0
+"""Signals within this time of the first are the launcher's own, sent on."""
 
 
 def train_command(
@@ -62,8 +67,7 @@ def train_command(
     if resume is not None:
         if source or overrides or model or run or skip_bad_rows or smoke:
             raise ConfigError("--resume takes its settings from the run; give it alone")
-        _resume(resume, step, print_config)
-        return
+        raise typer.Exit(_resume(resume, step, print_config))
     check_no_step(step)
     if run is not None and not print_config:
         check_new_run(run)
@@ -74,37 +78,39 @@ def train_command(
     if print_config:
         typer.echo(to_toml(config), nl=False)
     else:
-        _start(config, run, label, changed_by_smoke(label, settings) if smoke else frozenset())
+        not_own = changed_by_smoke(label, settings) if smoke else frozenset()
+        raise typer.Exit(_start(config, run, label, not_own))
 
 
-def _start(config: Config, path: Path | None, label: str, not_own: frozenset[str]) -> None:
-    import torch
+def _start(config: Config, path: Path | None, label: str, not_own: frozenset[str]) -> int:
+    from covey.training.run_start import created_run, locked_by_main
 
-    from covey.run.provenance import describe_environment
-
-    parts = _assembled(config)
     name = config.objective.name.replace(":", ".")  # some systems allow no colon in a file name
-    path = path or next_run_path(Path("runs"), f"{Path(label).stem}-{name}")
-    environment = describe_environment(
-        config.seed, str(parts.policy.model.device), torch.get_num_threads()
-    )
-    environment["reward"] = parts.scorer.identity
-    environment["reference"] = parts.reference.identity if parts.reference else None
-    with closing(parts.scorer):
-        folder = RunFolder.create(path, to_toml(config), environment)
-        with folder.locked():
-            _run(parts, folder, Start(), not_own)
+    with _joined(config) as world:
+        parts = _assembled(config, world)
+        with closing(parts.scorer):
+            chosen = path or next_run_path(Path("runs"), f"{Path(label).stem}-{name}")
+            folder = created_run(parts, chosen)
+            with locked_by_main(folder, world):
+                return _run(parts, folder, Start(), not_own)
 
 
-def _assembled(config: Config) -> Parts:
+def _joined(config: Config) -> AbstractContextManager[World]:
+    """Join the other ranks, if torchrun or the like has started several."""
+    from covey.training.parallel.join import joined_world
+
+    return joined_world(config, lambda text: echo(text, err=True))
+
+
+def _assembled(config: Config, world: World) -> Parts:
     """Load everything a run needs, so that errors come before the run folder is created."""
     from covey.training.build import assemble
 
     with waiting(f"loading {config.model.path}"):
-        return assemble(config)
+        return assemble(config, world=world)
 
 
-def _resume(path: Path, step: int | None, print_config: bool) -> None:
+def _resume(path: Path, step: int | None, print_config: bool) -> int:
     folder = RunFolder.open(path)
     if folder.is_sft:
         raise RunError(f"{path} is an SFT run; resume it with: covey sft --resume {path}")
@@ -112,32 +118,34 @@ def _resume(path: Path, step: int | None, print_config: bool) -> None:
         config = resolved(str(folder.config_file), imports=not print_config)
     if print_config:
         typer.echo(to_toml(config), nl=False)
-        return
-    with folder.locked():
-        start = start_of(folder, step, save_every=config.save.every)
-        parts = _assembled(config)
+        return 0
+    from covey.training.run_start import locked_by_main
+
+    with _joined(config) as world, locked_by_main(folder, world):
+        start = world.from_main(lambda: start_of(folder, step, save_every=config.save.every))
+        parts = _assembled(config, world)
         with closing(parts.scorer):
-            _run(parts, folder, start)
+            return _run(parts, folder, start)
 
 
 def _run(
     parts: Parts, folder: RunFolder, start: Start, not_own: frozenset[str] = frozenset()
-) -> None:
+) -> int:
+    """Train, and return the exit code."""
     from covey.cli.screen import Screen
     from covey.rollout.prompts import prompt_notes
     from covey.run.trackers.console import console_tracker
     from covey.training.loop import train
 
-    reporter = console_tracker(folder, Screen(soft_wrap=True))
+    reporter = console_tracker(folder, Screen(soft_wrap=True, quiet=not parts.world.is_main))
     tell_notes(reporter, folder, parts)
     for note in prompt_notes(parts.policy.model, parts.train_prompts):
         reporter.note(note)
-    if start.checkpoint is None:
+    if start.checkpoint is None and parts.world.is_main:
         tell_findings(reporter, parts, not_own)
-    with stop_signal() as stop:
+    with stop_signal(repeats=REPEATS_SECONDS if parts.world.size > 1 else 0.0) as stop:
         done = train(parts, folder, [reporter], stop, start)
     # A budget of tokens or updates ends where it ends; only a signal leaves steps undone.
     steps = parts.config.train.steps if stop.received else done
     reporter.finished(done, steps, stop.received)
-    if done < steps:
-        raise typer.Exit(stop.exit_code)
+    return stop.exit_code if done < steps else 0

@@ -46,6 +46,7 @@ def make_reference(
         )
     if section.kind in ("moving", "renewed"):
         _need_no_adapter(policy, section.kind)
+        _need_whole(policy, section.kind)
         return MovingReference(
             model=load(),
             temperature=temperature,
@@ -53,8 +54,11 @@ def make_reference(
             alpha=section.alpha if section.kind == "moving" else 1.0,
             every=section.every,
         )
-    kind = OffloadedReference if section.kind == "offloaded" else FrozenReference
-    return kind(model=load(), temperature=temperature, logits_megabytes=megabytes)
+    model = load()
+    # Sharded weights that are offloaded are brought back by the shards themselves.
+    offloaded = section.kind == "offloaded" and not model.sharded
+    kind = OffloadedReference if offloaded else FrozenReference
+    return kind(model=model, temperature=temperature, logits_megabytes=megabytes)
 
 
 def _token(variable: str) -> str:
@@ -73,6 +77,14 @@ def _need_adapter(policy: LanguageModel) -> None:
         raise ConfigError(
             "config: reference.kind = 'adapter_off' needs an adapter to switch off; set "
             "adapter.rank, or use 'frozen'"
+        )
+
+
+def _need_whole(policy: LanguageModel, kind: str) -> None:
+    if policy.sharded:
+        raise ConfigError(
+            f"config: reference.kind = {kind!r} does not work with parallel.strategy = 'fsdp'; use "
+            "'frozen' or 'offloaded', or the strategy 'ddp'"
         )
 
 

@@ -58,7 +58,7 @@ class SynchronousSource:
         share = (step - 1) / config.train.steps if share is None else share
         wanted, train_prompts = config.rollout.prompts_per_step, self.parts.train_prompts
         most_rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
-        self.parts.engine.load_weights(policy.model.model.named_parameters, policy.version)
+        self.parts.engine.load_weights(policy.weights, policy.version)
         prompts = step_prompts(train_prompts, seed=config.seed, step=step - 1, count=wanted)
         collected, rounds = Collected(), 0
         while True:
@@ -97,6 +97,7 @@ class SynchronousSource:
             model=parts.policy.model,
             scorer=parts.scorer,
             progress=self.reporter.sampled,
+            ranks=parts.world,
         )
         encoded = encode_prompts(parts.policy.model, prompts)
         collected = collector.collect(encoded, sampling=parts.sampling, step=step, share=share)

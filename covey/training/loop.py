@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from covey.errors import RunError
 from covey.evaluation.evaluate import Evaluation, evaluate
 from covey.rollout.collect import Collector
 from covey.run.folder import RunFolder
@@ -78,7 +79,13 @@ def run_loop(
     start = start or start_of(run, save_every=parts.config.save.every)
     try:
         state = checkpoint.resume(
-            run, parts.policy, parts.reference, start, fresh=trainer.fresh(), note=log.note
+            run,
+            parts.policy,
+            parts.reference,
+            start,
+            fresh=trainer.fresh(),
+            note=log.note,
+            world=parts.world,
         )
         loop = _Loop(trainer=trainer, run=run, log=log, state=state, saved=state.step)
         steps = trainer.budget.settings.steps
@@ -86,6 +93,11 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
+            if parts.world.size > 1:  # the others may be in the middle of a step: nothing is saved
+                raise RunError(
+                    f"step {state.step} was waiting for another process, and was given up; "
+                    "--resume continues from the last checkpoint"
+                ) from None
             log.note(f"step {state.step} was waiting for another process, and was given up")
         loop.save_last()
     finally:
@@ -112,7 +124,9 @@ class _Loop:
         evaluate_every, save_every = trainer.evaluate_every, parts.config.save.every
         if state.step == 0 and evaluate_every:
             measure(parts, self.log, step=0)
-        while not trainer.budget.over(used := state.used(parts.policy)) and stop.received is None:
+        while not (
+            trainer.budget.over(used := state.used(parts.policy)) or parts.world.agree(stop)
+        ):
             state.step += 1
             try:
                 trainer.step(state, self.run, self.log)
@@ -134,20 +148,26 @@ class _Loop:
         parts, state = self.trainer.parts, self.complete
         if state is None or state.step <= self.saved:
             return
-        if parts.world.is_main:
-            keep = parts.config.save.keep
-            checkpoint.save(self.run, parts.policy, parts.reference, state, keep=keep)
-        parts.world.barrier()
+        keep = parts.config.save.keep
+        checkpoint.save(
+            self.run, parts.policy, parts.reference, state, keep=keep, world=parts.world
+        )
         self.saved = state.step
 
 
 def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
     """Evaluate the policy as it is after `step`, and log that."""
     model = parts.policy.model
-    parts.engine.load_weights(model.model.named_parameters, parts.policy.version)
+    parts.engine.load_weights(parts.policy.weights, parts.policy.version)
     evaluation = evaluate(
         parts.held_out_prompts,
-        Collector(engine=parts.engine, model=model, scorer=parts.eval_scorer, progress=log.sampled),
+        Collector(
+            engine=parts.engine,
+            model=model,
+            scorer=parts.eval_scorer,
+            progress=log.sampled,
+            ranks=parts.world,
+        ),
         sampling=parts.sampling,
         samples=parts.config.evaluate.samples,
         temperature=parts.config.evaluate.temperature,

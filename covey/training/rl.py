@@ -59,7 +59,7 @@ class Reinforcement:
         share = self.budget.spent(replace(state, step=state.step - 1).used(parts.policy))
         rollouts = SynchronousSource(parts, log).groups(state.step, share=share)
         collected = rollouts.collected
-        groups = parts.world.gather(rollouts.selected.groups)
+        groups = rollouts.selected.groups
         state.episode += len(collected.rollouts)
         state.tokens += collected.tokens
         training = time.perf_counter()

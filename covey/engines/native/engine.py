@@ -1,4 +1,4 @@
-"""The native engine: generation in this process, with the trainer's own weights."""
+"""The native engine: generation in this process, with the trainer's own weights or a copy."""
 
 from __future__ import annotations
 
@@ -31,8 +31,12 @@ class NativeEngine:
     """Generates from a language model that may be in training at the same time."""
 
     model: LanguageModel
+    copies: bool = False
+    """Whether the model is the engine's own and `load_weights` copies the trainer's weights to it:
+    where those are sharded."""
     backend: DecodeBackend = field(init=False)
     version: int = field(init=False, default=0)
+    _loaded: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
         self.backend = choose_backend(self.model)
@@ -43,12 +47,19 @@ class NativeEngine:
         return EngineInfo(
             backend=self.backend.description,
             exact_logp=has_exact_logp(self.model),
-            shares_weights=True,
+            shares_weights=not self.copies,
         )
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Note the version. The weights are those of the model already."""
+        """Note the version, and copy the weights unless they are those of the model already."""
         self.version = version
+        if not self.copies or self._loaded == version:
+            return
+        own = dict(self.model.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights():
+                own[name].copy_(weight)
+        self._loaded = version
 
     def close(self) -> None:
         """Do nothing: the model belongs to the trainer."""
