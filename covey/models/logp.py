@@ -38,8 +38,8 @@ reads is gathered as well."""
 def entry_method(
     root: Any, model: LanguageModel, batch: Batch, options: Mapping[str, Any]
 ) -> LogProbs:
-    """Compute `batch_logp` inside the outermost module."""
-    return _batch_logp(model, batch, **options)
+    """Compute `batch_logp` inside the outermost module, whose results must not be views."""
+    return LogProbs(*(values.clone() for values in _batch_logp(model, batch, **options)))
 
 
 def batch_logp(model: LanguageModel, batch: Batch, **options: Unpack[Layout]) -> LogProbs:

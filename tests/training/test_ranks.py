@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from covey.config import Config, load_config
+from covey.config.schema import Parallel
 from covey.engines.native.engine import NativeEngine
-from covey.models.load_model import load_language_model
 from covey.objective import ALGORITHMS
+from covey.reference import Reference
 from covey.rollout.episode import encode_prompts, generate
 from covey.training.build import load_model, policy_of, reference_of, step_settings_of
 from covey.training.optimizer import Stepped
@@ -25,11 +25,12 @@ from covey.training.policy import Policy
 from covey.training.resolve import objective_of, resolve, sampling_of, task_of
 from covey.training.step import Learner, training_step
 from covey.types import Group, Rollout
+from tests.conftest import build
 from tests.training.ranks import run_ranks
 
 SMALL = [
-    "model.device=cpu", "rollout.prompts_per_step=5", "rollout.group_size=4",
-    "rollout.max_tokens=20", "train.mini_batches=2", "train.micro_batch_tokens=300",
+    "model.device=cpu", "rollout.prompts_per_step=4", "rollout.group_size=4",
+    "rollout.max_tokens=16", "train.mini_batches=2", "train.micro_batch_tokens=300",
     "train.old_logp=sampler",
 ]  # fmt: skip
 EVERYTHING = [
@@ -38,15 +39,18 @@ EVERYTHING = [
     "filter.mask_truncated=true", "train.old_logp=recompute",
 ]  # fmt: skip
 LORA = ["adapter.rank=4", "objective.beta=0.1"]
-CASES = {
-    **{name: [f"objective.name={name}"] for name in ALGORITHMS},
-    **{f"{name} everything": [f"objective.name={name}", *EVERYTHING] for name in ALGORITHMS},
+SPECIAL = {
     "lora": LORA,
     "lora adapter off": [*LORA, "reference.kind=adapter_off"],
     "kl in the reward": ["objective.name=reinforce_pp", "objective.beta=0.05"],
     "skip rows": ["objective.name=grpo", "filter.skip_zero_gradient=true"],
     "offloaded": ["objective.beta=0.1", "reference.kind=offloaded"],
-}  # fmt: skip
+}
+CASES = {
+    2: {name: [f"objective.name={name}", *EVERYTHING] for name in ALGORITHMS} | SPECIAL,
+    4: {name: [f"objective.name={name}"] for name in ALGORITHMS} | SPECIAL,
+}
+"""By the number of ranks."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,8 +71,8 @@ class Watched(Policy):
 
 @dataclass(frozen=True)
 class Outcome:
-    gradients: list[dict[str, torch.Tensor]]
     metrics: dict[str, float]
+    gradients: list[dict[str, torch.Tensor]]
 
 
 def configured(*settings: str) -> Config:
@@ -97,23 +101,40 @@ def scored(rollout: Rollout) -> Rollout:
     return replace(rollout, reward=float(value % 3), success=value % 3 > 0)
 
 
-def outcome(config: Config, groups: Sequence[Group], world: World, dtype: str = "") -> Outcome:
-    """Take one training step without optimizer steps."""
-    model = load_model(config)
-    if dtype:
-        model = load_language_model("embedded", dtype=dtype, device="cpu")
-    objective = objective_of(config)
-    made = policy_of(config, model, world)
-    policy = Watched(**{n: getattr(made, n) for n in Policy.__dataclass_fields__})
-    learner = Learner(
-        policy=policy,
-        objective=objective,
-        settings=step_settings_of(config, sampling_of(config), exact_logp=True),
-        reference=reference_of(config, policy.model, objective, world),
-        world=world,
-    )
-    learned = training_step(learner, groups, 1)
-    return Outcome(policy.caught, learned.metrics)
+class Trainer:
+    """Policies of one world, each made once: no test step changes their weights."""
+
+    def __init__(self, world: World, strategy: str = "ddp") -> None:
+        self.world, self.strategy = world, strategy
+        self.policies: dict[tuple[int, bool], Watched] = {}
+        self.references: dict[tuple[int, str], Reference | None] = {}
+
+    def policy(self, config: Config, exact: bool) -> Watched:
+        key = (config.adapter.rank, exact)
+        if key not in self.policies:
+            model = build("gpt2", torch.float64) if exact else load_model(config)
+            made = policy_of(config, model, self.world)
+            fields = {name: getattr(made, name) for name in Policy.__dataclass_fields__}
+            self.policies[key] = Watched(**fields)
+        return self.policies[key]
+
+    def outcome(self, config: Config, groups: Sequence[Group], *, exact: bool = False) -> Outcome:
+        """Take one training step without optimizer steps."""
+        parallel = config.parallel.model_copy(update={"strategy": self.strategy})
+        config = config.model_copy(update={"parallel": parallel})
+        objective, policy = objective_of(config), self.policy(config, exact)
+        kind = (config.adapter.rank, config.reference.kind if objective.beta else "none")
+        if kind not in self.references:
+            self.references[kind] = reference_of(config, policy.model, objective, self.world)
+        learner = Learner(
+            policy=policy,
+            objective=objective,
+            settings=step_settings_of(config, sampling_of(config), exact_logp=True),
+            reference=self.references[kind],
+            world=self.world,
+        )
+        policy.caught = []
+        return Outcome(*training_step(learner, groups, 1)[1:2], policy.caught)
 
 
 def assert_close(found: Outcome, wanted: Outcome, most: float, what: str) -> None:
@@ -171,36 +192,28 @@ SHAPES: dict[str, Callable[[list[Group]], list[Group]]] = {
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_gradients_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    configs = {name: configured(*settings) for name, settings in CASES.items()}
-    exact = configured("train.micro_batch_tokens=200")
-    groups = sampled(exact)
-    alone = {name: outcome(config, groups, World()) for name, config in configs.items()}
-    shaped = {name: outcome(exact, change(groups), World()) for name, change in SHAPES.items()}
-    double = outcome(exact, groups, World(), "float64")
+    configs = {name: configured(*settings) for name, settings in CASES[size].items()}
+    plain = configured("train.micro_batch_tokens=200")
+    groups, alone = sampled(plain), Trainer(World())
+    wanted = {name: alone.outcome(config, groups) for name, config in configs.items()}
+    shaped = {name: alone.outcome(plain, change(groups)) for name, change in SHAPES.items()}
+    exact = alone.outcome(plain, groups, exact=True)
 
-    def work(rank: int) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
+    def work(rank: int) -> list[float]:
+        sums: list[float] = []
         for strategy in ("ddp", "fsdp"):
-            with joined_world(with_strategy(exact, strategy)) as world:
+            settings = plain.model_copy(update={"parallel": Parallel(strategy=strategy)})
+            with joined_world(settings) as world:
+                ours = Trainer(world, strategy)
                 for name, config in configs.items():
-                    if strategy == "fsdp" and size == 4 and "everything" in name:
-                        continue  # two ranks have shown them
-                    found = outcome(with_strategy(config, strategy), groups, world)
-                    assert_close(found, alone[name], 1e-6, f"{strategy} {name}")
+                    what = f"{strategy} {name}"
+                    assert_close(ours.outcome(config, groups), wanted[name], 1e-6, what)
                 for name, change in SHAPES.items():
-                    found = outcome(with_strategy(exact, strategy), change(groups), world)
-                    assert_close(found, shaped[name], 1e-6, f"{strategy} {name}")
-                found = outcome(with_strategy(exact, strategy), groups, world, "float64")
-                assert_close(found, double, 1e-12, f"{strategy} float64")
-                seen[strategy] = [g.sum() for g in found.gradients[0].values()]
-        return seen
+                    assert_close(ours.outcome(plain, change(groups)), shaped[name], 1e-6, name)
+                found = ours.outcome(plain, groups, exact=True)
+                assert_close(found, exact, 1e-12, "float64")
+                sums += [float(g.sum()) for g in found.gradients[0].values()]
+        return sums
 
-    results = run_ranks(size, work, tmp_path)
-    for other in results[1:]:
-        assert other == results[0]
-
-
-def with_strategy(config: Config, strategy: str) -> Config:
-    parallel = config.parallel.model_copy(update={"strategy": strategy})
-    return config.model_copy(update={"parallel": parallel})
+    first, *others = run_ranks(size, work, tmp_path)
+    assert all(other == first for other in others)
