@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import tomllib
@@ -15,6 +16,7 @@ from covey.errors import ConfigError, CoveyError
 from covey.training.parallel.environment import Place, place
 from covey.training.parallel.lifeline import (
     Lifeline,
+    Loss,
     RankError,
     Reported,
     accept,
@@ -25,6 +27,8 @@ from covey.training.parallel.ranks import Ranks
 from covey.training.parallel.world import World
 
 Say = Callable[[str], None]
+TELL_SECONDS = 10.0
+"""How long a rank that fails before it joins waits for rank 0 to say so."""
 
 
 @contextmanager
@@ -113,15 +117,40 @@ def _join(here: Place, config: Config, say: Say) -> Ranks:
     return Ranks(here, lifeline, timeout)
 
 
+def told_by_main(text: str, code: int) -> bool:
+    """Have rank 0 tell the user why this rank failed before it joined; return whether it does.
+
+    Ranks that fail alike are then one line. Rank 0 lets the others know that it tells.
+    """
+    try:
+        here = place()
+        if here.size == 1:
+            return False
+        store = _store(here, TELL_SECONDS) if here.rank or _agent() else None
+        if here.rank == 0:
+            if store is not None:
+                store.set("told", "")
+            return False
+        if not store.check(["told"]):
+            store.set("failed", json.dumps({"rank": here.rank, "text": text, "code": code}))
+        store.wait(["told"], timedelta(seconds=TELL_SECONDS))
+    except (CoveyError, RuntimeError):
+        return False
+    return True
+
+
+def _agent() -> bool:
+    """Whether torchrun keeps the store itself; without it, rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _store(here: Place, timeout: float) -> Any:
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        # torchrun keeps the store itself; without it, rank 0 does.
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = dist.TCPStore(
-            address, int(port), is_master=here.rank == 0 and not agent, wait_for_workers=False,
+            address, int(port), is_master=here.rank == 0 and not _agent(), wait_for_workers=False,
             timeout=timedelta(seconds=timeout),
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
@@ -140,6 +169,12 @@ def _wait_for_all(store: Any, here: Place, timeout: float, say: Say) -> None:
     store.add("ranks", 1)
     limit, told = time.monotonic() + timeout, False
     while (count := store.add("ranks", 0)) < here.size:
+        if store.check(["failed"]):
+            loss = Loss(**json.loads(store.get("failed")))
+            if here.rank == 0:
+                store.set("told", "")
+                time.sleep(0.5)  # the others read that from this process, unless torchrun has it
+            raise loss.error(here.rank == 0)
         if time.monotonic() > limit:
             missing = [str(r) for r in range(here.size) if not store.add(f"rank/{r}", 0)]
             raise RankError(
