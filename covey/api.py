@@ -200,7 +200,7 @@ def _objects(
     dataset: Dataset | None, held_out: Dataset | None, rewards: Any
 ) -> tuple[Task | None, Reward | None]:
     """Return the task and the reward that were passed as objects."""
-    from covey.rewards.functions import function_reward
+    from covey.rewards.user import function_reward
     from covey.tasks.dataset import dataset_task
 
     task = None if dataset is None else dataset_task(dataset, held_out)
@@ -211,7 +211,7 @@ def _with_objects(
     source: Source, passed: set[str], model: str | Path | None, overrides: Mapping[str, Any]
 ) -> Config:
     """Return the configuration, in which objects from Python have names of their own."""
-    from covey.rewards.functions import NAME as FUNCTIONS
+    from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET
 
     names = {"task": DATASET, "reward": FUNCTIONS}
@@ -223,7 +223,7 @@ def _with_objects(
 
 def _check_passed(folder: RunFolder, passed: set[str]) -> None:
     """Refuse to resume a run without the objects that it was started with."""
-    from covey.rewards.functions import NAME as FUNCTIONS
+    from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET
 
     config = load_config(folder.config_file)
@@ -280,7 +280,8 @@ def _folder(parts: Parts, target: RunFolder | Path | None) -> tuple[RunFolder, b
         return target, False
     config = parts.config
     name = f"{config.task.name}-{config.objective.name}".replace(":", ".")
-    return created_run(parts, target or next_run_path(Path("runs"), name)), True
+    about = {"reference": parts.reference.identity if parts.reference else None}
+    return created_run(parts, target or next_run_path(Path("runs"), name), about), True
 
 
 def _start_of(folder: RunFolder, config: Config, world: World) -> Start:

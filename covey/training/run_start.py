@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from covey.training.build import Components
 from covey.training.parallel.world import World
 
 
-def created_run(parts: Components, path: Path, **more: object) -> RunFolder:
-    """Create the folder of a run, with what it is made of; every rank gets the one of rank 0."""
+def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> RunFolder:
+    """Create the folder of a run, which every rank gets; `more` is added to its environment."""
 
     def create() -> RunFolder:
         device, threads = str(parts.policy.model.device), torch.get_num_threads()
@@ -23,7 +24,6 @@ def created_run(parts: Components, path: Path, **more: object) -> RunFolder:
             **describe_environment(parts.config.seed, device, threads),
             "ranks": parts.world.size,
             "reward": parts.scorer.identity,
-            "reference": parts.reference.identity if parts.reference else None,
             **more,
         }
         return RunFolder.create(path, to_toml(parts.config), environment)

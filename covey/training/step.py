@@ -33,7 +33,7 @@ from covey.rng import mini_batch_order
 from covey.rollout.filter import without_truncated
 from covey.training.collate import collate
 from covey.training.finite_checks import check_finite
-from covey.training.parallel.passes import rank_passes
+from covey.training.parallel.passes import rank_passes, without_weight
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.types import Batch, Group, Totals
@@ -300,10 +300,7 @@ def _backward_passes(
     """Add the gradient of this rank's rows; yield each micro-batch with its loss and `logp`."""
     passes = rank_passes(mini, learner.settings.micro_batch_tokens, learner.world)
     for place, (rows, counts) in enumerate(passes, start=1):
-        micro = mini.rows(rows)
-        if not counts:  # no gradient, only a pass
-            assert micro.weight is not None, "weights come from the whole step"
-            micro = replace(micro, weight=torch.zeros_like(micro.weight))
+        micro = mini.rows(rows) if counts else without_weight(mini.rows(rows))
         if place == len(passes):
             learner.policy.expect_last_pass()
         output, now = _backward(learner.policy, learner.objective, micro)

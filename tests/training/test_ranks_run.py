@@ -153,7 +153,10 @@ def test_another_config_on_one_rank_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damaged", "text"),
-    [("config.json", "model is a folder without config.json"), ("model.safetensors", "cannot load")],
+    [
+        ("config.json", "model is a folder without config.json"),
+        ("model.safetensors", "cannot load"),
+    ],
     ids=["before ranks join", "after they have joined"],
 )
 def test_a_failure_on_one_rank_ends_all_with_its_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,12 @@ class Pass(NamedTuple):
     counts: bool
     """False: these rows only stand in, so that all ranks take as many passes; another rank has
     them. With sharded parameters every pass is a meeting of all ranks."""
+
+
+def without_weight(rows: Batch) -> Batch:
+    """Return rows that only stand in: a pass over them adds nothing to the gradient."""
+    assert rows.weight is not None, "weights come from the whole step"
+    return replace(rows, weight=torch.zeros_like(rows.weight))
 
 
 def rank_passes(batch: Batch, micro_batch_tokens: int, world: World) -> list[Pass]:
