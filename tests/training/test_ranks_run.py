@@ -63,8 +63,11 @@ def test_twenty_steps_on_one_and_two_ranks(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     assert covey(["train", *settings, "--run", str(one)]) == 0
     trained(2, [*settings, "--run", str(two)], tmp_path / "logs")
-    first = [RunFolder.open(folder).rollouts(1) for folder in (one, two)]
-    assert first[0] == first[1]
+    for mine, theirs in zip(*(RunFolder.open(f).rollouts(1) for f in (one, two)), strict=True):
+        # The engine works on half as many rows at once, which rounds logits in their last bits.
+        logps = zip(mine.pop("sampler_logp"), theirs.pop("sampler_logp"), strict=True)
+        assert max(abs(a - b) for a, b in logps) < 2e-5
+        assert mine == theirs
     assert_same_curves(two, one, 1e-4)
 
 
