@@ -35,14 +35,18 @@ def start_ranks(size: int, work: Callable[[int], int], folder: Path) -> list[int
     def as_rank(rank: int) -> Callable[[], int]:
         def begin() -> int:
             os.environ.update(environment(rank, size, port))
-            return work(rank)
+            try:
+                return work(rank)
+            except BaseException:
+                traceback.print_exc()
+                raise
 
         return begin
 
     return [forked(as_rank(rank), folder / f"{rank}.log") for rank in range(size)]
 
 
-def codes_of(ranks: list[int], patience: float = PATIENCE) -> list[int]:
+def codes_of(ranks: list[int], patience: float = 4 * PATIENCE) -> list[int]:
     """Wait for processes; return their exit codes, as a shell has them."""
     limit, codes = time.monotonic() + patience, {}
     while len(codes) < len(ranks):
@@ -61,14 +65,10 @@ def run_ranks(size: int, work: Callable[[int], Any], folder: Path) -> list[Any]:
     """Do `work` as each of several ranks, and return what they return."""
 
     def kept(rank: int) -> int:
-        try:
-            (folder / f"{rank}.pickle").write_bytes(pickle.dumps(work(rank)))
-        except BaseException:
-            traceback.print_exc()
-            raise
+        (folder / f"{rank}.pickle").write_bytes(pickle.dumps(work(rank)))
         return 0
 
-    codes = codes_of(start_ranks(size, kept, folder), 4 * PATIENCE)
+    codes = codes_of(start_ranks(size, kept, folder))
     logs = "".join((folder / f"{rank}.log").read_text() for rank in range(size))
     assert codes == [0] * size, logs
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(size)]
