@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from covey.config import Config
-from covey.engines.native.engine import NativeEngine
+from covey.engines.native.engine import NativeCopy, NativeEngine
+from covey.engines.process.engine import ProcessEngine
+from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import ConfigError, DataError
 from covey.models.adapter import adapter_base, add_adapter, load_adapter
@@ -59,6 +62,8 @@ class Components:
     policy: Policy
     reference: Reference | None = None
     engine: Engine
+    engine_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held from loading weights into the engine until it has generated with them."""
     sampling: Sampling
     world: World = field(default_factory=World)
 
@@ -109,10 +114,10 @@ def assemble(
     objective = objective_of(config)
     model = load_model(config, world.device(config.model.device))
     if world.size > 1:
-        check_alike(world, "weights or data", _digest(model, train_prompts, held_out))
+        check_ranks(config, world, _digest(model, train_prompts, held_out))
     policy = policy_of(config, model, world)
     reference = reference_of(config, policy.model, objective, world)
-    engine, sampling = NativeEngine(model, policy.model.sharded), sampling_of(config)
+    engine, sampling = make_engine(config, policy), sampling_of(config)
     scorer = scorer_of(config, reward, world.local_size)
     return Parts(
         config=config,
@@ -130,8 +135,20 @@ def assemble(
         world=world,
         sampling=sampling,
         objective=objective,
-        step_settings=step_settings_of(config, sampling, exact_logp=engine.info.exact_logp),
+        step_settings=step_settings_of(
+            config, objective, sampling, exact_logp=engine.info.exact_logp
+        ),
     )
+
+
+def check_ranks(config: Config, world: World, digest: str) -> None:
+    """Refuse ranks that differ in weights or data, and settings that several ranks do not have."""
+    if config.overlap.staleness and config.overlap.mode == "copy":
+        raise ConfigError(
+            "config: overlap.mode = 'copy' works on one rank; set it to 'ahead', or "
+            "overlap.staleness = 0"
+        )
+    check_alike(world, "weights or data", digest)
 
 
 def _digest(model: LanguageModel, *prompts: Sequence[Prompt]) -> str:
@@ -139,6 +156,21 @@ def _digest(model: LanguageModel, *prompts: Sequence[Prompt]) -> str:
     ids = hashlib.sha256(repr([[p.id for p in some] for some in prompts]).encode()).hexdigest()
     size = sum(float(p.detach().double().abs().sum()) for p in model.model.parameters())
     return f"{ids} {size!r}"
+
+
+def make_engine(config: Config, policy: Policy) -> Engine:
+    """Build what generates for a policy."""
+    if config.engine.kind == "native":
+        return native_engine(policy)
+    here = policy.model.device.type == "cuda" and config.engine.device != "cpu"
+    shared = SharedWeights.allocate(policy.weights(), on_gpu=here)
+    shared.write(policy.weights())
+    return ProcessEngine("covey.training.engine_worker", config.model_dump(), shared)
+
+
+def native_engine(policy: Policy) -> NativeEngine:
+    """Return the engine in this process; of a sharded policy it has a whole copy."""
+    return NativeEngine(policy.model) if policy.whole is None else NativeCopy(policy.whole)
 
 
 def reference_of(
@@ -241,13 +273,18 @@ def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
     return MasterAdamW(parameters, **options)
 
 
-def step_settings_of(config: Config, sampling: Sampling, *, exact_logp: bool) -> StepSettings:
+def step_settings_of(
+    config: Config, objective: Objective, sampling: Sampling, *, exact_logp: bool
+) -> StepSettings:
     """Return how a batch is turned into optimizer steps, with the learning rate of the first.
 
-    `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp.
+    `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp. Where
+    rollouts may be older than that, they may if the ratio itself has to correct for it.
     """
+    source, stale = config.train.old_logp, config.overlap.staleness > 0
     exact = exact_logp and not sampling.distribution.truncates
-    source = config.train.old_logp
+    if stale:
+        exact = not objective.corrects
     return StepSettings(
         mini_batches=config.train.mini_batches,
         epochs=config.train.epochs,
@@ -257,6 +294,7 @@ def step_settings_of(config: Config, sampling: Sampling, *, exact_logp: bool) ->
         seed=config.seed,
         skip_zero_gradient=config.filter.skip_zero_gradient,
         mask_truncated=config.filter.mask_truncated,
+        stale=stale,
     )
 
 

@@ -5,16 +5,17 @@
     covey.json                                     the state of the run and the policy version
 
 With an adapter, the first line is adapter_config.json and adapter_model.safetensors instead, as
-peft has them: frozen weights are not saved again. A reference that moves adds files of its own.
-Where parameters are sharded, the folder `state` takes the place of optimizer.safetensors
-(sharded_state.py). Any number of ranks loads either.
+peft has them: frozen weights are not saved again. A reference that moves adds files of its own, and
+so do rollouts that were generated ahead (in_flight.jsonl). Where parameters are sharded, the folder
+`state` takes the place of optimizer.safetensors (sharded_state.py). Any number of ranks loads
+either.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -69,11 +70,13 @@ def save(
     state: State,
     *,
     keep: int,
+    more: Callable[[Path], None] = lambda folder: None,
     world: World = World(),  # noqa: B008 - without state
 ) -> None:
     """Write the checkpoint of a step, whole or not at all; keep only the newest `keep`.
 
-    Rank 0 writes it. Of sharded parameters each rank writes its own, into the same folder.
+    Rank 0 writes it. Of sharded parameters each rank writes its own, into the same folder. `more`
+    adds files to it, and is called on every rank.
     """
     with ExitStack() as stack:
         folder = world.from_main(lambda: stack.enter_context(run.new_checkpoint(state.step)))
@@ -83,6 +86,7 @@ def save(
             save_policy(policy, folder, asdict(state), writes=world.is_main)
         if reference is not None and world.is_main:
             reference.save(folder)
+        more(folder)
         world.barrier()
     if world.is_main:
         run.prune_checkpoints(keep)

@@ -37,6 +37,14 @@ class Policy:
     sums: GradientSums | None = None
     """Sums gradients over ranks. None: they are whole already."""
 
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights that training changes, by name: what an engine's copy needs.
+
+        Sharded ones are gathered one by one, which all ranks must do together.
+        """
+        named = self.model.model.named_parameters()
+        return ((name, whole_tensor(w.detach())) for name, w in named if w.requires_grad)
+
     def logp(self, batch: Batch) -> LogProbs:
         """Return log-probability and entropy of every trained token, with gradient if enabled.
 
@@ -68,11 +76,6 @@ class Policy:
             temperature=self.temperature,
             logits_megabytes=self.logits_megabytes,
         )
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter by name, whole on each rank; for engines that have their own."""
-        for name, parameter in self.model.model.named_parameters():
-            yield name, whole_tensor(parameter.detach())
 
     def expect_last_pass(self) -> None:
         """Note that the next backward pass is the last before an optimizer step."""

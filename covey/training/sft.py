@@ -14,13 +14,13 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from covey.config import Config
 from covey.config.schema import Train
-from covey.engines.native.engine import NativeEngine
 from covey.errors import DataError, ModelError
 from covey.models.language_model import LanguageModel
 from covey.objective.weights import token_mean
@@ -32,7 +32,7 @@ from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
 from covey.training.budget import Budget
-from covey.training.build import Components, load_model, policy_of, scorer_of
+from covey.training.build import Components, load_model, native_engine, policy_of, scorer_of
 from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.loop import run_loop
@@ -90,7 +90,7 @@ def build_sft(
         scorer=scorer,
         eval_scorer=scorer,
         policy=policy,
-        engine=NativeEngine(model, policy.model.sharded),
+        engine=native_engine(policy),
         sampling=sampling_of(config),
         world=world,
     )
@@ -146,6 +146,15 @@ class Supervised:
     def fresh(self) -> State:
         """Begin at step 0."""
         return State()
+
+    def begin(self, checkpoint: Path | None, log: Tracker) -> None:
+        """Do nothing: each step prepares its own data."""
+
+    def save(self, folder: Path, step: int) -> None:
+        """Add nothing to a checkpoint."""
+
+    def close(self) -> None:
+        """Do nothing: nothing works beside the loop."""
 
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Train on the solutions of a step, and log."""

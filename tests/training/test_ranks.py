@@ -129,7 +129,7 @@ class Trainer:
         learner = Learner(
             policy=policy,
             objective=objective,
-            settings=step_settings_of(config, sampling_of(config), exact_logp=True),
+            settings=step_settings_of(config, objective, sampling_of(config), exact_logp=True),
             reference=self.references[kind],
             world=self.world,
         )
