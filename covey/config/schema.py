@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from covey.config.section import Count, Named, Names, Positive, Section, Share
+from covey.config.section import Count, Device, Names, Positive, Share
+from covey.config.section import Named as Named
+from covey.config.section import Section as Section
 
 MOST_COMPLETIONS = 10**7
 """Completions of one step, all of which are in memory until the step ends."""
-Device = "auto"
 
 
 class Model(Section):
