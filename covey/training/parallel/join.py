@@ -95,7 +95,7 @@ def _join(here: Place, config: Config, say: Say) -> Ranks:
     timeout = config.parallel.timeout
     wants_gpu = config.model.device != "cpu" and torch.cuda.is_available()
     world = Ranks(here, None, timeout)
-    if wants_gpu:
+    if wants_gpu and here.size > 1:
         torch.cuda.set_device(world.device(config.model.device))
     backend = "cpu:gloo,cuda:nccl" if wants_gpu else "gloo"
     limit = timedelta(seconds=timeout)

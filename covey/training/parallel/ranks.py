@@ -89,7 +89,9 @@ class Ranks(World):
 
     def device(self, name: str) -> str:
         """Return the device of this rank: each rank of a machine has a GPU of its own."""
-        if name.startswith("cuda:") and self.size > 1:
+        if self.size == 1:
+            return name
+        if name.startswith("cuda:"):
             raise ConfigError(
                 f"config: model.device = {name!r} with {self.size} ranks: set it to 'cuda'; rank n "
                 "of a machine takes GPU n"
