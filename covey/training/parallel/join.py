@@ -91,6 +91,7 @@ def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _join(here: Place, config: Config, say: Say) -> Ranks:
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import HashStore
 
     timeout = config.parallel.timeout
     wants_gpu = config.model.device != "cpu" and torch.cuda.is_available()
@@ -100,9 +101,7 @@ def _join(here: Place, config: Config, say: Say) -> Ranks:
     backend = "cpu:gloo,cuda:nccl" if wants_gpu else "gloo"
     limit = timedelta(seconds=timeout)
     if here.size == 1:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit
-        )
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
         return world
     store = _store(here, timeout)
     _wait_for_all(store, here, timeout, say)
@@ -126,10 +125,11 @@ def told_by_main(text: str, code: int) -> bool:
         here = place()
         if here.size == 1:
             return False
-        store = _store(here, TELL_SECONDS) if here.rank or _agent() else None
+        if here.rank == 0 and not _agent():
+            return False
+        store = _store(here, TELL_SECONDS)
         if here.rank == 0:
-            if store is not None:
-                store.set("told", "")
+            store.set("told", "")
             return False
         if not store.check(["told"]):
             store.set("failed", json.dumps({"rank": here.rank, "text": text, "code": code}))
@@ -145,11 +145,11 @@ def _agent() -> bool:
 
 
 def _store(here: Place, timeout: float) -> Any:
-    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore, TCPStore
 
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             address, int(port), is_master=here.rank == 0 and not _agent(), wait_for_workers=False,
             timeout=timedelta(seconds=timeout),
         )  # fmt: skip
@@ -159,7 +159,7 @@ def _store(here: Place, timeout: float) -> Any:
             f"ranks: rank {here.rank} cannot reach rank 0 at {address}:{port}: {what}"
         ) from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"covey/{attempt}", store)
+    return PrefixStore(f"covey/{attempt}", store)
 
 
 def _wait_for_all(store: Any, here: Place, timeout: float, say: Say) -> None:
