@@ -91,7 +91,6 @@ def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _join(here: Place, config: Config, say: Say) -> Ranks:
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import HashStore
 
     timeout = config.parallel.timeout
     wants_gpu = config.model.device != "cpu" and torch.cuda.is_available()
@@ -101,7 +100,7 @@ def _join(here: Place, config: Config, say: Say) -> Ranks:
     backend = "cpu:gloo,cuda:nccl" if wants_gpu else "gloo"
     limit = timedelta(seconds=timeout)
     if here.size == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
+        dist.init_process_group(backend, store=_local_store(), rank=0, world_size=1, timeout=limit)
         return world
     store = _store(here, timeout)
     _wait_for_all(store, here, timeout, say)
@@ -114,6 +113,13 @@ def _join(here: Place, config: Config, say: Say) -> Ranks:
         lifeline.fail(str(error))
         raise RankError(f"ranks: cannot connect them: {str(error).splitlines()[0]}") from None
     return Ranks(here, lifeline, timeout)
+
+
+def _local_store() -> Any:
+    """Return a store for a single rank."""
+    import torch.distributed as dist
+
+    return dist.HashStore()  # type: ignore[attr-defined]
 
 
 def told_by_main(text: str, code: int) -> bool:
