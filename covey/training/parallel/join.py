@@ -100,7 +100,9 @@ def _join(here: Place, config: Config, say: Say) -> Ranks:
     backend = "cpu:gloo,cuda:nccl" if wants_gpu else "gloo"
     limit = timedelta(seconds=timeout)
     if here.size == 1:
-        dist.init_process_group(backend, store=_local_store(), rank=0, world_size=1, timeout=limit)
+        dist.init_process_group(
+            backend, store=_distributed().HashStore(), rank=0, world_size=1, timeout=limit
+        )
         return world
     store = _store(here, timeout)
     _wait_for_all(store, here, timeout, say)
@@ -115,11 +117,11 @@ def _join(here: Place, config: Config, say: Say) -> Ranks:
     return Ranks(here, lifeline, timeout)
 
 
-def _local_store() -> Any:
-    """Return a store for a single rank."""
-    import torch.distributed as dist
+def _distributed() -> Any:
+    """Return torch.distributed, whose stores type checkers do not know."""
+    import torch.distributed
 
-    return dist.HashStore()  # type: ignore[attr-defined]
+    return torch.distributed
 
 
 def told_by_main(text: str, code: int) -> bool:
@@ -151,11 +153,10 @@ def _agent() -> bool:
 
 
 def _store(here: Place, timeout: float) -> Any:
-    from torch.distributed.distributed_c10d import PrefixStore, TCPStore
-
+    dist = _distributed()
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        store = TCPStore(
+        store = dist.TCPStore(
             address, int(port), is_master=here.rank == 0 and not _agent(), wait_for_workers=False,
             timeout=timedelta(seconds=timeout),
         )  # fmt: skip
@@ -165,7 +166,7 @@ def _store(here: Place, timeout: float) -> Any:
             f"ranks: rank {here.rank} cannot reach rank 0 at {address}:{port}: {what}"
         ) from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"covey/{attempt}", store)
+    return dist.PrefixStore(f"covey/{attempt}", store)
 
 
 def _wait_for_all(store: Any, here: Place, timeout: float, say: Say) -> None:
