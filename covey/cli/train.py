@@ -90,7 +90,7 @@ def _start(config: Config, path: Path | None, label: str, not_own: frozenset[str
     )
     environment["reward"] = parts.scorer.identity
     environment["reference"] = parts.reference.identity if parts.reference else None
-    with closing(parts.scorer):
+    with closing(parts):
         folder = RunFolder.create(path, to_toml(config), environment)
         with folder.locked():
             _run(parts, folder, Start(), not_own)
@@ -116,7 +116,7 @@ def _resume(path: Path, step: int | None, print_config: bool) -> None:
     with folder.locked():
         start = start_of(folder, step, save_every=config.save.every)
         parts = _assembled(config)
-        with closing(parts.scorer):
+        with closing(parts):
             _run(parts, folder, start)
 
 

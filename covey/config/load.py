@@ -18,7 +18,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from covey.config.renamed import check_names, translated
-from covey.config.schema import Config, Named
+from covey.config.schema import Config
+from covey.config.section import Named
 from covey.errors import ConfigError, nearest, reason
 from covey.escape import is_hidden
 

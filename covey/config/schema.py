@@ -8,36 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-MOST = 10**9
-"""Upper bound of steps, prompts and tokens: more is a typo."""
+from covey.config.environment import Environment
+from covey.config.section import Count, Named, Names, Positive, Section, Share
+
 MOST_COMPLETIONS = 10**7
 """Completions of one step, all of which are in memory until the step ends."""
-Positive = Annotated[int, Field(ge=1, le=MOST)]
-Count = Annotated[int, Field(ge=0, le=MOST)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-"""Several names; a single one needs no brackets."""
-
-
-class Section(BaseModel):
-    """A table of the configuration."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class Named(Section):
-    """A table that names a function; every other key is an option of that function."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
-
-    name: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """All keys but `name`."""
-        return dict(self.model_extra or {})
 
 
 class Model(Section):
@@ -56,7 +33,7 @@ class Model(Section):
     template: str = "auto"
     """How prompts are rendered: chat, plain, or a text with {question} and perhaps {system}; auto:
     the tokenizer's chat template, or plain if it has none."""
-    chat_options: dict[str, bool | int | float | str] = {}
+    chat_options: dict[str, bool | int | float | str] = Field(default={})
     """Arguments of the chat template, as in {enable_thinking = false}."""
     prefill: str = ""
     """Text that every completion starts with. It counts as prompt: not trained."""
@@ -71,9 +48,9 @@ class Adapter(Section):
     """Train a LoRA adapter of this rank instead of the weights; 0: no adapter."""
     alpha: Positive = 32
     """The adapter is scaled by alpha / rank."""
-    targets: Names = ["all-linear"]
+    targets: Names = Field(default=["all-linear"])
     """Linear layers to adapt, such as q_proj; 'all-linear': all but the head."""
-    also_train: Names = []
+    also_train: Names = Field(default=[])
     """Modules to train in full, such as lm_head."""
 
 
@@ -159,7 +136,7 @@ class Rollout(Section):
     """Sample from the likeliest tokens up to this mass."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this share of the likeliest."""
-    stop: list[Annotated[str, Field(min_length=1)]] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts or special tokens, such as <|im_end|>, that end a completion."""
 
 
@@ -361,6 +338,7 @@ class Config(Section):
     objective: Objective = Objective()
     reference: Reference = Reference()
     rollout: Rollout = Rollout()
+    environment: Environment = Environment()
     scoring: Scoring = Scoring()
     engine: Engine = Engine()
     filter: Filter = Filter()

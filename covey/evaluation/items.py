@@ -39,7 +39,7 @@ class ItemCompletion:
             text=rollout.text,
             correct=rollout.success,
             reward=rollout.reward,
-            tokens=len(rollout.tokens),
+            tokens=rollout.sampled,
             finish=rollout.finish,
         )
 

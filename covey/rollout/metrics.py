@@ -48,14 +48,14 @@ def selection_metrics(rollouts: StepRollouts) -> dict[str, float]:
 
 
 def _length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    lengths = [len(r.tokens) for r in rollouts]
+    lengths = [r.sampled for r in rollouts]
     metrics = {
         "rollout/lengths": _mean(lengths),
         "rollout/lengths_min": min(lengths),
         "rollout/lengths_max": max(lengths),
     }
     for name, success in (("solved", True), ("unsolved", False)):
-        some = [len(r.tokens) for r in rollouts if r.success is success]
+        some = [r.sampled for r in rollouts if r.success is success]
         if some:
             metrics[f"rollout/lengths_{name}"] = _mean(some)
     return metrics

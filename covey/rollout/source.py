@@ -97,8 +97,9 @@ class SynchronousSource:
             model=parts.policy.model,
             scorer=parts.scorer,
             progress=self.reporter.sampled,
+            interaction=parts.interaction,
         )
-        encoded = encode_prompts(parts.policy.model, prompts)
+        encoded = encode_prompts(parts.policy.model, prompts, parts.interaction)
         collected = collector.collect(encoded, sampling=parts.sampling, step=step, share=share)
         if collected.failures:
             count, first = len(collected.failures), collected.failures[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 from covey.config import Config
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Engine, Sampling
+from covey.environments import Factory
 from covey.errors import ConfigError, DataError
 from covey.models.adapter import adapter_base, add_adapter, load_adapter
 from covey.models.deterministic import make_deterministic
@@ -19,11 +20,13 @@ from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
+from covey.rollout.multi_turn import Interaction
 from covey.scoring import Scorer, make_scorer
 from covey.tasks import Task, bad_rows_of
 from covey.training.budget import Used
 from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
+from covey.training.interaction import interaction_of, with_stops
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
 from covey.training.parallel import OneRank, World
 from covey.training.policy import Policy
@@ -55,7 +58,15 @@ class Components:
     reference: Reference | None = None
     engine: Engine
     sampling: Sampling
+    interaction: Interaction | None = None
+    """With an environment. None: every rollout is one completion."""
     world: World = field(default_factory=OneRank)
+
+    def close(self) -> None:
+        """End the processes of the scorer and of the environment."""
+        self.scorer.close()
+        if self.interaction is not None:
+            self.interaction.host.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +101,12 @@ def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
     )
 
 
-def assemble(config: Config, reward: Reward | None = None, task: Task | None = None) -> Parts:
+def assemble(
+    config: Config,
+    reward: Reward | None = None,
+    task: Task | None = None,
+    environment: Factory | None = None,
+) -> Parts:
     """Build everything that a resolved configuration names; objects from Python replace theirs."""
     task = task_of(config) if task is None else task
     train_prompts, held_out = task.train(), held_out_of(config, task)
@@ -100,6 +116,7 @@ def assemble(config: Config, reward: Reward | None = None, task: Task | None = N
     model = load_model(config)
     reference = reference_of(config, model, objective)
     engine, sampling, scorer = NativeEngine(model), sampling_of(config), scorer_of(config, reward)
+    interaction = interaction_of(config, model, environment)
     return Parts(
         config=config,
         train_prompts=train_prompts,
@@ -113,7 +130,8 @@ def assemble(config: Config, reward: Reward | None = None, task: Task | None = N
         policy=policy_of(config, model),
         reference=reference,
         engine=engine,
-        sampling=sampling,
+        sampling=with_stops(sampling, interaction),
+        interaction=interaction,
         objective=objective,
         step_settings=step_settings_of(config, sampling, exact_logp=engine.info.exact_logp),
     )

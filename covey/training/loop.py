@@ -147,7 +147,13 @@ def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
     parts.engine.load_weights(model.model.named_parameters, parts.policy.version)
     evaluation = evaluate(
         parts.held_out_prompts,
-        Collector(engine=parts.engine, model=model, scorer=parts.eval_scorer, progress=log.sampled),
+        Collector(
+            engine=parts.engine,
+            model=model,
+            scorer=parts.eval_scorer,
+            progress=log.sampled,
+            interaction=parts.interaction,
+        ),
         sampling=parts.sampling,
         samples=parts.config.evaluate.samples,
         temperature=parts.config.evaluate.temperature,

@@ -19,6 +19,7 @@ from covey.objective.algorithms.clipped import (
 )
 from covey.objective.algorithms.sequence import gmpo, grpo_s, gspo, gspo_token, luspo, rloo
 from covey.objective.algorithms.token import clip_cov, gtpo, gtpo_trajectory, kl_cov
+from covey.objective.algorithms.turns import gigpo
 from covey.objective.algorithms.weighted import cispo, dppo, gpg, sapo, vespo
 from covey.objective.loss import Objective
 
@@ -46,6 +47,7 @@ ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
         "luspo": luspo,
         "vespo": vespo,
         "dppo": dppo,
+        "gigpo": gigpo,
     }
 )
 
@@ -57,6 +59,7 @@ __all__ = [
     "dapo",
     "dppo",
     "dr_grpo",
+    "gigpo",
     "gmpo",
     "gpg",
     "grpo",
