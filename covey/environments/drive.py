@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from covey.environments.environment import (
@@ -41,6 +41,26 @@ class Reply:
     """The parts of the environment's own reward, if it has one and the episode is done."""
     error: str = ""
     """What went wrong: the episode has ended and has no reward."""
+
+
+def read_reply(data: Mapping[str, Any]) -> Reply:
+    """Return the reply that JSON data holds; ValueError, KeyError or TypeError if it holds none."""
+    outcome, reward = data["outcome"], data["reward"]
+    return Reply(
+        messages=as_messages(data["messages"]),
+        tools=tuple(dict(tool) for tool in data["tools"]),
+        reward=None if reward is None else as_number(reward),
+        state=str(data["state"]),
+        done=bool(data["done"]),
+        outcome=None if outcome is None else as_outcome(dict(outcome)),
+        error=str(data["error"]),
+    )
+
+
+def chained(seen: str, reply: Reply) -> str:
+    """Return the digest of a sequence of replies, from that of all but the last."""
+    text = seen + json.dumps(asdict(reply), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 Settle = Callable[[Awaitable[Any]], Any]

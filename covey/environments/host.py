@@ -35,6 +35,9 @@ class Host(Protocol):
     def replies(self, *, wait: bool) -> Replies:
         """Return the replies that have come; with `wait`, wait for at least one."""
 
+    def clear(self) -> None:
+        """Forget all episodes, so that their keys can be used again."""
+
     def close(self) -> None:
         """End all episodes, and the processes that they are in."""
 
@@ -87,10 +90,14 @@ class InlineHost:
         replies, self._replies = self._replies, []
         return replies
 
-    def close(self) -> None:
+    def clear(self) -> None:
         """Forget all episodes."""
         self._episodes.clear()
         self._replies.clear()
+
+    def close(self) -> None:
+        """Forget all episodes."""
+        self.clear()
 
 
 def make_host(

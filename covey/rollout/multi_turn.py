@@ -22,6 +22,7 @@ from covey.errors import DataError
 from covey.models.conversation import Context, Conversations
 from covey.models.language_model import LanguageModel
 from covey.rng import Address, world_seed
+from covey.stopping import may_be_given_up
 from covey.types import (
     Finish,
     Group,
@@ -195,6 +196,7 @@ class MultiTurnEpisodes:
         self.conversations = Conversations(
             renderer=renderer, instruction=self.interaction.call_format.instruction
         )
+        self.interaction.host.clear()
         for number, prompt in enumerate(self.prompts):
             seed = world_seed(seed=self.sampling.seed, step=self.step, prompt=prompt.id)
             for sample in range(self.sampling.group_size):
@@ -228,7 +230,8 @@ class MultiTurnEpisodes:
         ready: list[Request] = []
         while self.waiting and not ready:
             idle = not self.running
-            replies = self.interaction.host.replies(wait=idle)
+            with may_be_given_up():
+                replies = self.interaction.host.replies(wait=idle)
             if not replies and not idle:
                 break
             for key, reply in replies:

@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 
 from covey.accel.parity import plain_positions
 from covey.config import Config
-from covey.embedded import CHECKPOINT
+from covey.embedded import MODELS
 from covey.errors import ConfigError, ModelError
 from covey.models.adapter import CONFIG_FILE, CONV, adapter_base
 from covey.models.from_pretrained import NO_CODE
@@ -92,8 +92,8 @@ def source_of(path: str) -> tuple[str, dict[str, str]]:
     Of a GGUF file only the header is read: importing it would take as long as loading the weights.
     """
     path = adapter_base(path) or path
-    if path == "embedded":
-        return str(CHECKPOINT), {}
+    if path in MODELS:
+        return str(MODELS[path]), {}
     gguf = find_gguf(path)
     if gguf is not None:
         return str(gguf.parent), {"gguf_file": gguf.name}
