@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 _TOOLS = (
-    '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are '
-    "provided with function signatures within <tools></tools> XML tags:\\n<tools>\" }}"
+    "# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are "
+    'provided with function signatures within <tools></tools> XML tags:\\n<tools>" }}'
     '{%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}'
     '{{- "\\n</tools>\\n\\nFor each function call, return a json object with function name and '
     "arguments within <tool_call></tool_call> XML tags:\\n<tool_call>\\n"

@@ -1,6 +1,6 @@
 """Random conversations with a random policy: what is trained is what the engine read and sampled.
 
-    python -m tests.environments.exactness 200       all families, 200 conversations each
+python -m tests.environments.exactness 200       all families, 200 conversations each
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -78,9 +78,8 @@ def policy(family: Family) -> LanguageModel:
         model.model.embed_tokens.weight.normal_(0, 0.3).add_(common)
         model.lm_head.weight.normal_(0, 0.3)
         model.lm_head.weight[end] += 1.7 * common
-        model.lm_head.weight[: len(family.special)][torch.arange(len(family.special)) != end] -= (
-            0.5 * common
-        )
+        for text in family.added:  # such as </think>, which makes a template rewrite history
+            model.lm_head.weight[tokenizer.convert_tokens_to_ids(text)] += 0.7 * common
     return wrap(model, tokenizer, name="tiny", template=Template(chat_options=family.options))
 
 
@@ -166,8 +165,6 @@ def check(model: LanguageModel, groups: Sequence[Group], spy: Spy) -> dict[str, 
 
 
 def _rewarded(group: Group) -> Group:
-    from dataclasses import replace
-
     rewarded = [replace(r, reward=float(r.sample), success=False) for r in group.rollouts]
     return replace(group, rollouts=tuple(rewarded))
 
