@@ -11,6 +11,7 @@ from typing import Any
 from covey.environments.adapters import as_environment
 from covey.environments.calculator import Calculator
 from covey.environments.environment import Factory
+from covey.environments.verifiers import Verifiers
 from covey.errors import ConfigError, nearest
 from covey.trust import import_callable, is_import_path
 
@@ -22,6 +23,7 @@ PASSED = "class"
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "calculator": Calculator,
+        "verifiers": Verifiers,
     }
 )
 """Classes; the keyword arguments of each are its options."""
