@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from covey.types import Finish, Message
+Finish = Literal["stop", "length", "turn_limit", "tool_limit", "token_limit", "error"]
+"""Why a rollout ended: by itself; a completion reached its limit of tokens; the episode reached its
+limit of turns, of tool calls or of tokens; the environment failed."""
+TRUNCATED: frozenset[Finish] = frozenset({"length", "token_limit"})
+"""Cut off for being too long."""
+Message = Mapping[str, Any]
+"""`role` and `content`; an assistant's message may have `tool_calls`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,20 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from covey.episode import TRUNCATED as TRUNCATED
+from covey.episode import Episode
+from covey.episode import Finish as Finish
+from covey.episode import Message as Message
 
 if TYPE_CHECKING:
     import torch
 
-    from covey.episode import Episode
-
-Finish = Literal["stop", "length", "turn_limit", "tool_limit", "token_limit", "error"]
-"""Why a rollout ended: by itself; a completion reached its limit of tokens; the episode reached its
-limit of turns, of tool calls or of tokens; the environment failed."""
-TRUNCATED: frozenset[Finish] = frozenset({"length", "token_limit"})
-"""Cut off for being too long."""
-Message = Mapping[str, Any]
-"""`role` and `content`; an assistant's message may have `tool_calls`."""
 _T = TypeVar("_T")
 
 

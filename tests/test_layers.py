@@ -16,7 +16,7 @@ PLAIN = {"episode", "errors", "escape", "types"}
 LAYERS: dict[str, set[str]] = {
     "": {"_version"},
     "_version": set(),
-    "episode": {"types"},
+    "episode": set(),
     "errors": PLAIN,
     "escape": set(),
     "types": PLAIN,
