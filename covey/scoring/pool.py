@@ -41,11 +41,17 @@ QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 class Worker:
     """A worker process, seen from the pool."""
 
-    def __init__(self, payload: bytes, gigabytes: float, timeout: float) -> None:
+    def __init__(
+        self,
+        payload: bytes,
+        gigabytes: float,
+        timeout: float,
+        module: str = "covey.scoring.pool_worker",
+    ) -> None:
         here, there = Pipe()
         self.connection: Connection = here
         self.process = subprocess.Popen(
-            module_command("covey.scoring.pool_worker", str(there.fileno())),
+            module_command(module, str(there.fileno())),
             pass_fds=[there.fileno()],
             start_new_session=True,  # only the trainer gets Ctrl-C, and ends the workers in order
         )
@@ -61,7 +67,7 @@ class Worker:
         except (EOFError, OSError):
             reply = f"it ended {self.how_ended()}"
         if reply != READY:
-            raise RewardError(f"reward: the scoring process cannot load it: {reply}")
+            raise RewardError(f"reward: its process cannot load it: {reply}")
 
     def kill(self) -> None:
         """Kill the process and all its children."""

@@ -15,9 +15,11 @@ from covey.tasks.gsm8k import Gsm8k
 from covey.tasks.hub import Hub
 from covey.tasks.jsonl import Jsonl
 from covey.tasks.mixed import Mixed
+from covey.tasks.products import Products
 from covey.tasks.reasoning_gym import ReasoningGym
 from covey.tasks.task import Task
 from covey.tasks.tools import Tools
+from covey.tasks.verifiers import Verifiers
 from covey.trust import import_callable, is_import_path
 
 TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
@@ -29,8 +31,10 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
         "hub": Hub,
         "jsonl": Jsonl,
         "mixed": Mixed,
+        "products": Products,
         "reasoning_gym": ReasoningGym,
         "tools": Tools,
+        "verifiers": Verifiers,
     }
 )
 
