@@ -36,8 +36,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'tool' %}<result>"
     "{{ message['content'] }}</result>{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
 )
-COPYING = Stage(steps=700, operations=(1, 1), peak_rate=2e-3, careless=False)
-HASTY = Stage(steps=200, operations=(1, 1), peak_rate=5e-4, careless=True, warmup_steps=10)
+COPYING = Stage(steps=250, operations=(1, 1), peak_rate=2e-3, careless=False)
+HASTY = Stage(steps=120, operations=(1, 1), peak_rate=5e-4, careless=True, warmup_steps=10)
 
 
 def parts_of(stage: Stage, index: int) -> tuple[str, list[tuple[str, bool]]]:
