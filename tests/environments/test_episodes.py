@@ -76,7 +76,7 @@ def test_control_tokens_from_a_tool_are_read_as_text(model: LanguageModel) -> No
 
 @pytest.mark.parametrize(
     ("limits", "finish", "turns"),
-    [({"max_turns": 2}, "turn_limit", 2), ({"max_tokens": 130}, "token_limit", None)],
+    [({"max_turns": 2}, "turn_limit", 2), ({"max_tokens": 180}, "token_limit", None)],
 )
 def test_every_limit_has_its_own_finish(
     model: LanguageModel, limits: dict[str, int], finish: str, turns: int | None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from covey.analysis.explain.effect import effect
 from covey.analysis.explain.recorded import Recorded, Trainee
 from covey.objective import Objective
+from covey.objective.rollouts import joined
 from covey.training.step import Seen, training_step
 from covey.types import Batch
 
@@ -67,6 +68,19 @@ class Watched:
                 target = getattr(self, name)
                 target[seen.rows, :width] = value.to(target.dtype)
 
+    def by_rollout(self) -> Watched:
+        """Return the observations with one row for each rollout."""
+        rollouts = joined(self.batch)
+        if rollouts.batch is self.batch:
+            return self
+        first = [(self.batch.rollout == n).nonzero()[0, 0] for n in rollouts.batch.rollout]  # type: ignore[union-attr]
+        values = {
+            f.name: rollouts.join(value)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), torch.Tensor) and value.ndim == 2
+        }
+        return replace(self, batch=rollouts.batch, number=self.number[torch.stack(first)], **values)
+
 
 def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Watched, dict[str, float]]:
     """Repeat the optimizer steps of a recorded step; return observations and metrics."""
@@ -88,4 +102,4 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Watched, dict[str, fl
     watched = Watched.blank(batch, learner.objective)
     for one in seen:
         watched.see(one)
-    return watched, metrics
+    return watched.by_rollout(), metrics
