@@ -7,6 +7,7 @@ The contract (environment.py): a class whose instance is one episode.
                           Step(done=True) ends it; Step(messages=, reward=, state=) says more
     reward()              optional: the reward of the episode, or its parts; `reward.name =
                           "environment"` reads it
+    prepare(**options)    optional class method: loads what all episodes of a process share
     quick = True          optional: it never takes long nor fails hard, so it runs in this process;
                           all others run in worker processes with limits (pool.py)
 

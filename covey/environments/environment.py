@@ -85,6 +85,16 @@ Factory = Callable[[], Any]
 """Makes the environment of one rollout. It must pickle, unless the environment is `quick`."""
 
 
+def prepare(factory: Factory) -> None:
+    """Let a class load what all its episodes share, once in a process and in its main thread.
+
+    For a class with a class method `prepare`, which takes the environment's options.
+    """
+    kind = getattr(factory, "func", factory)
+    if hasattr(kind, "prepare"):
+        kind.prepare(**getattr(factory, "keywords", {}))
+
+
 def is_quick(factory: Factory) -> bool:
     """Return whether an environment never takes long and never fails hard, by its own word.
 

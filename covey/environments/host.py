@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from covey.environments.drive import Driver, Reply
-from covey.environments.environment import Factory, is_quick
+from covey.environments.environment import Factory, is_quick, prepare
 from covey.types import Message, Prompt
 
 Replies = list[tuple[int, Reply]]
@@ -110,6 +110,7 @@ def make_host(
 ) -> Host:
     """Return the host of an environment: this process if it is quick, else worker processes."""
     if is_quick(factory):
+        prepare(factory)
         return InlineHost(factory)
     from covey.environments.pool import ProcessHost
 

@@ -15,6 +15,7 @@ from covey.environments.environment import Factory
 from covey.environments.games import Games
 from covey.environments.python import Python
 from covey.environments.search import Search
+from covey.environments.verifiers import Verifiers
 from covey.errors import ConfigError, nearest
 from covey.trust import import_callable, is_import_path
 
@@ -30,6 +31,7 @@ ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "games": Games,
         "python": Python,
         "search": Search,
+        "verifiers": Verifiers,
     }
 )
 """Classes; the keyword arguments of each are its options."""
@@ -58,7 +60,7 @@ def make_factory(name: str, options: Mapping[str, Any]) -> Factory:
     """Return what makes the environment of each rollout."""
     maker = find_environment(name)
     factory = partial(maker, **options) if options else maker
-    if name in ENVIRONMENTS:
+    if name in ENVIRONMENTS and not hasattr(maker, "prepare"):
         factory()  # so that a mistake in its options shows before the run
     return factory
 

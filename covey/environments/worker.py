@@ -17,6 +17,7 @@ from typing import Any
 
 from covey.environments.drive import Driver, Reply, chained
 from covey.environments.environment import Factory
+from covey.environments.environment import prepare as prepare_factory
 from covey.environments.host import settle
 from covey.scoring.pool_worker import loaded, prepare
 
@@ -55,7 +56,7 @@ class Server:
 
 def serve(connection: Connection) -> None:
     """Run commands until the connection closes. None: forget all episodes."""
-    factory, _ = loaded(connection)
+    factory, _ = loaded(connection, prepare_factory)
     server = Server(connection, factory)
     pool = ThreadPoolExecutor(THREADS)
     while True:

@@ -14,6 +14,7 @@ import pickle
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -49,8 +50,13 @@ def _score_async(connection: Connection, reward: Any, jobs: list[Job], timeout: 
     asyncio.run(run_all())
 
 
-def loaded(connection: Connection) -> tuple[Any, float]:
-    """Receive what this process works with, and the time limit; set its limit of memory."""
+def loaded(
+    connection: Connection, then: Callable[[Any], object] = lambda work: None
+) -> tuple[Any, float]:
+    """Receive what this process works with, and the time limit; set its limit of memory.
+
+    `then` makes it ready. What fails in it is reported, as is work that cannot be loaded.
+    """
     path, payload, gigabytes, timeout = connection.recv()
     # It may be in a module on the parent's path, or in the working directory.
     sys.path[:] = [*path, os.getcwd()]
@@ -59,6 +65,7 @@ def loaded(connection: Connection) -> tuple[Any, float]:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
         work = pickle.loads(payload)
+        then(work)
     except Exception as error:
         connection.send(f"{type(error).__name__}: {error}")
         sys.exit()

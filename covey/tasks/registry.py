@@ -20,6 +20,7 @@ from covey.tasks.products import Products
 from covey.tasks.reasoning_gym import ReasoningGym
 from covey.tasks.task import Task
 from covey.tasks.tools import Tools
+from covey.tasks.verifiers import Verifiers
 from covey.tasks.worlds import Worlds
 from covey.trust import import_callable, is_import_path
 
@@ -36,6 +37,7 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
         "products": Products,
         "reasoning_gym": ReasoningGym,
         "tools": Tools,
+        "verifiers": Verifiers,
         "worlds": Worlds,
     }
 )
