@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from covey.engines.protocol import Completion, EngineInfo, Request, RequestSource, Sampling
+from covey.environments import call
 from covey.environments.calls import CALL_FORMATS, assistant_message
 from covey.environments.drive import Driver, Reply
 from covey.environments.host import make_host, settle
@@ -29,12 +29,6 @@ from tests.environments.chat_templates import FAMILIES, tokenizer_of
 
 Policy = Callable[[str, int], str]
 """From all that it has read, and the number of its turn, to what it writes."""
-
-
-def call(name: str, **arguments: Any) -> str:
-    """Return a call of a tool as the policy writes it."""
-    written = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>{written}</tool_call>"
 
 
 def message(text: str) -> Message:

@@ -7,11 +7,12 @@ from random import Random
 
 import pytest
 
+from covey.environments import call
 from covey.environments.mutations import mutants
 from covey.errors import ConfigError
 from covey.tasks import Code
 from covey.types import Prompt
-from tests.environments.scripted import Hand, call, rollouts, trained_text
+from tests.environments.scripted import Hand, rollouts, trained_text
 
 RIGHT = "def double(x):\n    return 2 * x\n"
 WRONG = "def double(x):\n    return 2 + x\n"

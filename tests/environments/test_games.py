@@ -8,12 +8,13 @@ from random import Random
 
 import pytest
 
+from covey.environments import call
 from covey.environments.games.guess_number import GuessNumber
 from covey.environments.games.maze import MOVES, Maze
 from covey.environments.games.sokoban import PULLS, SIGHT, Sokoban
 from covey.errors import ConfigError
 from covey.tasks.worlds import Worlds
-from tests.environments.scripted import Hand, call, rollouts, trained_text
+from tests.environments.scripted import Hand, rollouts, trained_text
 
 WORLDS = Worlds(held_out_size=4).held_out()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from covey.environments import call
 from covey.environments.programs import shortened
 from covey.errors import ConfigError
 from covey.types import Prompt
-from tests.environments.scripted import Hand, call, rollouts, trained_text
+from tests.environments.scripted import Hand, rollouts, trained_text
 
 PROMPT = Prompt(
     id="p", task="t", target="", messages=({"role": "user", "content": "What is 2**64?"},)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from covey.environments import call
 from covey.environments.bm25 import Index
 from covey.errors import CoveyError
 from covey.tasks.library import Library, documents
 from covey.types import Prompt
-from tests.environments.scripted import Hand, call, rollouts, trained_text
+from tests.environments.scripted import Hand, rollouts, trained_text
 
 TEXTS = {
     "a": "the red fox",
