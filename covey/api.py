@@ -201,7 +201,7 @@ def _objects(
     dataset: Dataset | None, held_out: Dataset | None, rewards: Any
 ) -> tuple[Task | None, Reward | None]:
     """Return the task and the reward that were passed as objects."""
-    from covey.rewards.functions import function_reward
+    from covey.rewards.user import function_reward
     from covey.tasks.dataset import dataset_task
 
     task = None if dataset is None else dataset_task(dataset, held_out)
@@ -219,7 +219,7 @@ def _with_objects(
 ) -> Config:
     """Return the configuration, in which objects from Python have names of their own."""
     from covey.environments.registry import PASSED
-    from covey.rewards.functions import NAME as FUNCTIONS
+    from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET
 
     names = {"task": DATASET, "reward": FUNCTIONS, "environment": PASSED}
@@ -232,7 +232,7 @@ def _with_objects(
 def _check_passed(folder: RunFolder, passed: set[str]) -> None:
     """Refuse to resume a run without the objects that it was started with."""
     from covey.environments.registry import PASSED
-    from covey.rewards.functions import NAME as FUNCTIONS
+    from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET
 
     config = load_config(folder.config_file)

@@ -128,14 +128,12 @@ def _completions(run: RunFolder, step: int, console: Console, as_json: bool) -> 
     for row in rows:
         if row["prompt_id"] != prompt_id:
             prompt_id = row["prompt_id"]
-            console.print(
-                f"\n{row['prompt']}   (target: {row['target']})", style="bold", markup=False
-            )
+            console.print(f"\n{row['prompt']}   (target: {row['target']})", style="bold")
         reward = "unscored" if row["reward"] is None else f"reward {row['reward']:.2f}"
         advantage = "" if row["advantage"] is None else f"  advantage {row['advantage']:+.2f}"
         style = "green" if row["success"] else "default"
         turns = list(turn_lines(row))
         shown = f"({row['finish']})" if turns else row["text"]
-        console.print(f"  {reward}{advantage}  {shown}", style=style, markup=False)
+        console.print(f"  {reward}{advantage}  {shown}", style=style)
         for line, trained in turns:  # what others said is dimmed: it is not trained
-            console.print(f"    {line}", style="default" if trained else "dim", markup=False)
+            console.print(f"    {line}", style="default" if trained else "dim")

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Literal
-
-from covey.objective import surrogate, turns, weights
+from covey.objective import ratio, surrogate, turns, weights
+from covey.objective.compose import takes
 from covey.objective.loss import Objective
-from covey.objective.penalty import PENALTIES, Kl
-from covey.objective.ratio import token
 
 
-def gigpo(
-    *,
-    gamma: float = 0.95,
-    step_weight: float = 1.0,
-    normalize: Literal["std", "mean"] = "std",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Objective:
+@takes(
+    "gamma", "step_weight", "normalize", "clip_low", "clip_high", "beta", "kl", "ddof", "eps"
+)  # fmt: skip
+def gigpo() -> Objective:
     """Group-in-Group Policy Optimization, arXiv 2505.10978: turns in equal states are compared too.
 
         A_E  = (R_i - mean_g R) / (std_g R + eps)
@@ -37,17 +25,8 @@ def gigpo(
     rollouts; the released code takes them over turns, where long episodes weigh more.
     """
     return Objective(
-        advantage=partial(
-            turns.by_state,
-            gamma=gamma,
-            step_weight=step_weight,
-            normalize=normalize,
-            ddof=ddof,
-            eps=eps,
-        ),
-        ratio=token,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        advantage=turns.by_state,
+        ratio=ratio.token,
+        surrogate=surrogate.clipped,
         weights=weights.sequence_mean_token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
     )
