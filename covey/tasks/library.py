@@ -30,6 +30,7 @@ _FIRST = ("Ada", "Boris", "Clara", "Edda", "Felix", "Greta", "Hugo", "Ines", "Jo
           "Mina", "Nils", "Olga", "Piet", "Rosa", "Sven", "Thea", "Viktor")  # fmt: skip
 _LAST_ENDS = ("berg", "dottir", "ek", "ini", "lund", "mann", "ova", "son")
 _BUILDINGS = ("bridge", "lighthouse", "library", "town hall", "theatre", "observatory", "mill")
+_YEARS = range(1700, 1950)
 _TRADES = ("architect", "engineer", "carpenter", "mason", "painter")
 
 
@@ -75,17 +76,17 @@ class Town:
 def towns() -> tuple[Town, ...]:
     """Return the towns of the country, always the same."""
     random = Random("library")
-    pick, year = random.choice, lambda: random.randrange(1700, 1950)
+    pick = random.choice
     names = random.sample([a + b + c for a in _STARTS for b in _MIDDLES for c in _TOWN_ENDS], TOWNS)
     families = [a + b + c for a in _STARTS for b in _MIDDLES for c in _LAST_ENDS]
     ids = [f"doc-{number}" for number in random.sample(range(1, 2 * TOWNS + 1), 2 * TOWNS)]
     people = [
-        Person(name=f"{pick(_FIRST)} {family}", trade=pick(_TRADES), born=year(),
+        Person(name=f"{pick(_FIRST)} {family}", trade=pick(_TRADES), born=pick(_YEARS),
                birthplace=pick(names), document=ids.pop())
         for family in random.sample(families, TOWNS)
     ]  # fmt: skip
     return tuple(
-        Town(name=name, building=pick(_BUILDINGS), opened=year(), builder=pick(people),
+        Town(name=name, building=pick(_BUILDINGS), opened=pick(_YEARS), builder=pick(people),
              document=ids.pop())
         for name in names
     )  # fmt: skip
