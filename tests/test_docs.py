@@ -178,7 +178,8 @@ def test_the_page_of_environments_names_every_environment_and_its_examples_run(
 ) -> None:
     text = (ROOT / "docs/environments.md").read_text()
     assert [name for name in ENVIRONMENTS if f"`{name}`" not in text] == []
-    lock, by_hand = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    lock, by_hand, guess, shop = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(guess + shop, {})
     (tmp_path / "lock.py").write_text(lock)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -190,10 +191,9 @@ def test_the_page_of_environments_names_every_environment_and_its_examples_run(
     assert printed.endswith("assistant: I give up.\nreward: {'environment': 0.0}\n")
     for number, example in enumerate(re.findall(r"```toml\n(.*?)```", text, re.DOTALL)):
         (tmp_path / f"{number}.toml").write_text(example)
-        config = resolve(load_config(f"{number}.toml"))
-        assert config.reward.name == "environment"
+        assert resolve(load_config(f"{number}.toml")).environment.name != "none"
     sys.modules.pop("lock")
-    assert number == 2
+    assert number == 4
 
 
 def test_the_page_of_evaluation_names_every_field_of_a_line() -> None:

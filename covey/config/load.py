@@ -183,7 +183,7 @@ def to_toml(config: Config) -> str:
         lines += ["", f"[{name}]"]
         values = section.model_dump()
         if isinstance(section, Named):
-            values = {"name": section.name, **section.options}
+            values = {**section.settings, **section.options}
         lines += toml_lines(values)
     return "\n".join(lines) + "\n"
 

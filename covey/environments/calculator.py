@@ -33,23 +33,21 @@ def example(name: str) -> list[Message]:
 class Calculator(ToolEnvironment):
     """One tool, which evaluates an arithmetic expression. The last turn is what is scored.
 
-    `examples` worked conversations come before the prompt, with calls as tags, for models that do
-    not call tools by themselves.
+    `explain`: a system message says how to call it, by tags. `examples` worked conversations come
+    before the prompt. Both are for models whose chat template does not speak of tools.
     """
 
     quick: ClassVar[bool] = True
 
-    def __init__(self, examples: int = 0) -> None:
-        self.examples = examples
+    def __init__(self, explain: bool = False, examples: int = 0) -> None:
+        self.explain, self.examples = explain, examples
 
     def reset(self, prompt: Prompt, seed: int) -> Start:
         """Show the prompt after the examples. They are the same for all rollouts of a group."""
         start = super().reset(prompt, seed)
-        if not self.examples:
-            return start
-        system = {"role": "system", "content": INSTRUCTION}
+        system = [{"role": "system", "content": INSTRUCTION}] if self.explain else []
         shown = [message for n in range(self.examples) for message in example(f"{seed}/{n}")]
-        return replace(start, messages=[system, *shown, *start.messages])
+        return replace(start, messages=[*system, *shown, *start.messages])
 
     def calculator(self, expression: str) -> str:
         """Evaluate an arithmetic expression exactly.

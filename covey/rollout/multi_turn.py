@@ -35,7 +35,7 @@ from covey.types import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Interaction:
     """How rollouts interact with an environment."""
 
@@ -49,8 +49,18 @@ class Interaction:
     """Calls of tools in an episode."""
     max_tokens: int
     """Tokens that the engine reads and samples for a turn: the whole conversation."""
-    note: Callable[[str], None] = field(default=lambda text: None)
-    """Tells the user something, once."""
+    told: bool = False
+    """Whether the user knows that the chat template rewrites history."""
+
+    def notes(self, rollouts: Sequence[Rollout]) -> list[str]:
+        """Return what a user should know about how these rollouts went, once in a run."""
+        if self.told or all(len(rollout.segments) == 1 for rollout in rollouts):
+            return []
+        self.told = True
+        return [
+            "the chat template rewrites earlier turns: such rollouts are trained in several "
+            "segments, each as it was sampled"
+        ]
 
 
 @dataclass(slots=True)
@@ -187,7 +197,6 @@ class MultiTurnEpisodes:
     """Episodes that the engine works on, by number of their request."""
     numbers: int = 0
     """Requests so far."""
-    rewritten: bool = False
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -288,14 +297,7 @@ class MultiTurnEpisodes:
             return self.conversations.first(episode.messages, episode.tools)
         turn = next(turn for turn in reversed(episode.turns) if turn.role == "assistant")
         sampled = episode.segments[turn.segment].tokens[turn.start : turn.stop]
-        context = self.conversations.following(before, sampled, episode.messages, episode.tools)
-        if context.new_segment and not self.rewritten:
-            self.rewritten = True
-            self.interaction.note(
-                "the chat template rewrites earlier turns: rollouts are trained as several "
-                "segments, each as it was sampled"
-            )
-        return context
+        return self.conversations.following(before, sampled, episode.messages, episode.tools)
 
     def _stop_long(self, episode: _Conversation, size: int) -> None:
         """End an episode that leaves no room for a turn. It is the user's mistake at the start."""

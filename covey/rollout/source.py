@@ -101,6 +101,8 @@ class SynchronousSource:
         )
         encoded = encode_prompts(parts.policy.model, prompts, parts.interaction)
         collected = collector.collect(encoded, sampling=parts.sampling, step=step, share=share)
+        for note in parts.interaction.notes(collected.rollouts) if parts.interaction else ():
+            self.reporter.note(f"step {step}: {note}")
         if collected.failures:
             count, first = len(collected.failures), collected.failures[0]
             self.reporter.note(f"step {step}: {count} unscored, {first}")

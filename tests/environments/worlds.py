@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from covey.environments import Step
+from covey.environments.calculator import Calculator
 from covey.types import Message, Prompt
 
 TURNS = 3
@@ -147,3 +148,15 @@ class Shop:
         return float(len(self.bought))
 
     def _private(self) -> None: ...
+
+
+class SlowCalculator(Calculator):
+    """A calculator that takes its time, and leaves a mark in a file at every step."""
+
+    quick = False
+
+    async def step(self, message: Message) -> Step:
+        with open(os.environ["MARKS"], "a", encoding="utf-8") as file:
+            file.write("x")
+        await asyncio.sleep(random.random() * 0.1)
+        return await super().step(message)
