@@ -48,7 +48,7 @@ class Prompt:
     @property
     def text(self) -> str:
         """The content of the last message."""
-        return self.messages[-1]["content"]
+        return str(self.messages[-1]["content"])
 
 
 class VersionSpan(NamedTuple):

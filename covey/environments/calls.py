@@ -49,7 +49,8 @@ def llama3_calls(text: str, tools: Sequence[str]) -> list[Call]:
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
         return []
-    calls, decoder = [], json.JSONDecoder()
+    calls: list[Call] = []
+    decoder = json.JSONDecoder()
     while body:
         try:
             _, end = decoder.raw_decode(body)

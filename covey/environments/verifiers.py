@@ -9,6 +9,7 @@ conversations that change what was said before, images, and the tasksets of veri
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -29,7 +30,7 @@ def _loaded(package: str, arguments: str) -> Any:
     load = import_callable(f"{package.replace('-', '_')}:load_environment", "environment.package")
     environment = load(**json.loads(arguments))
     rubric = getattr(environment, "rubric", None)
-    group = getattr(rubric, "_get_group_reward_funcs", list)()
+    group: list[Any] = getattr(rubric, "_get_group_reward_funcs", list)()
     if group:
         raise ConfigError(
             f"environment: the rubric of {package} scores whole groups ({group[0].__name__}), "
@@ -110,28 +111,27 @@ class Verifiers:
 
     def _client(self) -> Any:
         """Return a client of verifiers whose model is the policy."""
-        from verifiers.clients import Client
-        from verifiers.errors import OverlongPromptError
-        from verifiers.types import Response, ResponseMessage, ToolCall
-
+        clients, errors, types = (
+            importlib.import_module(f"verifiers.{name}") for name in ("clients", "errors", "types")
+        )
         outer = self
 
-        class Policy(Client):  # type: ignore[misc]
+        class Policy(clients.Client):  # type: ignore[misc, name-defined]
             async def get_response(self, prompt: Any, *_: Any, **given: Any) -> Any:
                 outer._tools = given.get("tools")
                 outer._asked.put_nowait(prompt)
                 message = await outer._answers.get()
                 if message is None:  # a limit of Covey's ended the episode
-                    raise OverlongPromptError("the episode has ended")
+                    raise errors.OverlongPromptError("the episode has ended")
                 calls = [
-                    ToolCall(id=f"call_{number}", **_call(call))
+                    types.ToolCall(id=f"call_{number}", **_call(call))
                     for number, call in enumerate(message.get("tool_calls", ()))
                 ]
-                answer = ResponseMessage(
+                answer = types.ResponseMessage(
                     content=message["content"], tool_calls=calls or None, finish_reason="stop",
                     is_truncated=False,
                 )  # fmt: skip
-                return Response(id="covey", created=0, model="covey", message=answer)
+                return types.Response(id="covey", created=0, model="covey", message=answer)
 
         Policy.__abstractmethods__ = frozenset()
         return Policy(None)

@@ -232,7 +232,7 @@ def policy_loss(
         loss=whole.loss,
         x=rollouts.split(whole.x),
         log_ratio=rollouts.split(whole.log_ratio),
-        gain=Gain(*(None if v is None else rollouts.split(v) for v in whole.gain)),
+        gain=Gain(*(v if v is None else rollouts.split(v) for v in whole.gain)),  # type: ignore[arg-type]
         penalty=None if whole.penalty is None else rollouts.split(whole.penalty),
         kept=None if whole.kept is None else rollouts.split(whole.kept),
     )

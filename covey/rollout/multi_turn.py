@@ -283,12 +283,35 @@ class MultiTurnEpisodes:
             return None
         episode.state = reply.state
         if episode.taken >= self.interaction.max_turns:
-            return self._stop(episode, "turn_limit")
-        context = self._context(episode)
-        if len(context.tokens) > self.longest:
-            return self._stop_long(episode, len(context.tokens))
+            self._stop(episode, "turn_limit")
+            return None
+        try:
+            context = self._fitting(episode)
+        except DataError as error:
+            if not episode.taken:  # the prompt itself cannot be used
+                raise
+            episode.finish = "error"
+            self._end(episode, Reply(done=True, error=str(error)))
+            return None
+        if context is None:
+            self._stop(episode, "token_limit")
+            return None
         episode.add_context(context, reply.messages)
         return self._request(episode, context)
+
+    def _fitting(self, episode: _Conversation) -> Context | None:
+        """Return what the policy sees next. None: that leaves no room for a turn."""
+        context = self._context(episode)
+        size = len(context.tokens)
+        if size <= self.longest:
+            return context
+        if episode.taken:
+            return None
+        raise DataError(
+            f"prompt {episode.prompt.id} has {size} tokens, and a turn may take "
+            f"{self.sampling.max_tokens}: raise environment.max_tokens, which is "
+            f"{self.interaction.max_tokens}; the model's context is {self.model.context}"
+        )
 
     def _context(self, episode: _Conversation) -> Context:
         """Return what the policy sees next."""
@@ -298,16 +321,6 @@ class MultiTurnEpisodes:
         turn = next(turn for turn in reversed(episode.turns) if turn.role == "assistant")
         sampled = episode.segments[turn.segment].tokens[turn.start : turn.stop]
         return self.conversations.following(before, sampled, episode.messages, episode.tools)
-
-    def _stop_long(self, episode: _Conversation, size: int) -> None:
-        """End an episode that leaves no room for a turn. It is the user's mistake at the start."""
-        if episode.taken:
-            return self._stop(episode, "token_limit")
-        raise DataError(
-            f"prompt {episode.prompt.id} has {size} tokens, and a turn may take "
-            f"{self.sampling.max_tokens}: raise environment.max_tokens, which is "
-            f"{self.interaction.max_tokens}; the model's context is {self.model.context}"
-        )
 
     def _stop(self, episode: _Conversation, finish: Finish) -> None:
         """End an episode at a limit; the environment is asked for its reward."""

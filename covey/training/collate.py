@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ def _padded(rows: Sequence[Sequence[int | float | bool]], dtype: type) -> torch.
     return torch.from_numpy(whole)
 
 
-def _turns(rows: Sequence[_Row]) -> dict[str, torch.Tensor]:
+def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
     """Return turn, turn_reward and state of each token; nothing if no rollout has an episode."""
     if all(row.of.episode is None for row in rows):
         return {}
