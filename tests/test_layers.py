@@ -36,7 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "embedded": {"models", "rng", "tasks", "training", "types"},
     "accel": PLAIN,
     "models": {"accel", "embedded", "subprocesses", "run.files", *PLAIN},
-    "engines": {"accel", "models", "rng", *PLAIN},
+    "engines": {"accel", "models", "rng", "subprocesses", *PLAIN},
     "environments": {
         "rewards",
         "sandbox",

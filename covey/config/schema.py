@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from covey.config.environment import Environment
-from covey.config.section import Count, Named, Names, Positive, Section, Share
+from covey.config.section import Count, Device, Names, Positive, Section, Share
+from covey.config.section import Named as Named
 
 MOST_COMPLETIONS = 10**7
 """Completions of one step, all of which are in memory until the step ends."""
@@ -24,7 +25,7 @@ class Model(Section):
     """A folder, a hub name, a GGUF file, 'smollm2' or 'embedded'."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; auto: bfloat16 on a GPU, float32 on a CPU."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")] = "auto"
+    device: Device = "auto"
     """cpu, cuda, cuda:1, or auto."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
@@ -143,6 +144,11 @@ class Rollout(Section):
 class Engine(Section):
     """[engine]"""
 
+    kind: Literal["native", "process"] = "native"
+    """What generates: native (the trainer's process and weights) or process (the native engine in a
+    process of its own, with a copy of the weights)."""
+    device: Device = "auto"
+    """process: where it generates; auto: the trainer's device."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Completions generated at the same time."""
 
@@ -177,6 +183,14 @@ class Filter(Section):
 class Overlap(Section):
     """[overlap]"""
 
+    staleness: Annotated[int, Field(ge=0, le=64)] = 0
+    """Training steps that generation may be ahead of training; 0: each step generates first, then
+    trains."""
+    mode: Literal["ahead", "copy"] = "ahead"
+    """ahead: the prompts of staleness + 1 steps in one call, with the trainer's weights; copy: an
+    engine with a copy of the weights generates while the trainer trains."""
+    in_flight: bool = False
+    """copy: load new weights while completions are generated. Results then depend on timing."""
     max_staleness: Count = 0
     """Drop groups sampled more than this many optimizer steps ago; 0: keep all."""
 
@@ -274,6 +288,19 @@ class Train(Section):
         return self.mini_batches * self.epochs
 
 
+class Parallel(Section):
+    """[parallel]: several ranks, as torchrun starts them."""
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: every rank has the whole model; fsdp: parameters, gradients and optimizer state are
+    divided among ranks (FSDP2)."""
+    shard_ranks: Count = 0
+    """fsdp: ranks that divide one model among them, such as those of a machine; each such set has
+    the whole model. 0: all ranks."""
+    timeout: Annotated[float, Field(gt=0, le=10**6)] = 600.0
+    """Seconds that a rank waits for the others: at the start, and in a step."""
+
+
 class Sft(Section):
     """[sft]"""
 
@@ -345,6 +372,7 @@ class Config(Section):
     overlap: Overlap = Overlap()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
+    parallel: Parallel = Parallel()
     sft: Sft = Sft()
     evaluate: Evaluate = Evaluate()
     save: Save = Save()

@@ -1,4 +1,4 @@
-"""What the sections of the configuration are made of: base classes and types of settings."""
+"""What sections of the configuration are made of: the kinds of table, and of values."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ Count = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 """Several names; a single one needs no brackets."""
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")]
 
 
 class Section(BaseModel):

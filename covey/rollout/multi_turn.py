@@ -184,10 +184,11 @@ class MultiTurnEpisodes:
     """The rollouts of some prompts with an environment, as a source of requests for an engine."""
 
     prompts: Sequence[Prompt]
+    steps: Sequence[int]
+    """The training step of each prompt."""
     interaction: Interaction
     model: LanguageModel
     sampling: Sampling
-    step: int
     finished: Callable[[int, Rollout], None]
     """Called with the number of the prompt and the rollout, as soon as it ends."""
     conversations: Conversations = field(init=False)
@@ -207,7 +208,7 @@ class MultiTurnEpisodes:
         )
         self.interaction.host.clear()
         for number, prompt in enumerate(self.prompts):
-            seed = world_seed(seed=self.sampling.seed, step=self.step, prompt=prompt.id)
+            seed = world_seed(seed=self.sampling.seed, step=self.steps[number], prompt=prompt.id)
             for sample in range(self.sampling.group_size):
                 episode = _Conversation(number, sample, prompt)
                 self.waiting[self._key(episode)] = episode
@@ -331,8 +332,9 @@ class MultiTurnEpisodes:
     def _request(self, episode: _Conversation, context: Context) -> Request:
         number, self.numbers = self.numbers, self.numbers + 1
         self.running[number] = episode
+        step = self.steps[episode.number]
         address = Address(
-            self.sampling.seed, self.step, episode.prompt.id, episode.sample, episode.taken
+            self.sampling.seed, step, episode.prompt.id, episode.sample, episode.taken
         )
         return Request(number=number, prompt=number, tokens=context.tokens, address=address)
 
