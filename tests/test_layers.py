@@ -37,7 +37,15 @@ LAYERS: dict[str, set[str]] = {
     "accel": PLAIN,
     "models": {"accel", "embedded", "subprocesses", "run.files", *PLAIN},
     "engines": {"accel", "models", "rng", "subprocesses", *PLAIN},
-    "environments": {"rewards", "scoring", "subprocesses", "trust", *PLAIN},
+    "environments": {
+        "rewards",
+        "sandbox",
+        "scoring",
+        "subprocesses",
+        "tasks.library",
+        "trust",
+        *PLAIN,
+    },
     "reference": {"_version", "config", "models", "stopping", *PLAIN},
     "rollout": {
         "engines",

@@ -22,6 +22,7 @@ sees them.
 from covey.environments.adapters import as_environment
 from covey.environments.environment import Environment, Factory, Start, Step
 from covey.environments.host import Host, InlineHost, make_host
+from covey.environments.play import Played, call, play
 from covey.environments.registry import ENVIRONMENTS, environment_factory, make_factory
 from covey.environments.tools import ToolEnvironment, ToolError
 
@@ -31,12 +32,15 @@ __all__ = [
     "Factory",
     "Host",
     "InlineHost",
+    "Played",
     "Start",
     "Step",
     "ToolEnvironment",
     "ToolError",
     "as_environment",
+    "call",
     "environment_factory",
     "make_factory",
     "make_host",
+    "play",
 ]

@@ -10,7 +10,11 @@ from typing import Any
 
 from covey.environments.adapters import as_environment
 from covey.environments.calculator import Calculator
+from covey.environments.code_repair import CodeRepair
 from covey.environments.environment import Factory
+from covey.environments.games import Games
+from covey.environments.python import Python
+from covey.environments.search import Search
 from covey.environments.verifiers import Verifiers
 from covey.errors import ConfigError, nearest
 from covey.trust import import_callable, is_import_path
@@ -23,6 +27,10 @@ PASSED = "class"
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "calculator": Calculator,
+        "code_repair": CodeRepair,
+        "games": Games,
+        "python": Python,
+        "search": Search,
         "verifiers": Verifiers,
     }
 )
@@ -51,7 +59,10 @@ def find_environment(name: str, where: str = "environment.name") -> Callable[...
 def make_factory(name: str, options: Mapping[str, Any]) -> Factory:
     """Return what makes the environment of each rollout."""
     maker = find_environment(name)
-    return partial(maker, **options) if options else maker
+    factory = partial(maker, **options) if options else maker
+    if name in ENVIRONMENTS and not hasattr(maker, "prepare"):
+        factory()  # so that a mistake in its options shows before the run
+    return factory
 
 
 def environment_factory(environment: Any) -> Factory:
