@@ -2,7 +2,7 @@
 
 Requests are token ids, and so are completions. All requests of a prompt go to the same server,
 which reads the prompt once. A server that dies is started again, gets the current weights, and is
-probed; its requests are sent again. Their random numbers are addressed, so nothing of a step is lost.
+probed; its requests are sent again. Their random numbers are addressed: nothing of a step is lost.
 """
 
 from __future__ import annotations

@@ -1,0 +1,97 @@
+"""Connecting to Ray, and calls of its actors: failures in covey's words."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.errors import ConfigError, CoveyError, EngineError
+from covey.escape import printable
+
+LOCAL = "local"
+"""The address that means: start Ray on this machine, for this run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What an actor takes of a node."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    def options(self) -> dict[str, Any]:
+        """Return Ray's options of an actor."""
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus}
+
+
+def check_ray() -> None:
+    """Say how to install Ray if it is missing."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("config: [cluster] needs Ray: pip install 'covey[ray]'")
+
+
+def connect(address: str) -> None:
+    """Connect to a Ray cluster, or start one on this machine; one line if there is none."""
+    check_ray()
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # no warning about GPUs
+    import ray
+
+    if ray.is_initialized():
+        return
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    try:
+        if address == LOCAL:
+            ray.init(include_dashboard=False, **quiet)
+        else:
+            ray.init(address=address, **quiet)
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        what = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"config: cluster.address = {address!r}: Ray cannot be reached: {printable(what)}; "
+            f"start it with `ray start --head`, or use {LOCAL!r}"
+        ) from None
+
+
+def check_room(needs: Sequence[tuple[str, int, Need]]) -> None:
+    """Refuse more than the whole cluster has: actors without a place would wait for ever."""
+    import ray
+
+    total = ray.cluster_resources()
+    for resource, unit in (("GPU", "gpus"), ("CPU", "cpus")):
+        wanted = sum(count * getattr(need, unit) for _, count, need in needs)
+        if wanted > total.get(resource, 0.0):
+            parts = ", ".join(f"{count} {name}" for name, count, _ in needs if count)
+            raise ConfigError(
+                f"config: [cluster] asks for {wanted:g} {resource}s ({parts}), and Ray has "
+                f"{total.get(resource, 0.0):g}; lower cluster.engines or cluster.engine_{unit}"
+            )
+
+
+def dead(error: BaseException) -> bool:
+    """Return whether an error of a call means that its actor, or its node, has died."""
+    from ray import exceptions
+
+    kinds = (
+        exceptions.RayActorError,
+        exceptions.NodeDiedError,
+        exceptions.WorkerCrashedError,
+        exceptions.ObjectLostError,
+        exceptions.OwnerDiedError,
+    )
+    return isinstance(error, kinds)
+
+
+def translated(error: Exception, what: str) -> Exception:
+    """Return a failure inside an actor as one line, with the actor's traceback beside it."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, CoveyError):
+        return cause
+    text = str(error).strip()
+    last = text.splitlines()[-1].strip() if text else type(error).__name__
+    problem = EngineError(f"{what} failed: {printable(last)[:300]}")
+    problem.details = text
+    return problem
