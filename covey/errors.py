@@ -22,6 +22,8 @@ class CoveyError(Exception):
     """A mistake that the user can fix. The message is one line that says how."""
 
     exit_code = 1
+    details = ""
+    """More that helps to find the cause, such as another process's traceback. It goes to a file."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))

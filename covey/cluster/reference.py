@@ -46,9 +46,7 @@ class RayReference(Reference):
     def _start(self) -> None:
         import ray
 
-        self.handle = (
-            ray.remote(ReferenceActor).options(**self.need.options()).remote(self.build)
-        )
+        self.handle = ray.remote(ReferenceActor).options(**self.need.options()).remote(self.build)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         import ray

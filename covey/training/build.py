@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from covey.config import Config
-from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import ConfigError, DataError
 from covey.models.adapter import adapter_base, add_adapter, load_adapter
@@ -19,11 +19,14 @@ from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
+from covey.rewards.identity import identity
 from covey.scoring import Scorer, make_scorer
+from covey.scoring.build import check_timeout
 from covey.tasks import Task, bad_rows_of
 from covey.training.budget import Used
 from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
+from covey.training.make_engine import check_engine, make_engine, ray_reference, ray_scorer
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
 from covey.training.parallel import OneRank, World
 from covey.training.policy import Policy
@@ -54,6 +57,8 @@ class Components:
     policy: Policy
     reference: Reference | None = None
     engine: Engine
+    engine_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held from loading weights into the engine until it has generated with them."""
     sampling: Sampling
     world: World = field(default_factory=OneRank)
 
@@ -81,9 +86,13 @@ class Parts(Components):
 
 def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
     """Build the scorer, and start the processes that it needs."""
+    reward = reward_of(config) if reward is None else reward
+    if config.cluster.address and config.cluster.scoring and not reward.quick:
+        check_timeout(config.reward.name, reward, config.scoring.timeout)
+        return ray_scorer(config, reward, identity(config.reward.name, reward))
     return make_scorer(
         config.reward.name,
-        reward_of(config) if reward is None else reward,
+        reward,
         workers=config.scoring.workers,
         timeout=config.scoring.timeout,
         gigabytes=config.scoring.gigabytes,
@@ -92,6 +101,7 @@ def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
 
 def assemble(config: Config, reward: Reward | None = None, task: Task | None = None) -> Parts:
     """Build everything that a resolved configuration names; objects from Python replace theirs."""
+    check_engine(config)
     task = task_of(config) if task is None else task
     train_prompts, held_out = task.train(), held_out_of(config, task)
     if not train_prompts:
@@ -99,7 +109,9 @@ def assemble(config: Config, reward: Reward | None = None, task: Task | None = N
     objective = objective_of(config)
     model = load_model(config)
     reference = reference_of(config, model, objective)
-    engine, sampling, scorer = NativeEngine(model), sampling_of(config), scorer_of(config, reward)
+    policy = policy_of(config, model)
+    engine, sampling = make_engine(config, policy, load_model), sampling_of(config)
+    scorer = scorer_of(config, reward)
     return Parts(
         config=config,
         train_prompts=train_prompts,
@@ -110,12 +122,14 @@ def assemble(config: Config, reward: Reward | None = None, task: Task | None = N
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
             **config.length_penalty.options
         ),
-        policy=policy_of(config, model),
+        policy=policy,
         reference=reference,
         engine=engine,
         sampling=sampling,
         objective=objective,
-        step_settings=step_settings_of(config, sampling, exact_logp=engine.info.exact_logp),
+        step_settings=step_settings_of(
+            config, objective, sampling, exact_logp=engine.info.exact_logp
+        ),
     )
 
 
@@ -123,6 +137,8 @@ def reference_of(config: Config, model: LanguageModel, objective: Objective) -> 
     """Build the reference policy, if the objective needs one."""
     if "reference" not in objective.needs:
         return None
+    if config.cluster.address and config.cluster.reference:
+        return ray_reference(config, load_model)
     return make_reference(config, policy=model, load=partial(load_model, config))
 
 
@@ -191,13 +207,18 @@ def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
     return MasterAdamW(parameters, **options)
 
 
-def step_settings_of(config: Config, sampling: Sampling, *, exact_logp: bool) -> StepSettings:
+def step_settings_of(
+    config: Config, objective: Objective, sampling: Sampling, *, exact_logp: bool
+) -> StepSettings:
     """Return how a batch is turned into optimizer steps, with the learning rate of the first.
 
-    `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp.
+    `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp. Where
+    rollouts may be older than that, they may if the ratio itself has to correct for it.
     """
+    source, stale = config.train.old_logp, config.overlap.staleness > 0
     exact = exact_logp and not sampling.distribution.truncates
-    source = config.train.old_logp
+    if stale:
+        exact = not objective.corrects
     return StepSettings(
         mini_batches=config.train.mini_batches,
         epochs=config.train.epochs,
@@ -207,6 +228,7 @@ def step_settings_of(config: Config, sampling: Sampling, *, exact_logp: bool) ->
         seed=config.seed,
         skip_zero_gradient=config.filter.skip_zero_gradient,
         mask_truncated=config.filter.mask_truncated,
+        stale=stale,
     )
 
 

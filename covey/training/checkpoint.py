@@ -5,14 +5,15 @@
     covey.json                                     the state of the run and the policy version
 
 With an adapter, the first line is adapter_config.json and adapter_model.safetensors instead, as
-peft has them: frozen weights are not saved again. A reference that moves adds files of its own.
+peft has them: frozen weights are not saved again. A reference that moves adds files of its own, and
+so do rollouts that were generated ahead (in_flight.jsonl).
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,23 @@ class State:
 
 
 def save(
-    run: RunFolder, policy: Policy, reference: Reference | None, state: State, *, keep: int
+    run: RunFolder,
+    policy: Policy,
+    reference: Reference | None,
+    state: State,
+    *,
+    keep: int,
+    more: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write the checkpoint of a step, whole or not at all; keep only the newest `keep`."""
+    """Write the checkpoint of a step, whole or not at all; keep only the newest `keep`.
+
+    `more` adds files to it.
+    """
     with run.new_checkpoint(state.step) as folder:
         save_policy(policy, folder, asdict(state))
         if reference is not None:
             reference.save(folder)
+        more(folder)
     run.prune_checkpoints(keep)
 
 

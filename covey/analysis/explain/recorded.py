@@ -189,7 +189,9 @@ def _at_start(config: Config, step: int) -> Trainee:
     learner = Learner(
         policy=policy_of(config, model),
         objective=objective,
-        settings=step_settings_of(config, sampling_of(config), exact_logp=has_exact_logp(model)),
+        settings=step_settings_of(
+            config, objective, sampling_of(config), exact_logp=has_exact_logp(model)
+        ),
         reference=reference_of(config, model, objective),
     )
     return Trainee(

@@ -15,7 +15,6 @@ from covey.engines.protocol import Completion, EngineInfo, RequestSource, Weight
 from covey.errors import ModelError
 from covey.models.deterministic import skip_determinism_check
 from covey.models.language_model import LanguageModel
-from covey.types import VersionSpan
 
 
 def has_exact_logp(model: LanguageModel) -> bool:
@@ -33,6 +32,8 @@ class NativeEngine:
     model: LanguageModel
     backend: DecodeBackend = field(init=False)
     version: int = field(init=False, default=0)
+    scheduler: Scheduler | None = field(init=False, default=None)
+    """Of the run in progress."""
 
     def __post_init__(self) -> None:
         self.backend = choose_backend(self.model)
@@ -47,8 +48,18 @@ class NativeEngine:
         )
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Note the version. The weights are those of the model already."""
+        """Note the version. The weights are those of the model already.
+
+        From within a run, by the source of requests, completions go on with the new weights.
+        """
         self.version = version
+        if self.scheduler is not None:
+            self.backend.refresh()
+            self.scheduler.change_version(version)
+
+    def events(self) -> list[str]:
+        """Return none: what fails here fails the trainer."""
+        return []
 
     def close(self) -> None:
         """Do nothing: the model belongs to the trainer."""
@@ -63,20 +74,24 @@ class NativeEngine:
         if training:
             self.model.model.eval()
         try:
-            for finished in Scheduler(self.model, self.backend, requests).run():
+            self.scheduler = Scheduler(self.model, self.backend, requests, self.version)
+            self.scheduler.change_version(self.version)  # its constructor takes requests
+            for finished in self.scheduler.run():
                 requests.done([self._completion(one) for one in finished])
         finally:
+            self.scheduler = None
             if training:
                 self.model.model.train()
 
-    def _completion(self, one: Finished) -> Completion:
+    @staticmethod
+    def _completion(one: Finished) -> Completion:
         _check_finite(one)
         return Completion(
             request=one.request,
             tokens=_tuple(one.tokens),
             logp=_tuple(one.logp),
             finish=one.finish,
-            versions=(VersionSpan(0, len(one.tokens), self.version),),
+            versions=one.versions,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from covey.engines.vllm.check import check_dtype, check_installed, check_served, served_version
+import torch
+
+from covey.engines.vllm.check import check_dtype, check_served, served_version
 from covey.engines.vllm.client import Client, check_url
 from covey.engines.vllm.engine import Replica, VllmEngine
 from covey.engines.vllm.plugin import BACKEND
@@ -27,12 +30,18 @@ from covey.models.language_model import LanguageModel
 
 if TYPE_CHECKING:
     from covey.config import Config
+    from covey.config.cluster_sections import Vllm
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def vllm_engine(config: Config, model: LanguageModel) -> VllmEngine:
-    """Start the servers, or connect to those that run, and return the engine."""
+def vllm_engine(
+    config: Config, model: LanguageModel, *, cuda: bool, first_gpu: int | None = None
+) -> VllmEngine:
+    """Start the servers, or connect to those that run, and return the engine.
+
+    `cuda`: whether servers get GPUs, from `first_gpu` on; None: as configured.
+    """
     section = config.engine.vllm
     _check_adapter(model)
     parent = Path(section.folder) if section.folder else SHARED_MEMORY
@@ -40,7 +49,11 @@ def vllm_engine(config: Config, model: LanguageModel) -> VllmEngine:
     with ExitStack() as failed:
         failed.callback(shutil.rmtree, folder, ignore_errors=True)
         write_model(model, folder)
-        replicas = _running(config, model) if section.urls else _started(config, model, folder)
+        if section.urls:
+            replicas = _running(config, model)
+        else:
+            first = section.first_gpu if first_gpu is None else first_gpu
+            replicas = _started(config, model, folder, first if cuda else None)
         for replica in replicas:
             failed.callback(_stop, replica)
         if not section.urls:
@@ -94,13 +107,14 @@ def _running(config: Config, model: LanguageModel) -> list[Replica]:
     return replicas
 
 
-def _started(config: Config, model: LanguageModel, folder: Path) -> list[Replica]:
-    """Start servers on this machine."""
-    check_installed()
+def _started(
+    config: Config, model: LanguageModel, folder: Path, first_gpu: int | None
+) -> list[Replica]:
+    """Start servers on this machine, on its GPUs from the given one on; None: on its CPU."""
     section, weight = config.engine.vllm, model.head.linear.weight
     settings = ServerSettings(
         dtype=str(weight.dtype).removeprefix("torch."),
-        cuda=model.device.type == "cuda",
+        cuda=first_gpu is not None,
         context=model.context if model.context < 2**31 else 32_768,
         max_concurrent=-(-config.engine.max_concurrent // section.servers),
         lora_rank=0 if model.adapter is None else model.adapter.r,
@@ -113,19 +127,25 @@ def _started(config: Config, model: LanguageModel, folder: Path) -> list[Replica
     replicas = []
     for number in range(section.servers):
         process = ServerProcess(settings=settings, model=folder, log=logs / f"server-{number}.log")
-        process.start(_devices(config, number) if settings.cuda else None)
+        if first_gpu is not None:
+            process.gpus = _gpus(first_gpu + number * section.tensor_parallel, section)
+        process.start()
         client = Client(process.url, section.timeout, config.engine.max_concurrent)
         replicas.append(Replica(client, process))
     return replicas
 
 
-def _devices(config: Config, number: int) -> dict[str, str]:
-    """Return the GPUs of a server: from engine.vllm.first_gpu on, as many as it needs."""
-    section = config.engine.vllm
-    first = section.first_gpu + number * section.tensor_parallel
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(str(first + i) for i in range(section.tensor_parallel))
-    }
+def _gpus(first: int, section: Vllm) -> str:
+    """Return the GPUs of a server, as CUDA_VISIBLE_DEVICES: those that this process may see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    own = names[first : first + section.tensor_parallel]
+    if len(own) < section.tensor_parallel:
+        raise ConfigError(
+            f"config: engine.vllm needs GPUs {first} to {first + section.tensor_parallel - 1}, and "
+            f"there are {len(names)}; lower engine.vllm.servers or engine.vllm.first_gpu"
+        )
+    return ",".join(own)
 
 
 def _wait(replicas: list[Replica], patience: float) -> None:

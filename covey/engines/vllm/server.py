@@ -97,6 +97,8 @@ class ServerProcess:
     model: Path
     """A folder with the configuration and the tokenizer of the model."""
     log: Path
+    gpus: str = ""
+    """CUDA_VISIBLE_DEVICES; empty: as it is."""
     port: int = field(init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
@@ -110,12 +112,15 @@ class ServerProcess:
         """Its address."""
         return f"http://{HOST}:{self.port}"
 
-    def start(self, extra: Mapping[str, str] | None = None) -> None:
+    def start(self) -> None:
         """Start the process. It is not ready yet."""
         command = [sys.executable, "-P", SERVE, str(os.getpid()), str(self.model)]
         command += self.settings.command(self.model, self.port)
         with self.log.open("ab") as log:
-            self.process = _open(command, {**self.settings.environment(), **(extra or {})}, log)
+            self.process = _open(command, {**self.settings.environment(), **self._devices()}, log)
+
+    def _devices(self) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {}
 
     def wait(self, client: Client, patience: float) -> None:
         """Wait until it serves."""
