@@ -23,7 +23,7 @@ from covey.cli.startup import (
     tell_notes,
     waiting,
 )
-from covey.config import Config, to_toml
+from covey.config import Config, to_toml, toml_value
 from covey.config.smoke import changed_by_smoke
 from covey.errors import ConfigError, RunError
 from covey.run.folder import RunFolder, check_new_run, next_run_path
@@ -49,6 +49,15 @@ def train_command(
         bool, typer.Option("--skip-bad-rows", help="Skip and count unusable rows of the data.")
     ] = False,
     smoke: Smoke = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Engines in Ray actors: 'local' starts Ray here, 'auto' finds a cluster, or its "
+            "address; sets cluster.address.",
+        ),
+    ] = None,
     trust: Trust = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")
@@ -60,7 +69,7 @@ def train_command(
     Ctrl-C saves a checkpoint and prints how to resume; the exit code is 130, after SIGTERM 143.
     """
     if resume is not None:
-        if source or overrides or model or run or skip_bad_rows or smoke:
+        if source or overrides or model or run or skip_bad_rows or smoke or ray:
             raise ConfigError("--resume takes its settings from the run; give it alone")
         _resume(resume, step, print_config)
         return
@@ -69,6 +78,7 @@ def train_command(
         check_new_run(run)
     label, settings = source or "arithmetic", settings_of(overrides, model)
     settings += ["task.skip_bad_rows=true"] if skip_bad_rows else []
+    settings += [] if ray is None else [f"cluster.address={toml_value(ray)}"]
     with waiting(STARTING):
         config = resolved(label, settings, smoke=smoke, imports=not print_config)
     if print_config:

