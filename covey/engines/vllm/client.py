@@ -137,9 +137,9 @@ class Client:
         """Return an error about this server."""
         return EngineError(f"engine: the vLLM server {self.url} {printable(what)}")
 
-    def text(self, path: str, body: Mapping[str, Any]) -> None:
-        """Send JSON to a page whose reply is a plain text."""
-        self._send("POST", path, body)
+    def text(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """Use a page whose reply is no JSON."""
+        self._send(method, path, body)
 
     def version(self) -> str:
         """Return the version of vLLM."""

@@ -38,8 +38,12 @@ from covey.engines.vllm.probe import (
 )
 from covey.engines.vllm.server import ServerProcess
 from covey.engines.vllm.sync import Sync
-from covey.errors import ConfigError
+from covey.errors import ConfigError, EngineError
 from covey.models.language_model import LanguageModel
+
+ATTEMPTS = 3
+"""How often a request is sent to servers that are well."""
+HEALTH_SECONDS = 30.0
 
 
 @dataclass(slots=True)
@@ -187,14 +191,7 @@ class VllmEngine:
 
     def _complete(self, request: Request, params: Mapping[str, Any]) -> Completion:
         own = {**params, "seed": request_seed(request)}
-        while True:
-            replica = self._replica_of(request)
-            started = replica.started
-            try:
-                reply = self._generate(replica.client, request.tokens, own)
-                break
-            except Unavailable as problem:
-                self._repair(replica, started, str(problem))
+        reply = self._answer(request, own)
         greedy = own["temperature"] == 0.0
         return Completion(
             request=request,
@@ -203,6 +200,20 @@ class VllmEngine:
             finish=reply.finish,
             versions=reply.versions,
         )
+
+    def _answer(self, request: Request, params: Mapping[str, Any]) -> Reply:
+        """Ask a server, and after a failure once it is repaired, again."""
+        problems: list[str] = []
+        while True:
+            replica = self._replica_of(request)
+            started = replica.started
+            try:
+                return self._generate(replica.client, request.tokens, params)
+            except Unavailable as problem:
+                problems.append(str(problem))
+                if len(problems) == ATTEMPTS:
+                    raise replica.client.error(f"{problem}, {ATTEMPTS} times") from None
+                self._repair(replica, started, str(problem))
 
     def _replica_of(self, request: Request) -> Replica:
         """Return the server of a prompt: always the same, unless it is being repaired."""
@@ -217,6 +228,8 @@ class VllmEngine:
             client = replica.client
             if self.closed or not replica.alive:
                 raise client.error(problem)
+            if answers(replica):  # the request is sent again
+                return
             replica.alive = False
             if replica.started >= self.restarts:
                 raise client.error(f"{problem}; it was started again {started} times before")
@@ -235,6 +248,21 @@ class VllmEngine:
             replica.started, replica.alive = started + 1, True
             what = "was started again" if replica.process is not None else "is back"
             self.repaired.append(f"the vLLM server {client.url} {problem}; it {what}")
+
+
+def answers(replica: Replica) -> bool:
+    """Return whether a server is well after all: a connection may break by chance."""
+    process = replica.process
+    if process is not None and process.ended:
+        return False
+    client = Client(replica.client.url, HEALTH_SECONDS)
+    try:
+        client.text("GET", "/health")
+    except (Unavailable, EngineError):
+        return False
+    finally:
+        client.close()
+    return True
 
 
 def wait_for(client: Client, problem: str, patience: float) -> None:

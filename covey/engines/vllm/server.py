@@ -122,6 +122,11 @@ class ServerProcess:
     def _devices(self) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {}
 
+    @property
+    def ended(self) -> bool:
+        """Whether the process is not there any more."""
+        return self.process is None or self.process.poll() is not None
+
     def wait(self, client: Client, patience: float) -> None:
         """Wait until it serves."""
         deadline = time.monotonic() + patience

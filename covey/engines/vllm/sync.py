@@ -125,10 +125,10 @@ class AdapterSync:
             self.base.load(client, 0, fresh=True)
         name = self.served(version)
         path = self.folder / name
-        client.text("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+        client.text("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
         client.post("/update_weight_version", {"new_version": str(version)})
         if before is not None and before != version:
-            client.text("/v1/unload_lora_adapter", {"lora_name": self.served(before)})
+            client.text("POST", "/v1/unload_lora_adapter", {"lora_name": self.served(before)})
         self.loaded[client.url] = version
 
     def served(self, version: int) -> str:
