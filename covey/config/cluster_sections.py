@@ -18,6 +18,8 @@ class Vllm(Section):
     """Servers to start on this machine."""
     urls: list[Annotated[str, Field(min_length=1)]] = []
     """Servers that run already, such as http://127.0.0.1:8000; then none is started."""
+    colocated: bool = False
+    """Generate in this process instead, on the trainer's GPU; vLLM sleeps while it trains."""
     memory: Annotated[float, Field(gt=0)] = 0.5
     """Share of a GPU's memory for a server; on a CPU, gibibytes of its KV cache."""
     tensor_parallel: Positive = 1

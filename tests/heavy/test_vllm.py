@@ -100,3 +100,26 @@ def test_other_weights_on_a_server_end_the_run(engine: VllmEngine) -> None:
     calls = iter([stale, trained(engine.model)])  # sent, and compared with
     with pytest.raises(EngineError, match=r"does not have the trainer's weights: the log-probs"):
         engine.load_weights(lambda: next(calls), 11)
+
+
+def test_vllm_in_this_process_has_the_weights_of_each_version() -> None:
+    model = load_language_model("embedded", device="cpu")
+    config = load_config(overrides=[*SETTINGS, "engine.vllm.colocated=true"])
+    threads = torch.get_num_threads()
+    engine = vllm_engine(config, model, cuda=False)
+    try:
+        seen = []
+        for version in range(2):
+            engine.load_weights(model.model.named_parameters, version)
+            assert engine.gap < 1e-4
+            found = rollouts(engine, Sampling(group_size=2, max_tokens=16))
+            spans = [span for r in found for span in r.segments[0].versions]
+            assert {span.version for span in spans} == {version}
+            seen.append([r.segments[0].tokens for r in found])
+            with torch.no_grad():
+                for parameter in model.model.parameters():
+                    parameter.mul_(1.1)
+        assert seen[0] != seen[1]
+    finally:
+        engine.close()
+        torch.set_num_threads(threads)

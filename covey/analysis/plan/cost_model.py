@@ -185,25 +185,29 @@ def splits(
     model: ModelSize, work: Workload, gpus: int, gpu: Gpu = H200, *, staleness: int = 1
 ) -> list[Split]:
     """Return every way to divide GPUs, the fastest first. None: the model does not fit."""
-    size, least = engine_split(model, gpu), fewest_trainers(model, gpu)
+    least, smallest = fewest_trainers(model, gpu), engine_split(model, gpu)
+    sizes = [size for size in (1, 2, 4, 8) if size >= smallest]
     found = []
     for trainers in range(least, gpus + 1):
         rest = gpus if trainers == gpus else gpus - trainers  # all: both, in turn
-        engines = min(rest // size, work.rows)
-        if not engines:
-            continue
-        found.append(
-            Split(
-                gpus=gpus,
-                trainers=trainers,
-                engines=engines,
-                engine_gpus=size,
-                rollout=rollout_seconds(model, work, gpu, engines=engines, split=size),
-                update=update_seconds(model, work, gpu, trainers=trainers),
-                sync=sync_seconds(model, gpu, gpus=gpus),
-                staleness=staleness,
+        update = update_seconds(model, work, gpu, trainers=trainers)
+        for size in sizes:
+            engines = min(rest // size, work.rows)
+            if not engines:
+                continue
+            rollout = rollout_seconds(model, work, gpu, engines=engines, split=size)
+            found.append(
+                Split(
+                    gpus=gpus,
+                    trainers=trainers,
+                    engines=engines,
+                    engine_gpus=size,
+                    rollout=rollout,
+                    update=update,
+                    sync=sync_seconds(model, gpu, gpus=gpus),
+                    staleness=staleness,
+                )
             )
-        )
     return sorted(found, key=lambda split: (split.seconds, split.trainers))
 
 

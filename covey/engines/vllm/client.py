@@ -21,6 +21,7 @@ from covey.errors import ConfigError, EngineError
 from covey.escape import printable
 from covey.types import Finish, VersionSpan
 
+HEALTH_SECONDS = 30.0
 FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 
 
@@ -64,6 +65,17 @@ class Client:
         """Close all connections. Requests in progress fail."""
         for connection in list(self.opened):
             connection.close()
+
+    def healthy(self) -> bool:
+        """Whether the server says that it is well."""
+        asking = Client(self.url, HEALTH_SECONDS)
+        try:
+            asking.text("GET", "/health")
+        except (Unavailable, EngineError):
+            return False
+        finally:
+            asking.close()
+        return True
 
     def get(self, path: str) -> Any:
         """Return the JSON of a page."""

@@ -38,12 +38,11 @@ from covey.engines.vllm.probe import (
 )
 from covey.engines.vllm.server import ServerProcess
 from covey.engines.vllm.sync import Sync
-from covey.errors import ConfigError, EngineError
+from covey.errors import ConfigError
 from covey.models.language_model import LanguageModel
 
 ATTEMPTS = 3
 """How often a request is sent to servers that are well."""
-HEALTH_SECONDS = 30.0
 
 
 @dataclass(slots=True)
@@ -75,6 +74,9 @@ class VllmEngine:
     """How often a server is started again before the run ends."""
     patience: float
     """Seconds to wait for a server."""
+    sleeps: bool = False
+    """Whether it leaves its memory to the trainer between rollouts."""
+    asleep: bool = field(default=False, init=False)
     skeleton: nn.Module = field(init=False)
     version: int = field(default=-1, init=False)
     closed: bool = field(default=False, init=False)
@@ -114,6 +116,7 @@ class VllmEngine:
         """Send the weights to all servers, clear their caches, and compare a probe."""
         if version == self.version:
             return
+        self._wake()
         first = self.version < 0
         self.sync.prepare(weights(), version)
         self.version, self.probe = version, None
@@ -172,6 +175,7 @@ class VllmEngine:
         limits = requests.limits
         if not limits.requests:
             return
+        self._wake()
         sampling = limits.sampling
         params = sampling_params(self.model, sampling)
         pool = ThreadPoolExecutor(min(sampling.max_concurrent, limits.requests))
@@ -183,11 +187,23 @@ class VllmEngine:
                     check_length(request, self.model, sampling.max_tokens)
                 pending |= {pool.submit(self._complete, one, params) for one in ready}
                 if not pending:
-                    return
+                    break
                 ended, pending = wait(pending, return_when=FIRST_COMPLETED)
                 requests.done([future.result() for future in ended])
         finally:
             pool.shutdown(wait=not pending, cancel_futures=True)
+        if self.sleeps:
+            self._all("/sleep", {"level": 1})
+            self.asleep = True
+
+    def _wake(self) -> None:
+        if self.asleep:
+            self._all("/wake_up", {})
+            self.asleep = False
+
+    def _all(self, path: str, body: Mapping[str, Any]) -> None:
+        for replica in self.replicas:
+            replica.client.post(path, body)
 
     def _complete(self, request: Request, params: Mapping[str, Any]) -> Completion:
         own = {**params, "seed": request_seed(request)}
@@ -252,17 +268,8 @@ class VllmEngine:
 
 def answers(replica: Replica) -> bool:
     """Return whether a server is well after all: a connection may break by chance."""
-    process = replica.process
-    if process is not None and process.ended:
-        return False
-    client = Client(replica.client.url, HEALTH_SECONDS)
-    try:
-        client.text("GET", "/health")
-    except (Unavailable, EngineError):
-        return False
-    finally:
-        client.close()
-    return True
+    dead = replica.process is not None and replica.process.ended
+    return not dead and replica.client.healthy()
 
 
 def wait_for(client: Client, problem: str, patience: float) -> None:

@@ -74,19 +74,20 @@ class ServerSettings:
             flags.append("--enforce-eager")
         if self.lora_rank:
             flags.append("--enable-lora")
-            words |= {"max-lora-rank": _served_rank(self.lora_rank), "max-loras": 2}
+            words |= {"max-lora-rank": self.served_rank, "max-loras": 2}
         pairs = [text for key, value in words.items() for text in (f"--{key}", str(value))]
         return [*pairs, *flags, *self.arguments]
+
+    @property
+    def served_rank(self) -> int:
+        """The smallest rank of at least the adapter's that vLLM has kernels for."""
+        sizes = (8, 16, 32, 64, 128, 256, 320, 512)
+        return next((size for size in sizes if size >= self.lora_rank), self.lora_rank)
 
     def environment(self) -> dict[str, str]:
         """Return the environment of the process."""
         own = {} if self.cuda else {**CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": f"{self.memory:g}"}
         return {**ENVIRONMENT, **own, **os.environ}
-
-
-def _served_rank(rank: int) -> int:
-    """Return the smallest rank that vLLM has kernels for."""
-    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 
 @dataclass(slots=True, kw_only=True)

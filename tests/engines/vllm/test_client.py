@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from covey.config import load_config
-from covey.engines.vllm.check import check_version, check_vllm
+from covey.engines.vllm.check import check_memory, check_version, check_vllm
 from covey.engines.vllm.client import Client, Unavailable, check_url
 from covey.errors import ConfigError, EngineError
 
@@ -147,3 +147,10 @@ def test_a_server_is_checked_before_a_model_is_loaded() -> None:
         checked(**{"/server_info": {"vllm_config": raw}})
     with pytest.raises(EngineError, match=r"cannot be reached.*; check engine.vllm.urls"):
         check_vllm(load_config(overrides=['engine.vllm.urls=["http://127.0.0.1:9"]']))
+
+
+def test_servers_without_room_are_refused_before_a_model_is_loaded() -> None:
+    check_memory(load_config(overrides=["engine.vllm.memory=0.5"]))
+    wanted = r"the vLLM servers need about 100\d\d\.\d GiB, and this machine has"
+    with pytest.raises(EngineError, match=wanted):
+        check_memory(load_config(overrides=["engine.vllm.memory=10000"]))
