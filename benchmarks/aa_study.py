@@ -1,12 +1,12 @@
-"""How often a comparison cries wolf: grpo against itself, and against no learning at all.
+"""False-positive rate of comparisons: grpo against itself, and against a frozen policy.
 
     python benchmarks/aa_study.py --repetitions 20 --jobs 2
 
-Each repetition compares two arms that are the same algorithm with other seeds (A/A): whatever is
-found there is a false alarm, and a test at 5 % should raise one in twenty. It also compares the
-first of these arms with one whose learning rate is 0, a difference that must be found. The verdict
-is that of `covey compare`, from real training runs of the embedded model. Runs are kept in a file
-as they end, so the same command goes on where it was stopped.
+Each repetition compares two arms of the same algorithm with different seeds (A/A). A difference
+found there is a false positive, and a test at 5 % should report one in twenty. Each repetition also
+compares the first arm with one whose learning rate is 0; that difference must be found. Decisions
+are those of `covey compare`, on real training runs of the embedded model. Finished runs are kept in
+a file, so the same command resumes an interrupted study.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ ARMS: Mapping[str, dict[str, Any]] = {
     "frozen": {"optimizer.learning_rate": 0.0},
 }
 AGAIN = 1_000_000
-"""What the second arm's seeds are more than the first's; a pair is known by the first's."""
+"""Offset of the second arm's seeds; a pair is named by the first arm's seed."""
 
 
 class Watch(Tracker):
-    """A tracker that keeps what a comparison needs."""
+    """A tracker that keeps evaluations, tokens and seconds."""
 
     def __init__(self) -> None:
         self.points: list[dict[str, Any]] = []
@@ -135,7 +135,7 @@ def train_missing(wanted: Iterable[tuple[str, int]], file: Path, jobs: int) -> N
 
 
 def outcome(row: Mapping[str, Any]) -> RunResult:
-    """Return a run as a comparison has it."""
+    """Convert a kept run to a RunResult."""
     points = tuple(Point(**point) for point in row["points"])
     return RunResult(arm=row["arm"], seed=row["seed"], state="done", points=points)
 
@@ -157,7 +157,7 @@ def compare(
 
 
 def summary(pairs: list[PairResult]) -> dict[str, Any]:
-    """Count what was found, and what chance allows."""
+    """Count decisions, and give the interval that chance allows."""
     found = sum(pair.decision == "better" for pair in pairs)
     interval = stats.binomtest(found, len(pairs)).proportion_ci(method="wilson")
     differences = np.array([value for pair in pairs for value in pair.differences])

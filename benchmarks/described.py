@@ -1,4 +1,4 @@
-"""Where a result comes from, in words that mean something on any machine."""
+"""Versions, machine and command of a result, without machine-specific paths."""
 
 from __future__ import annotations
 

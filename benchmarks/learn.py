@@ -1,13 +1,12 @@
-"""What reinforcement teaches a real model in minutes on a GPU: commands, curves and seeds.
+"""Learning curves of a real model in minutes on a GPU, with commands and seeds.
 
     python benchmarks/learn.py chain_sum --algorithms grpo,gspo     # 330 steps of each
-    python benchmarks/learn.py gsm8k                                # warm start, then more
+    python benchmarks/learn.py gsm8k                                # SFT first, then GRPO
     python benchmarks/learn.py chain_sum --export prompts           # where reasoning-gym is
     python benchmarks/learn.py chain_sum --prompts prompts          # where it is not
 
-Every number comes out of run folders that `covey sft` and `covey train` have written. Seconds
-are of training: sampling, judging and learning, without loading and evaluations, which `wall`
-counts too.
+Every number comes from run folders that `covey sft` and `covey train` wrote. Seconds cover
+sampling, scoring and training; `wall` also counts loading and evaluations.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def curve(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def paired(run: RunFolder, first: int, last: int) -> dict[str, float]:
-    """Return the difference between two evaluations of a run, problem by problem."""
+    """Return the paired difference between two evaluations of a run."""
     rows = [run.items(step) for step in (last, first)]
     after, before = ([row["values"]["greedy"] for row in part] for part in rows)
     return paired_difference(after, before).row()
@@ -58,7 +57,7 @@ def covey(*words: str) -> float:
 
 
 def report(run: RunFolder, words: Sequence[str], wall: float) -> dict[str, Any]:
-    """Return what one run of `covey train` came to."""
+    """Return curve, best accuracy and gain of one `covey train` run."""
     points = curve(run)
     best = max(points, key=lambda point: point["value"])
     return {
@@ -75,7 +74,7 @@ def report(run: RunFolder, words: Sequence[str], wall: float) -> dict[str, Any]:
 
 
 def files_of(folder: Path, task: str) -> list[str]:
-    """Return settings that take the prompts from files."""
+    """Return the settings that read prompts from files."""
     named = [f"task.name={task}"]
     return named + [f"task.{split}_file={folder / split}.jsonl" for split in SPLITS]
 

@@ -4,12 +4,12 @@
     python benchmarks/memory.py --device cuda    # what torch allocates, on the first GPU
     python benchmarks/memory.py --only smollm2-lora --out lora.json
 
-Models are of a published shape with random weights: memory does not depend on what a model has
-learned, and one that knows nothing writes answers to their full length, as the forecast assumes.
-Nothing is downloaded. On a CPU each setting has a process of its own, for a peak of resident memory
-cannot be taken back, and weights come from a temporary folder; on a GPU torch counts, one process
-serves all, and weights are made where they are used. No checkpoint is written: saving was measured
-to add nothing to the peak, and takes the longest on a large model.
+Models have published shapes and random weights: memory does not depend on what a model has learned,
+and a random model generates completions of full length, as the forecast assumes. Nothing is
+downloaded. On a CPU each setting runs in its own process, because a peak of resident memory cannot
+be reset, and weights come from a temporary folder. On a GPU torch counts the peak, one process runs
+all settings, and weights are created on the device. No checkpoint is written: saving was measured
+to add nothing to the peak and takes long on a large model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 TOLERANCE = {"cpu": 0.25, "cuda": 0.15}
 """How far a forecast may be off, as a share of what was measured."""
 SECONDS = 900
-"""After which a setting's process is given up; on a GPU, a third of it for all settings."""
+"""Time limit of a setting's process; on a GPU, a third of it for all settings."""
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "smollm2": {
@@ -164,7 +164,7 @@ def config_of(setting: Setting, device: str, folder: Path) -> Any:
 
 
 def run_setting(config: Any) -> None:
-    """Train for two steps, from nothing, and forget all of it."""
+    """Train for two steps in a temporary folder."""
     from covey.run.folder import RunFolder
     from covey.stopping import StopSignal
     from covey.training import checkpoint
@@ -191,7 +191,7 @@ def on_gpu(name: str, folder: Path, device: str = "cuda") -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()  # what an earlier setting left: workspaces of products
+    before = torch.cuda.memory_allocated()  # left by an earlier setting: cuBLAS workspaces
     peaks: dict[str, int] = {}
     started = time.perf_counter()
     with mock.patch("covey.training.build.load_language_model", random_model), watched(peaks):
@@ -236,15 +236,15 @@ def watched(peaks: dict[str, int]) -> Iterator[None]:
 
 
 def resident_peak() -> int:
-    """Return the most memory that this process has had resident at once."""
+    """Return this process's peak of resident memory."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
-    raise SystemExit("error: this system does not say how much memory a process has taken")
+    raise SystemExit("error: /proc/self/status has no VmHWM line on this system")
 
 
 def context_bytes() -> int:
-    """Return what the GPU holds beside torch's own: CUDA's context, if nobody else is there."""
+    """Return GPU memory outside torch: CUDA's context, if no other process uses the GPU."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
@@ -269,12 +269,12 @@ def in_own_process(name: str, folder: Path) -> dict[str, Any]:
 
 
 def compare(name: str, device: str, folder: Path) -> dict[str, Any]:
-    """Foretell and measure a setting."""
+    """Forecast and measure a setting's memory."""
     from covey.analysis.plan.memory import forecast
 
-    foretold = forecast(config_of(SETTINGS[device][name], device, folder))
+    predicted = forecast(config_of(SETTINGS[device][name], device, folder))
     measured = in_own_process(name, folder) if device == "cpu" else on_gpu(name, folder)
-    forecast_bytes = foretold.peak if device == "cpu" else foretold.tensors
+    forecast_bytes = predicted.peak if device == "cpu" else predicted.tensors
     truth = measured["resident_bytes" if device == "cpu" else "allocated_bytes"]
     return {
         "model": SETTINGS[device][name].model,
@@ -282,7 +282,7 @@ def compare(name: str, device: str, folder: Path) -> dict[str, Any]:
         "forecast_bytes": forecast_bytes,
         **measured,
         "ratio": forecast_bytes / truth,
-        "forecast": foretold.row(),
+        "forecast": predicted.row(),
     }
 
 
@@ -295,7 +295,7 @@ def version_of(package: str) -> str | None:
 
 
 def report(device: str, rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Put all into plain data."""
+    """Return all results as plain data."""
     import torch
 
     machine = {"platform": platform.platform(), "cpus": os.cpu_count()}
@@ -315,9 +315,9 @@ def report(device: str, rows: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def line(name: str, device: str, row: Mapping[str, Any]) -> str:
-    """Put a setting's forecast beside what was measured."""
+    """Format a setting's forecast beside its measurement."""
     truth = row["resident_bytes" if device == "cpu" else "allocated_bytes"]
-    sizes = f"{row['forecast_bytes'] / 2**20:9,.0f} MiB foretold {truth / 2**20:9,.0f} taken"
+    sizes = f"{row['forecast_bytes'] / 2**20:9,.0f} MiB predicted {truth / 2**20:9,.0f} measured"
     text = f"{name:20} {sizes}  ratio {row['ratio']:.2f}"
     if device == "cpu":
         return text
@@ -332,7 +332,7 @@ def line(name: str, device: str, row: Mapping[str, Any]) -> str:
 
 
 def measure(device: str, names: list[str]) -> dict[str, Any]:
-    """Measure settings one after the other, and say what was found."""
+    """Measure settings one after the other and print each result."""
     rows: dict[str, Any] = {}
     settings = SETTINGS[device]
     with tempfile.TemporaryDirectory() as temporary:
@@ -341,7 +341,7 @@ def measure(device: str, names: list[str]) -> dict[str, Any]:
             make_model(SHAPES[model], folder / model, weights=device == "cpu")
         for name in names:
             if settings[name].adapted and not importlib.util.find_spec("peft"):
-                print(f"{name:20} left out: peft is not installed", flush=True)
+                print(f"{name:20} skipped: peft is not installed", flush=True)
                 continue
             rows[name] = compare(name, device, folder)
             print(line(name, device, rows[name]), flush=True)

@@ -1,4 +1,4 @@
-"""A measurement in a fresh process, which has the machine to itself and starts from nothing."""
+"""Measurements in a fresh process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class WorkerFailed(Exception):
-    """A process ended without a result; the text is the end of what it said."""
+    """A worker ended without a result; the message is the end of its output."""
 
 
 def in_own_process(
@@ -21,7 +21,7 @@ def in_own_process(
     environment: Mapping[str, str] | None = None,
     seconds: float | None = None,
 ) -> Any:
-    """Run a worker, which is told `--output FILE`, and return what it wrote there."""
+    """Run a worker with `--output FILE` and return the JSON that it wrote there."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         try:

@@ -1,9 +1,9 @@
-"""How many answers are judged in a second, and whether judging holds up sampling.
+"""Scored completions per second, and whether scoring delays sampling.
 
     python benchmarks/rewards.py [--out benchmarks/results/rewards.json]
 
-Numbers and formulas go through the scoring processes as they do in a run, programs through the
-sandbox as well. Every answer is new: nothing is judged from memory.
+Numbers and formulas pass through the scoring processes as in a run, programs also through the
+sandbox. Every completion is new, so no score comes from a cache.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from covey.training.resolve import resolve
 from covey.types import Prompt
 
 
-def prompt(number: int, answer: str) -> Prompt:
+def prompt(number: int, target: str) -> Prompt:
     messages = ({"role": "user", "content": "?"},)
-    return Prompt(id=f"p/{number}", task="t", messages=messages, target=answer)
+    return Prompt(id=f"p/{number}", task="t", messages=messages, target=target)
 
 
 def numbers(count: int) -> list[Job]:
@@ -51,36 +51,36 @@ def numbers(count: int) -> list[Job]:
 
 
 def formulas(count: int) -> list[Job]:
-    """Right and wrong, every pair new, of the kinds that textbooks ask for."""
+    """Return correct and wrong formulas as in textbooks, every pair new."""
     jobs = []
     for n in range(2, count + 2):
-        gold, given = [
+        target, given = [
             (f"\\frac{{{n}}}{{{n + 7}}}\\sqrt{{2}}", f"\\frac{{{n}\\sqrt{{2}}}}{{{n + 7}}}"),
             (f"x^2 + {n}x", f"x(x+{n})"),
             (f"({n}, {n + 1})", f"({n}, {n + 2})"),
             (f"\\frac{{\\pi}}{{{n}}}", f"\\frac{{2\\pi}}{{{2 * n}}}"),
         ][n % 4]
-        jobs.append(Job(prompt=prompt(n, gold), texts=(f"\\boxed{{{given}}}",), progress=1.0))
+        jobs.append(Job(prompt=prompt(n, target), texts=(f"\\boxed{{{given}}}",), progress=1.0))
     return jobs
 
 
 def equations(count: int) -> list[Job]:
-    """Equations and sets, eight different answers to each question, as groups have them."""
+    """Return equations and sets, eight different completions per prompt, as in a group."""
     jobs = []
     for n in range(2, count // 8 + 2):
-        gold = [f"y = {n}x + 1", f"\\{{{n}, {n + 5}\\}}", f"{n}x + 3y = 7"][n % 3]
+        target = [f"y = {n}x + 1", f"\\{{{n}, {n + 5}\\}}", f"{n}x + 3y = 7"][n % 3]
         for k in range(8):
             given = [
                 f"y = 1 + {n + k % 2}x + {k} - {k}",
                 f"\\{{{n + 5 + k % 2}, {n} + {k} - {k}\\}}",
                 f"{2 * n}x + 6y = 14 + {k % 2} + {k} - {k}",
             ][n % 3]
-            jobs.append(Job(prompt=prompt(n, gold), texts=(f"\\boxed{{{given}}}",), progress=1.0))
+            jobs.append(Job(prompt=prompt(n, target), texts=(f"\\boxed{{{given}}}",), progress=1.0))
     return jobs
 
 
 def intervals(count: int) -> list[Job]:
-    """What trying values does not decide, and math-verify must."""
+    """Return inequalities, which need math-verify: substituting values does not decide them."""
     return [
         Job(
             prompt=prompt(n, f"x > {n}"),
@@ -94,35 +94,36 @@ def intervals(count: int) -> list[Job]:
 def programs(count: int) -> list[Job]:
     task = Code()
     prompts = [*task.train(), *task.held_out()]
-    asked = [(n, prompts[n % len(prompts)]) for n in range(count)]
-    # There are fewer questions than answers, each of which is to be new.
+    numbered = [(n, prompts[n % len(prompts)]) for n in range(count)]
+    # Prompts repeat; the comment makes every completion new.
     return [
-        Job(prompt=p, texts=(f"{p.info['solution']}\n# {n}\n",), progress=1.0) for n, p in asked
+        Job(prompt=p, texts=(f"{p.info['solution']}\n# {n}\n",), progress=1.0) for n, p in numbered
     ]
 
 
 def rate(
     reward: Reward, make: Callable[[int], Sequence[Job]], count: int, workers: int
 ) -> dict[str, float]:
-    """Judge so many answers, after others with which every process has imported what it needs."""
-    warm = 8 * workers  # questions have up to eight answers
+    """Time the scoring of `count` completions, after a warm-up of every process."""
+    warm = 8 * workers  # prompts have up to eight completions
     jobs = make(count + warm)
-    first, jobs = jobs[:warm], jobs[warm:]  # what was judged before is remembered
+    first, jobs = jobs[:warm], jobs[warm:]  # repeated completions would come from the cache
     with closing(Pool(reward, "benchmark", workers=workers, timeout=60.0)) as pool:
         for future in [pool.submit(job) for job in first]:
             future.result()
         started = time.perf_counter()
-        verdicts = [future.result()[0] for future in [pool.submit(job) for job in jobs]]
+        results = [future.result()[0] for future in [pool.submit(job) for job in jobs]]
         seconds = time.perf_counter() - started
-    right = sum(v.score is not None and v.score.success for v in verdicts)
-    unscored = sum(v.score is None for v in verdicts)
+    correct = sum(r.score is not None and r.score.success for r in results)
+    unscored = sum(r.score is None for r in results)
     return {
-        "answers": len(jobs), "a_second": len(jobs) / seconds, "right": right, "unscored": unscored,
+        "completions": len(jobs), "per_second": len(jobs) / seconds, "correct": correct,
+        "unscored": unscored,
     }  # fmt: skip
 
 
 class Slow:
-    """Takes a tenth of a second over every answer, as a remote judge would."""
+    """A reward that takes a tenth of a second per completion, as a remote judge would."""
 
     quick, version, bounds = False, 1, (0.0, 1.0)
 
@@ -132,7 +133,7 @@ class Slow:
 
 
 def beside_sampling() -> dict[str, float]:
-    """Sample the same answers with a reward that takes no time, and with a slow one."""
+    """Time sampling with an instant reward and with a slow one."""
     config = resolve(load_config("arithmetic", ["rollout.prompts_per_step=32", "evaluate.every=0"]))
     parts = assemble(config)
     prompts = encode_prompts(parts.policy.model, parts.train_prompts[:32])
@@ -147,14 +148,14 @@ def beside_sampling() -> dict[str, float]:
                 best = seconds.get(name, float("inf"))
                 seconds[name] = min(best, collected.rollout_seconds)
     return {
-        "sampling_seconds_with_a_quick_reward": seconds["quick"],
-        "sampling_seconds_with_a_reward_of_0.1_s_an_answer": seconds["slow"],
-        "seconds_that_reward_takes_for_all": 0.1 * 32 * parts.sampling.group_size,
+        "sampling_seconds_quick_reward": seconds["quick"],
+        "sampling_seconds_slow_reward": seconds["slow"],
+        "slow_reward_seconds_total": 0.1 * 32 * parts.sampling.group_size,
     }
 
 
 def _importable_slow() -> Reward:
-    # A process cannot load what stands in the main script.
+    # A worker process cannot import from the main script.
     import importlib
     import sys
 

@@ -1,13 +1,13 @@
-"""Why a sampler and a trainer differ in bfloat16: what each place of rounding contributes.
+"""Rounding in bfloat16: how much each place adds to the engine-trainer log-prob difference.
 
     python benchmarks/rounding.py                      # the embedded model: a minute
     python benchmarks/rounding.py --model smollm2      # half an hour on two cores
 
-Two ways through one model add products up in different orders. In float32 they differ by the last
-bits. In bfloat16 a sum near the middle between two numbers goes one way here and the other there,
-2^-9 apart, in every layer again. Here a model of Llama's shape is computed in float32 and rounded
-by hand where kernels that keep the residual stream in float32 round: twice, with noise of the size
-of float32's last bits in place of another order. Its answers to word problems are sampled first.
+Two implementations of one model add up products in different orders. In float32 the results differ
+in the last bits. In bfloat16 a sum near the middle of two numbers is rounded up by one and down by
+the other, 2^-9 apart, in every layer. This script computes a Llama-like model in float32 and rounds
+by hand at the places where kernels with a float32 residual stream round. It does so twice, with
+noise of the size of float32's last bits in place of another order, on sampled completions.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Rounding:
     noise: torch.Generator | None
 
     def __call__(self, values: torch.Tensor, place: str) -> torch.Tensor:
-        """Return values as a kernel would hand them on."""
+        """Return values as a kernel would store them."""
         if self.noise is not None:
             values = values * (1 + NOISE * torch.randn(values.shape, generator=self.noise))
         return values.bfloat16().float() if place in self.places else values
 
 
 def hidden_states(model: Any, tokens: torch.Tensor, rounded: Rounding) -> torch.Tensor:
-    """Return what the head reads [positions, width], of a model with the shape of Llama."""
+    """Return the head's input [positions, width] of a Llama-like model."""
     count = len(tokens)
     hidden = model.embed_tokens(tokens)
     rope = [t[0, :, None] for t in model.rotary_emb(hidden, torch.arange(count)[None])]
@@ -101,7 +101,7 @@ def _attention(
     key, value = (t.repeat_interleave(module.num_key_value_groups, 1) for t in (key, value))
     scores = torch.einsum("thd,shd->hts", query, key) * module.scaling + future
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    total = weights.sum(-1, keepdim=True)  # kernels add up what they have not rounded
+    total = weights.sum(-1, keepdim=True)  # kernels add up unrounded weights
     mixed = torch.einsum("hts,shd->thd", rounded(weights, "probabilities") / total, value)
     return rounded(mixed.flatten(1), "attended")
 
@@ -111,25 +111,25 @@ def _turned(heads: torch.Tensor, rope: list[torch.Tensor]) -> torch.Tensor:
     return heads * rope[0] + torch.cat((-second, first), dim=-1) * rope[1]
 
 
-Answer = tuple[list[int], list[int]]
-"""Tokens of the prompt, and tokens of the answer."""
+Tokens = tuple[list[int], list[int]]
+"""Tokens of a prompt and of its completion."""
 
 
-def written(model: LanguageModel, task: Task, prompts: int, tokens: int) -> list[Answer]:
-    """Return answers of the model."""
+def sampled(model: LanguageModel, task: Task, prompts: int, tokens: int) -> list[Tokens]:
+    """Return prompts and sampled completions."""
     encoded = encode_prompts(model, step_prompts(task.train(), seed=0, step=0, count=prompts))
     sampling = Sampling(group_size=2, max_tokens=tokens)
     groups = generate(encoded, engine=NativeEngine(model), model=model, sampling=sampling, step=0)
     return [(list(r.prompt_tokens), list(r.tokens)) for group in groups for r in group.rollouts]
 
 
-def logp_of(model: LanguageModel, answers: list[Answer], rounded: Rounding) -> torch.Tensor:
-    """Return the log-probability of every token of the answers."""
+def logp_of(model: LanguageModel, completions: list[Tokens], rounded: Rounding) -> torch.Tensor:
+    """Return the log-probability of every token of the completions."""
     parts = []
-    for prompt, answer in answers:
-        states = hidden_states(model.backbone, torch.tensor(prompt + answer), rounded)
+    for prompt, completion in completions:
+        states = hidden_states(model.backbone, torch.tensor(prompt + completion), rounded)
         logits = model.model.get_output_embeddings()(states[len(prompt) - 1 : -1])
-        parts.append(logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0])
+        parts.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
     return torch.cat(parts)
 
 
@@ -164,11 +164,13 @@ def measure(
 
 
 def main() -> None:
-    """Sample answers, compute their log-probabilities in every way, print and write a table."""
+    """Sample completions, compute their log-probs with each rounding, and write a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="embedded", help="a folder, a hub name, or smollm2")
-    parser.add_argument("--prompts", type=int, default=12, help="word problems, two answers each")
-    parser.add_argument("--tokens", type=int, default=96, help="the most that an answer has")
+    parser.add_argument(
+        "--prompts", type=int, default=12, help="word problems, two completions each"
+    )
+    parser.add_argument("--tokens", type=int, default=96, help="longest completion")
     parser.add_argument("--out", type=Path, default=OUTPUT)
     arguments = parser.parse_args()
     model = load_language_model(arguments.model, dtype="float32", device="cpu")
@@ -176,12 +178,13 @@ def main() -> None:
         for parameter in model.model.parameters():
             parameter.copy_(parameter.bfloat16())
         task = Arithmetic() if arguments.model == "embedded" else Gsm8k(**WORD_PROBLEMS)
-        answers = written(model, task, arguments.prompts, arguments.tokens)
-        count = sum(len(answer) for _, answer in answers)
+        completions = sampled(model, task, arguments.prompts, arguments.tokens)
+        count = sum(len(completion) for _, completion in completions)
         print(f"{count:,} tokens of {arguments.model}; mean difference in nats")
         print("| rounded | between two passes | from float32 |\n|---|---|---|", flush=True)
         rows = measure(
-            lambda rounded: logp_of(model, answers, rounded), lambda line: print(line, flush=True)
+            lambda rounded: logp_of(model, completions, rounded),
+            lambda line: print(line, flush=True),
         )
     about = described(0, "cpu", torch.get_num_threads())
     name = Path(arguments.model).name  # without the folders of this machine

@@ -1,26 +1,26 @@
-"""How fast covey is on a GPU, beside its peers and beside what the machine could do, in one run.
+"""Speed on a GPU: engine, update and whole step beside peers and hardware floors, in one run.
 
     python benchmarks/speed.py --out benchmarks/results/speed-gpu.json
     python benchmarks/speed.py --only step,startup --out benchmarks/results/speed-gpu.json
     python benchmarks/speed.py --table benchmarks/results/speed-gpu.json     # as Markdown
     python benchmarks/speed.py --device cpu        # tiny shapes: to see that all of it works
 
-Weights are random, nothing is downloaded, and no answer ends before its time. Every row is in the
-file as soon as it is known, and a run with `--only` replaces those sections there and leaves the
-others. A peer that cannot be imported, or fails, is reported with the reason, and the rest goes on;
-speed_step.py says what TRL needs.
+Weights are random, nothing is downloaded, and every completion has its full length. Each row is
+written to the file as soon as it is measured. `--only` replaces those sections of the file and
+keeps the others. If a peer cannot be imported or fails, its row gives the reason and the benchmark
+continues; speed_step.py says what TRL needs.
 
-sampler     tokens a second; a decode step by itself, with answers half written; its floor: weights,
-            keys and values read once, a group's prompt once, at the measured speed of a copy
-update      tokens a second, counted as if every prompt were read for every answer; MFU over those,
-            `work` over the tokens that are really seen: 6 flops a weight and token, and attention,
-            against the 989 Tflop/s of the data sheet
-step        sampling, judging and one update, beside TRL, each in a fresh process
-ragged      answers of 1 to 1,024 tokens, by the geometric law: slots that are filled again as
-            answers end, and batches that wait for their longest answer; the same answers
-linear      16 to 2,048 answers at a time
-seed_shape  three algorithms, 2 x 8 answers of 400 tokens a step; projected to 200 steps of each,
-            from a model being made to the last update, imports not counted
+sampler     tokens per second; one decode step at half length; its floor: weights, keys and values
+            read once (a group's prompt once) at the measured copy bandwidth
+update      tokens per second, counting the prompt once per completion; MFU over those tokens,
+            `work` over the tokens processed: 6 flops per weight and token plus attention, against
+            the 989 Tflop/s of the data sheet
+step        sampling, scoring and one update, beside TRL, each in a fresh process
+ragged      completions of 1 to 1,024 tokens with geometric lengths: refilling free slots against
+            static batches that wait for their longest completion, on the same completions
+linear      16 to 2,048 completions at a time
+seed_shape  three algorithms, 2 x 8 completions of 400 tokens per step; projected to 200 steps each,
+            from model creation to the last update, without imports
 startup     from a loaded model to the first tokens of a rollout batch, in a fresh process
 numerics    sampler against trainer, and greedy text against `generate`
 """
@@ -42,7 +42,7 @@ from own_process import WorkerFailed, in_own_process
 from speed_report import COLUMNS, Report, load, markdown
 
 WORKER_SECONDS = 150.0
-"""After which a process of its own is given up."""
+"""Time limit of a worker process."""
 
 
 def environment_of(device: str, megabytes: int) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def sections(own_process: Callable[..., Any]) -> Mapping[str, Callable[..., None
 
 
 def work(name: str, sizes: Any) -> Any:
-    """Measure what has a process of its own, in that process."""
+    """Run one worker's measurement in this process."""
     from speed_checks import first_rollout
     from speed_step import step_covey, step_trl
 
@@ -119,7 +119,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, say how it goes, and print the tables."""
+    """Measure, show progress, and print the tables."""
     arguments = parse()
     if arguments.table is not None:
         print(markdown(load(arguments.table)["sections"]))
@@ -132,9 +132,9 @@ def main() -> None:
     command = [sys.executable, __file__, "--device", arguments.device]
 
     def own_process(worker: str, environment: Mapping[str, str] | None = None) -> Any:
-        told = [*command, "--worker", worker]
+        words = [*command, "--worker", worker]
         try:
-            return in_own_process(told, environment=environment, seconds=WORKER_SECONDS)
+            return in_own_process(words, environment=environment, seconds=WORKER_SECONDS)
         except WorkerFailed as error:
             print(*str(error).splitlines()[-20:], sep="\n", flush=True)
             raise

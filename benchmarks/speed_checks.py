@@ -1,4 +1,4 @@
-"""Sections about the rest: how soon sampling starts, and whether what is fast is also right."""
+"""Sections about start-up time and numerical agreement."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from speed_device import forget, synchronize
 from speed_report import Report, reason
-from speed_sampler import asked, sampling_of, tokens_in
-from speed_shapes import questions, random_model, rollouts_of, tiny_shapes, word_tokenizer
+from speed_sampler import prompts_for, sampling_of, tokens_in
+from speed_shapes import encoded_prompts, random_model, rollouts_of, tiny_shapes, word_tokenizer
 from speed_sizes import Sizes
 from update_gpu import Setting, policy_for
 
@@ -29,24 +29,24 @@ from covey.training.step import Learner, Seen, StepSettings, optimize
 from covey.types import Batch, Group
 
 SHARP = 3.0
-"""Times the usual size of random weights: the model then prefers some tokens to others by far."""
+"""Factor on random weights: the distribution over tokens becomes peaked."""
 UPDATES = 3
-"""Passes that come again are recorded by then."""
+"""Updates after which recurring passes have been captured as CUDA graphs."""
 
 
 class Enough(Exception):
-    """The first tokens are there."""
+    """Raised after the first tokens, to end generation."""
 
 
 class FirstStep:
-    """A stepper that notes when it is first asked to go on, and when it has; then it stops."""
+    """A backend that times its first decode step and then ends generation."""
 
     def __init__(self, backend: Any, device: str) -> None:
         self.backend, self.device = backend, device
         self.begun = self.ended = 0.0
 
-    def width_for(self, answers: int) -> int:
-        return int(self.backend.width_for(answers))
+    def width_for(self, completions: int) -> int:
+        return int(self.backend.width_for(completions))
 
     def begin(self, **needs: Any) -> Slots:
         slots = self.backend.begin(**needs)
@@ -63,19 +63,19 @@ class FirstStep:
 
 
 def first_rollout(sizes: Sizes, name: str) -> dict[str, float]:
-    """Time the way from a loaded model to its first tokens; called in a process of its own."""
+    """Time from a loaded model to its first tokens; runs in a worker process."""
     config = sizes.shapes[name].config
     model = random_model(config, dtype=sizes.dtype, device=sizes.device)
     tokenizer = word_tokenizer(config.vocab_size)
-    answers = sizes.startup_answers
+    completions = sizes.startup_completions
     synchronize(sizes.device)
     started = time.perf_counter()
     sampler = NativeEngine(wrap(model, tokenizer, name))
     ready = time.perf_counter()
     sampler.backend = first = FirstStep(sampler.backend, sizes.device)
-    prompts = asked(sizes, sampler.model, answers)
+    prompts = prompts_for(sizes, sampler.model, completions)
     with suppress(Enough):
-        rollouts_of(sampler, prompts, step=0, sampling=sampling_of(sizes, answers))
+        rollouts_of(sampler, prompts, step=0, sampling=sampling_of(sizes, completions))
     return {
         "ready_s": ready - started,
         "first_token_s": first.begun - started,
@@ -89,7 +89,7 @@ def startup(sizes: Sizes, report: Report, own_process: Callable[..., Any]) -> No
     for name in sizes.shapes:
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):
-                about = {"shape": name, "cache": state, "answers": sizes.startup_answers}
+                about = {"shape": name, "cache": state, "completions": sizes.startup_completions}
                 try:
                     found = own_process(f"startup {name}", {"TRITON_CACHE_DIR": cache})
                 except Exception as error:
@@ -113,26 +113,29 @@ def numerics(sizes: Sizes, report: Report) -> None:
 
 
 def _sampler_and_trainer(sizes: Sizes, dtype: torch.dtype, scale: float) -> dict[str, Any]:
-    """Compare log-probabilities of sampled tokens, as training sees them in real updates."""
+    """Compare the engine's log-probs of sampled tokens with the trainer's in real updates."""
     shape = sizes.shapes["smollm2"]
     model = random_model(shape.config, dtype=dtype, device=sizes.device, scale=scale)
     policy = policy_for(model, Setting(device=sizes.device))
-    prompts = asked(sizes, policy.model, sizes.logp_answers)
+    prompts = prompts_for(sizes, policy.model, sizes.logp_completions)
     found = rollouts_of(
-        NativeEngine(policy.model), prompts, step=0, sampling=sampling_of(sizes, sizes.logp_answers)
+        NativeEngine(policy.model),
+        prompts,
+        step=0,
+        sampling=sampling_of(sizes, sizes.logp_completions),
     )
     groups = [
         Group(
-            prompt=question.prompt,
+            prompt=prompt.prompt,
             rollouts=tuple(replace(one, reward=float(one.sample % 2)) for one in rollouts),
         )
-        for question, rollouts in zip(prompts, found, strict=True)
+        for prompt, rollouts in zip(prompts, found, strict=True)
     ]
     seen = _watched_updates(policy, collate(groups, sizes.device), shape.budgets[0])
     return {
         "who": "sampler_logp and logp" + (", sharp" if scale != 1.0 else ""),
         "dtype": str(dtype).removeprefix("torch."),
-        "answers": sizes.logp_answers,
+        "completions": sizes.logp_completions,
         "tokens": tokens_in(found),
         "recorded": len(policy.passes.captured()) if policy.passes is not None else 0,
         **seen,
@@ -140,7 +143,7 @@ def _sampler_and_trainer(sizes: Sizes, dtype: torch.dtype, scale: float) -> dict
 
 
 def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, float]:
-    """Update a few times without moving, and return what the last pass of each token said."""
+    """Run updates with learning rate 0 and return the log-prob differences of the last one."""
     objective = ALGORITHMS["grpo"](beta=0.0)
     settings = StepSettings(
         mini_batches=1,
@@ -169,7 +172,7 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
             watch=watch,
         )
     difference = torch.cat(differences)
-    assert len(difference) == int(batch.mask.sum()), "every token was seen once"
+    assert len(difference) == int(batch.mask.sum()), "each token must be seen once"
     return {
         "mean": float(difference.mean()),
         "largest": float(difference.max()),
@@ -179,11 +182,11 @@ def _watched_updates(policy: Policy, batch: Batch, budget: int) -> dict[str, flo
 
 @torch.inference_mode()
 def _greedy(sizes: Sizes, config: Any) -> dict[str, Any]:
-    """Compare greedy answers in float32 with those of `generate`, each to a prompt of its own."""
-    answers, new = sizes.greedy_answers, sizes.greedy_tokens
+    """Compare greedy completions in float32 with those of `generate`, one per prompt."""
+    completions, new = sizes.greedy_completions, sizes.greedy_tokens
     options = {"dtype": torch.float32, "device": sizes.device, "scale": SHARP}
-    prompts = questions(answers, words=sizes.prompt, vocabulary=config.vocab_size)
-    ids = torch.tensor([question.tokens for question in prompts], device=sizes.device)
+    prompts = encoded_prompts(completions, words=sizes.prompt, vocabulary=config.vocab_size)
+    ids = torch.tensor([prompt.tokens for prompt in prompts], device=sizes.device)
     theirs = random_model(config, **options).generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new,
         eos_token_id=None, pad_token_id=0,
@@ -192,14 +195,14 @@ def _greedy(sizes: Sizes, config: Any) -> dict[str, Any]:
         wrap(random_model(config, **options), word_tokenizer(config.vocab_size), "greedy")
     )
     greedy = Sampling(
-        max_tokens=new, max_concurrent=answers, distribution=Distribution(temperature=0.0)
+        max_tokens=new, max_concurrent=completions, distribution=Distribution(temperature=0.0)
     )
     found = rollouts_of(sampler, prompts, step=0, sampling=greedy)
     pairs = list(zip(found, theirs.tolist(), strict=True))
     return {
         "who": "greedy text and `generate`",
         "dtype": "float32",
-        "answers": answers,
+        "completions": completions,
         "tokens": tokens_in(found),
         "distinct": len({token for _, row in pairs for token in row}),
         "differ": sum(list(mine[0].tokens) != row for mine, row in pairs),

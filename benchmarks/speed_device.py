@@ -1,4 +1,4 @@
-"""Clocks and peaks of memory: what the speed benchmarks measure with."""
+"""Timers and peak-memory counters of the speed benchmarks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def seconds_of(call: Callable[[], Any], device: str) -> float:
 
 
 def forget(device: str) -> None:
-    """Give back what nobody holds any more, and count peaks from here on."""
-    gc.collect()  # a policy and its recorded passes know each other
+    """Free unused memory and reset the peak counters."""
+    gc.collect()  # a policy and its CUDA graphs refer to each other
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
 def peaks(device: str) -> dict[str, float | None]:
-    """Return the most that torch has handed out, and has held; None where nobody counts."""
+    """Return torch's peak of allocated and reserved memory; None on a CPU."""
     if not device.startswith("cuda"):
         return {"peak_gib": None, "reserved_gib": None}
     found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -41,7 +41,7 @@ def peaks(device: str) -> dict[str, float | None]:
 
 
 def copy_bandwidth(device: str, megabytes: int) -> float:
-    """Return bytes a second of a large copy, reading and writing: the best of ten."""
+    """Return the bytes per second, read and written, of the best of ten large copies."""
     source = torch.zeros(megabytes * 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)

@@ -1,4 +1,4 @@
-"""What the speed benchmark has found: rows by section, kept in a file, and shown as tables."""
+"""Results of the speed benchmark: rows by section, kept in a file and printed as tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Column(NamedTuple):
 
 
 SHAPE, WHO = Column("shape", "shape"), Column("who", "who")
-ANSWERS, RAN = Column("completions", "answers", ","), Column("what was run", "ran")
+COMPLETIONS, RAN = Column("completions", "completions", ","), Column("what was run", "ran")
 SPEED = Column("tokens/s", "tokens_per_s", ",.0f")
 SECONDS = Column("seconds", "seconds", ".3f")
 RATIO = Column("covey is faster by", "ratio", ".1f")
@@ -28,7 +28,7 @@ PEAKS = (Column("peak GiB", "peak_gib", ".1f"), Column("reserved GiB", "reserved
 
 COLUMNS: Mapping[str, tuple[Column, ...]] = {
     "sampler": (
-        SHAPE, ANSWERS, WHO, SPEED, Column("best", "best_tokens_per_s", ",.0f"),
+        SHAPE, COMPLETIONS, WHO, SPEED, Column("best", "best_tokens_per_s", ",.0f"),
         Column("ms per step", "step_ms", ".2f"), Column("floor, ms", "floor_ms", ".2f"),
         Column("times floor", "times_floor", ".1f"), RATIO, RAN,
     ),
@@ -42,12 +42,12 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = {
         RATIO, RAN,
     ),
     "ragged": (
-        SHAPE, WHO, ANSWERS, Column("slots", "slots"), Column("tokens", "tokens", ","),
+        SHAPE, WHO, COMPLETIONS, Column("slots", "slots"), Column("tokens", "tokens", ","),
         Column("mean length", "mean_length", ".0f"), SECONDS, SPEED,
         Column("refill is faster by", "ratio", ".2f"), RAN,
     ),
     "linear": (
-        SHAPE, ANSWERS, SECONDS, SPEED, Column("ms per completion", "ms_an_answer", ".2f"),
+        SHAPE, COMPLETIONS, SECONDS, SPEED, Column("ms per completion", "ms_per_completion", ".2f"),
     ),
     "seed_shape": (
         SHAPE, WHO, Column("steps", "steps"), SECONDS, Column("rollout", "rollout", ".3f"),
@@ -55,24 +55,24 @@ COLUMNS: Mapping[str, tuple[Column, ...]] = {
         Column("total, minutes", "minutes", ".1f"), RAN,
     ),
     "startup": (
-        SHAPE, Column("kernel cache", "cache"), ANSWERS,
+        SHAPE, Column("kernel cache", "cache"), COMPLETIONS,
         Column("model ready, s", "ready_s", ".2f"),
         Column("first token, s", "first_token_s", ".2f"),
         Column("first graph replayed, s", "first_graph_s", ".2f"), RAN,
     ),
     "numerics": (
-        SHAPE, Column("dtype", "dtype"), Column("compared", "who"), ANSWERS,
+        SHAPE, Column("dtype", "dtype"), Column("compared", "who"), COMPLETIONS,
         Column("tokens", "tokens", ","), Column("entropy, nats", "entropy", ".2f"),
         Column("mean difference", "mean", ".1e"), Column("largest", "largest", ".1e"),
         Column("completions that differ", "differ"), RAN,
     ),
 }  # fmt: skip
-"""Sections, in the order in which they are run."""
+"""Table columns of each section, in running order."""
 
 
 @dataclass(slots=True)
 class Report:
-    """Collects rows, and has them all on disk at any time."""
+    """Collects rows and writes each to disk at once."""
 
     path: Path | None
     environment: Mapping[str, Any]
@@ -80,13 +80,13 @@ class Report:
 
     @staticmethod
     def at(path: Path | None, environment: Mapping[str, Any]) -> Report:
-        """Go on with a file: sections that are measured again are replaced, others stay."""
+        """Open a results file; sections that are measured again are replaced, others stay."""
         known = load(path)["sections"] if path is not None and path.exists() else {}
         return Report(path, environment, known)
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Start a section anew; an error becomes a row of it, and the next section goes on."""
+        """Start a section; an error becomes one of its rows, and the next section still runs."""
         print(f"== {name}", flush=True)
         started = time.perf_counter()
         found: dict[str, Any] = {"environment": dict(self.environment), "rows": []}
@@ -112,14 +112,14 @@ class Report:
         ordered = {name: self.sections[name] for name in COLUMNS if name in self.sections}
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps({"sections": ordered}, indent=1) + "\n")
-        part.replace(self.path)  # a time limit may stop us at any moment
+        part.replace(self.path)  # a time limit may stop the process at any moment
 
 
 def reason(error: BaseException) -> str:
-    """Say in a line what went wrong: the last line that an error, or a process, has to say."""
+    """Return the last line of an error, or of a failed process's output."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "Error" in line] or lines
-    return f"{type(error).__name__}: {told[-1].strip()[:300] if told else ''}"
+    errors = [line for line in lines if "Error" in line] or lines
+    return f"{type(error).__name__}: {errors[-1].strip()[:300] if errors else ''}"
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def table(section: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a section's rows as lines of Markdown; columns that no row fills are left out."""
+    """Return a section's rows as lines of Markdown, without empty columns."""
     columns = [c for c in COLUMNS[section] if any(row.get(c.key) is not None for row in rows)]
     if any(row.get("missing") for row in rows):
         columns.append(Column("missing", "missing"))
@@ -149,7 +149,7 @@ def _cell(value: Any, form: str) -> str:
 
 
 def markdown(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return all tables, each with when, where and with what it was measured."""
+    """Return all tables, each with date, machine and versions."""
     lines: list[str] = []
     for name in COLUMNS:
         if name not in sections:

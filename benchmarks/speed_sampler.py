@@ -1,4 +1,4 @@
-"""Sections about sampling: speed beside peers and floors, answers of all lengths, and growth."""
+"""Sections about generation: speed beside peers and floors, ragged lengths, and batch size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from speed_device import forget, seconds_of
 from speed_report import Report, reason
-from speed_shapes import questions, random_model, rollouts_of, step_bytes, word_tokenizer
+from speed_shapes import encoded_prompts, random_model, rollouts_of, step_bytes, word_tokenizer
 from speed_sizes import Sizes
 
 from covey.engines.native.engine import NativeEngine
@@ -24,12 +24,12 @@ from covey.training.garbage import freeze_garbage_collector
 from covey.types import Rollout
 
 STEPS = 8
-"""Calls of the stepper that are timed together."""
+"""Decode steps that are timed together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """What so many answers took."""
+    """Tokens generated and the seconds of each timed call."""
 
     tokens: int
     seconds: tuple[float, ...]
@@ -39,30 +39,33 @@ class Timed:
         return statistics.median(self.seconds)
 
     def speed(self) -> dict[str, float]:
-        """Return tokens a second, of the median run and of the best."""
+        """Return tokens per second of the median and the best call."""
         best = self.tokens / min(self.seconds)
         return {"tokens_per_s": self.tokens / self.median, "best_tokens_per_s": best}
 
 
-def made_sampler(sizes: Sizes, name: str) -> NativeEngine:
-    """Return a sampler for a shape whose answers never end by themselves."""
+def random_engine(sizes: Sizes, name: str) -> NativeEngine:
+    """Return an engine with random weights whose completions never stop early."""
     config = sizes.shapes[name].config
     model = random_model(config, dtype=sizes.dtype, device=sizes.device)
     return NativeEngine(wrap(model, word_tokenizer(config.vocab_size), name))
 
 
-def asked(sizes: Sizes, model: LanguageModel, answers: int) -> list[EncodedPrompt]:
+def prompts_for(sizes: Sizes, model: LanguageModel, completions: int) -> list[EncodedPrompt]:
     vocabulary = model.model.config.vocab_size
-    return questions(answers // sizes.group, words=sizes.prompt, vocabulary=vocabulary)
+    return encoded_prompts(completions // sizes.group, words=sizes.prompt, vocabulary=vocabulary)
 
 
 def sampling_of(sizes: Sizes, slots: int) -> Sampling:
     return Sampling(group_size=sizes.group, max_tokens=sizes.tokens, max_concurrent=slots)
 
 
-def timed(sampler: NativeEngine, sizes: Sizes, answers: int, repeat: int) -> Timed:
-    """Sample several times, after once in which kernels are compiled and graphs recorded."""
-    prompts, sampling = asked(sizes, sampler.model, answers), sampling_of(sizes, answers)
+def timed(sampler: NativeEngine, sizes: Sizes, completions: int, repeat: int) -> Timed:
+    """Time several calls, after one that compiles kernels and captures CUDA graphs."""
+    prompts, sampling = (
+        prompts_for(sizes, sampler.model, completions),
+        sampling_of(sizes, completions),
+    )
     written: list[int] = []
 
     def once(step: int) -> None:
@@ -71,29 +74,29 @@ def timed(sampler: NativeEngine, sizes: Sizes, answers: int, repeat: int) -> Tim
     once(0)
     with freeze_garbage_collector():  # as in a run
         seconds = tuple(seconds_of(lambda n=n: once(n + 1), sizes.device) for n in range(repeat))
-    assert set(written) == {answers * sizes.tokens}, "no answer ends before its time"
+    assert set(written) == {completions * sizes.tokens}, "a completion stopped early"
     return Timed(tokens=written[0], seconds=seconds)
 
 
-def tokens_in(answers: Sequence[Sequence[Rollout]]) -> int:
-    return sum(len(rollout.tokens) for group in answers for rollout in group)
+def tokens_in(completions: Sequence[Sequence[Rollout]]) -> int:
+    return sum(len(rollout.tokens) for group in completions for rollout in group)
 
 
 @torch.inference_mode()
-def step_seconds(sampler: NativeEngine, sizes: Sizes, answers: int) -> float:
-    """Time a decode step by itself, with every answer half written.
+def step_seconds(sampler: NativeEngine, sizes: Sizes, completions: int) -> float:
+    """Time one decode step with every completion at half length.
 
-    The memory is that of the last call, so that slots still point to their prompts.
+    The KV cache is that of the last call, so that slots still point to their prompts.
     """
-    backend, sampling = sampler.backend, sampling_of(sizes, answers)
-    width = backend.width_for(answers)
+    backend, sampling = sampler.backend, sampling_of(sizes, completions)
+    width = backend.width_for(completions)
     slots = backend.begin(
-        width=width, prompts=answers // sizes.group, longest=sizes.prompt, sampling=sampling
+        width=width, prompts=completions // sizes.group, longest=sizes.prompt, sampling=sampling
     )
     graphs = getattr(backend, "graphs", None)
     if graphs is not None and sizes.device.startswith("cuda"):
         graph = graphs[width, slots.room, sampling.distribution]
-        call, apart = graph.replay, True  # one token, and prompts stand apart from answers
+        call, apart = graph.replay, True  # one token; prompts have a cache of their own
     else:
         call, apart = (lambda: backend.advance(slots, width, most=1)), False
     half = sizes.tokens // 2 - STEPS // 2
@@ -107,54 +110,54 @@ def step_seconds(sampler: NativeEngine, sizes: Sizes, answers: int) -> float:
 
 
 def sampler(sizes: Sizes, report: Report) -> None:
-    """Tokens a second, the time of a step and its floor; and two ways of transformers."""
+    """Measure tokens per second, a decode step and its floor, and two APIs of transformers."""
     bandwidth = report.environment["copy_bytes_per_s"]
     for name, widths in sizes.sampler.items():
         forget(sizes.device)
-        sampler = made_sampler(sizes, name)
+        sampler = random_engine(sizes, name)
         weights = sum(p.nbytes for p in sampler.model.model.parameters())
         speeds: dict[int, float] = {}
-        for answers in widths:
-            found = timed(sampler, sizes, answers, sizes.repeat)
+        for completions in widths:
+            found = timed(sampler, sizes, completions, sizes.repeat)
             least = step_bytes(
-                sizes.shapes[name], weights, answers=answers, group=sizes.group,
+                sizes.shapes[name], weights, completions=completions, group=sizes.group,
                 prompt=sizes.prompt, written=sizes.tokens // 2, size=sizes.dtype.itemsize,
             )  # fmt: skip
-            step, floor = step_seconds(sampler, sizes, answers), least / bandwidth
-            speeds[answers] = found.speed()["tokens_per_s"]
+            step, floor = step_seconds(sampler, sizes, completions), least / bandwidth
+            speeds[completions] = found.speed()["tokens_per_s"]
             report.row(
-                "sampler", shape=name, answers=answers, who="covey", **found.speed(),
+                "sampler", shape=name, completions=completions, who="covey", **found.speed(),
                 step_ms=1e3 * step, floor_ms=1e3 * floor, floor_bytes=least,
                 times_floor=step / floor, tokens=found.tokens, seconds=list(found.seconds),
                 ran=f"{sizes.repeat} x {sizes.tokens} tokens",
             )  # fmt: skip
         del sampler
         forget(sizes.device)
-        _peers(sizes, report, name, speeds.get(sizes.peer_answers))
+        _peers(sizes, report, name, speeds.get(sizes.peer_completions))
 
 
 def _peers(sizes: Sizes, report: Report, name: str, own: float | None) -> None:
     model = random_model(sizes.shapes[name].config, dtype=sizes.dtype, device=sizes.device)
-    answers, new = sizes.peer_answers, sizes.peer_tokens
-    prompts = questions(
-        answers // sizes.group, words=sizes.prompt, vocabulary=model.config.vocab_size
+    completions, new = sizes.peer_completions, sizes.peer_tokens
+    prompts = encoded_prompts(
+        completions // sizes.group, words=sizes.prompt, vocabulary=model.config.vocab_size
     )
     rows = [list(q.tokens) for q in prompts for _ in range(sizes.group)]
     for who, peer in PEERS.items():
-        about = {"shape": name, "answers": answers, "who": who}
+        about = {"shape": name, "completions": completions, "who": who}
         try:
             peer(model, rows, WARM.get(who, new), sizes)
             seconds = seconds_of(lambda peer=peer: peer(model, rows, new, sizes), sizes.device)
-        except Exception as error:  # a peer that does not run is no reason to stop
+        except Exception as error:  # the other peers are still measured
             report.row("sampler", **about, missing=reason(error))
             continue
-        speed = answers * new / seconds
+        speed = completions * new / seconds
         report.row(
             "sampler", **about, tokens_per_s=speed, ratio=own / speed if own else None,
-            seconds=[seconds], tokens=answers * new, step_ms=1e3 * seconds / new,
+            seconds=[seconds], tokens=completions * new, step_ms=1e3 * seconds / new,
             ran=f"1 x {new} tokens",
         )  # fmt: skip
-    # What continuous batching has set up holds most of a GPU's memory.
+    # Continuous batching keeps most of a GPU's memory.
     getattr(model, "destroy_cached_continuous_batching_manager", lambda: None)()
 
 
@@ -166,12 +169,12 @@ def by_generate(model: Any, rows: list[list[int]], new: int, sizes: Sizes) -> li
         input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0,
         top_k=0, max_new_tokens=new, eos_token_id=None, pad_token_id=0,
     )[:, ids.shape[1] :]  # fmt: skip
-    assert found.shape == (len(rows), new), "every answer is as long as was asked"
+    assert found.shape == (len(rows), new), "a completion stopped early"
     return list(found.tolist())
 
 
 def by_generate_batch(model: Any, rows: list[list[int]], new: int, sizes: Sizes) -> None:
-    """transformers' continuous batching, with what it sets up kept from call to call."""
+    """transformers' continuous batching, with its manager kept between calls."""
     import transformers
 
     settings = transformers.GenerationConfig(
@@ -182,7 +185,7 @@ def by_generate_batch(model: Any, rows: list[list[int]], new: int, sizes: Sizes)
         pad_token_id=0,
         eos_token_id=-1,
     )
-    # It takes most of a GPU by itself, and would take most of main memory.
+    # By default it takes most of a GPU's memory; on a CPU that would be main memory.
     room = {} if sizes.device.startswith("cuda") else {"num_blocks": 64, "max_batch_tokens": 64}
     found = model.generate_batch(
         inputs=rows,
@@ -202,29 +205,29 @@ PEERS: dict[str, Callable[..., Any]] = {
 
 
 WARM = {"generate": 4}
-"""Tokens to warm up with. Continuous batching is set up for as many as will be asked for."""
+"""Tokens of the warm-up call, where it may be shorter than the timed one."""
 
 
 def linear(sizes: Sizes, report: Report) -> None:
-    """More and more answers at a time: does the cost of one fall, and where does it stop?"""
+    """Measure growing batches: how the cost of one completion falls with their size."""
     forget(sizes.device)
-    sampler = made_sampler(sizes, "smollm2")
-    for answers in sizes.linear:
-        found = timed(sampler, sizes, answers, max(1, sizes.repeat // 2))
+    sampler = random_engine(sizes, "smollm2")
+    for completions in sizes.linear:
+        found = timed(sampler, sizes, completions, max(1, sizes.repeat // 2))
         report.row(
-            "linear", shape="smollm2", answers=answers, seconds=found.median,
+            "linear", shape="smollm2", completions=completions, seconds=found.median,
             tokens_per_s=found.speed()["tokens_per_s"], tokens=found.tokens,
-            ms_an_answer=1e3 * found.median / answers,
+            ms_per_completion=1e3 * found.median / completions,
         )  # fmt: skip
 
 
 def ragged(sizes: Sizes, report: Report) -> None:
-    """Answers of very different length: slots that are filled again, and batches that wait."""
+    """Measure completions of very different lengths: refilled slots against static batches."""
     forget(sizes.device)
     sampler = NativeEngine(stopping_model(sizes, "smollm2", sizes.ragged_mean))
-    slots, answers = sizes.ragged_slots, sizes.ragged_answers
+    slots, completions = sizes.ragged_slots, sizes.ragged_completions
     sampling = replace(sampling_of(sizes, slots), max_tokens=sizes.ragged_longest)
-    prompts = asked(sizes, sampler.model, answers)
+    prompts = prompts_for(sizes, sampler.model, completions)
     at_once = slots // sizes.group
     batches = [prompts[i : i + at_once] for i in range(0, len(prompts), at_once)]
     parts = {"refill": [prompts], "static": batches}
@@ -233,11 +236,11 @@ def ragged(sizes: Sizes, report: Report) -> None:
 
     def all_of(who: str) -> None:
         found = [rollouts_of(sampler, call, step=0, sampling=sampling) for call in parts[who]]
-        answers = chain.from_iterable(chain.from_iterable(found))
-        lengths[who] = [len(rollout.tokens) for rollout in answers]
+        completions = chain.from_iterable(chain.from_iterable(found))
+        lengths[who] = [len(rollout.tokens) for rollout in completions]
 
-    # Both once to warm up: a call with more prompts makes new memory, for which all graphs are
-    # recorded again, and each call comes by other numbers of slots while it ends.
+    # Both run once to warm up: a call with more prompts allocates a new cache and captures all
+    # graphs again, and the end of a call passes through other batch widths.
     for who in parts:
         all_of(who)
     for who in parts:
@@ -246,19 +249,20 @@ def ragged(sizes: Sizes, report: Report) -> None:
         speed = sum(found) / seconds[who]
         ratio = None if who == "refill" else sum(lengths["refill"]) / seconds["refill"] / speed
         report.row(
-            "ragged", shape="smollm2", who=who, answers=answers, slots=slots, tokens=sum(found),
-            mean_length=statistics.fmean(found), shortest=min(found), longest=max(found),
+            "ragged", shape="smollm2", who=who, completions=completions, slots=slots,
+            tokens=sum(found), mean_length=statistics.fmean(found),
+            shortest=min(found), longest=max(found),
             same_lengths=found == lengths["refill"], seconds=seconds[who], tokens_per_s=speed,
             ratio=ratio, ran=f"{len(parts[who])} calls, {min(found)} to {max(found)} tokens",
         )  # fmt: skip
 
 
 def stopping_model(sizes: Sizes, name: str, mean: int) -> LanguageModel:
-    """Return a random model that ends its answers, after so many tokens in the mean.
+    """Return a random model whose completions stop after a given mean number of tokens.
 
-    One number of the residual stream is made large and the same for every token. The row of the
-    stop token in the tied head has more there than others, and so is drawn about as often after
-    every token: lengths follow the geometric law, cut off at the longest answer.
+    One channel of the residual stream is large and equal for every token. The stop token's row in
+    the tied head has a larger weight there, so it is about equally likely after every token:
+    lengths are geometric, cut off at the maximum.
     """
     config = sizes.shapes[name].config
     model = random_model(config, dtype=sizes.dtype, device=sizes.device, stops=True)
@@ -275,7 +279,7 @@ def stopping_model(sizes: Sizes, name: str, mean: int) -> LanguageModel:
 
 
 def _more(logits: torch.Tensor, large: torch.Tensor, share: float) -> float:
-    """Find by halving how much more the stop token needs to be drawn with a mean share."""
+    """Find by bisection the extra weight that gives the stop token this mean probability."""
     low, high = 0.0, 20.0
     for _ in range(40):
         middle = (low + high) / 2

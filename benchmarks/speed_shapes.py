@@ -1,4 +1,4 @@
-"""Models of published shapes with random weights, and what arithmetic says that they need."""
+"""Models of published shapes with random weights, and their bytes and flops by arithmetic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Shape:
     """A model, and the batch that its update is measured with."""
 
     config: Any
-    answers: int
+    completions: int
     prompt: int
     completion: int
     budgets: tuple[int, int]
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def head_size(self) -> int:
-        """Numbers of one head's query."""
+        """Width of one attention head."""
         return int(self.config.hidden_size // self.config.num_attention_heads)
 
 
@@ -52,7 +52,7 @@ def shapes() -> dict[str, Shape]:
                 num_key_value_heads=3, intermediate_size=1536, max_position_embeddings=8192,
                 tie_word_embeddings=True, rms_norm_eps=1e-5,
             ),
-            answers=128, prompt=128, completion=256, budgets=(12_288, 12_288),
+            completions=128, prompt=128, completion=256, budgets=(12_288, 12_288),
         ),
         "qwen2.5": Shape(
             transformers.Qwen2Config(
@@ -60,7 +60,7 @@ def shapes() -> dict[str, Shape]:
                 num_key_value_heads=2, intermediate_size=8960, max_position_embeddings=32768,
                 tie_word_embeddings=True,
             ),
-            answers=32, prompt=256, completion=768, budgets=(4_096, 8_192),
+            completions=32, prompt=256, completion=768, budgets=(4_096, 8_192),
         ),
     }  # fmt: skip
 
@@ -72,7 +72,7 @@ def tiny_shapes() -> dict[str, Shape]:
         "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 512,
         "tie_word_embeddings": True,
     }  # fmt: skip
-    sizes = {"answers": 16, "prompt": 8, "completion": 16, "budgets": (256, 256)}
+    sizes = {"completions": 16, "prompt": 8, "completion": 16, "budgets": (256, 256)}
     return {
         "smollm2": Shape(transformers.LlamaConfig(**small), **sizes),
         "qwen2.5": Shape(transformers.Qwen2Config(**small), **sizes),
@@ -84,11 +84,11 @@ def random_model(
 ) -> Any:
     """Return a model with the same random weights each time, its own attention being sdpa.
 
-    Nothing that it draws ends an answer, unless it `stops` at token 1. `scale` makes all weights
-    larger, and what it says less alike.
+    It never generates a stop token, unless `stops` makes token 1 one. `scale` multiplies all
+    weights, which makes the distribution more peaked.
     """
     torch.manual_seed(0)
-    own = copy.deepcopy(config)  # a model that covey wraps writes its attention there
+    own = copy.deepcopy(config)  # wrapping a model changes its config's attention
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
             own, dtype=dtype, attn_implementation="sdpa"
@@ -105,11 +105,11 @@ def random_model(
 
 
 def word_tokenizer(vocabulary: int, *, stops: bool = False) -> Any:
-    """Return a tokenizer of words w1, w2, ..., one token each; the last ends an answer.
+    """Return a tokenizer of words w1, w2, ..., one token each; the last one is the stop token.
 
-    Both sides then have text to encode, decode and judge, and every prompt is as long as it should
-    be. Tokens are written as bytes, as by the tokenizers of the models whose shapes these are. The
-    one that ends an answer lies behind all that a model can draw, unless it `stops`.
+    Both sides then have text to encode, decode and score, and prompts have an exact length. Tokens
+    are byte-level, as in the tokenizers of the real models. The stop token lies outside the
+    model's vocabulary, unless `stops`.
     """
     special = {0: "<pad>", 1 if stops else vocabulary: "<end>"}
     words = {special.get(n, f"\u0120w{n}"): n for n in range(vocabulary + 1)}  # a space's byte
@@ -127,12 +127,12 @@ def word_tokenizer(vocabulary: int, *, stops: bool = False) -> Any:
 
 
 def prompt_text(number: int, *, words: int, vocabulary: int) -> str:
-    """Return prompt number so-and-so, the same each time."""
+    """Return the text of prompt `number`; the same on every call."""
     draw = random.Random(number)
     return " ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(words))
 
 
-def questions(count: int, *, words: int, vocabulary: int) -> list[EncodedPrompt]:
+def encoded_prompts(count: int, *, words: int, vocabulary: int) -> list[EncodedPrompt]:
     """Return prompts with their tokens."""
     texts = [prompt_text(number, words=words, vocabulary=vocabulary) for number in range(count)]
     return [
@@ -156,33 +156,35 @@ def step_bytes(
     shape: Shape,
     weights: int,
     *,
-    answers: int,
+    completions: int,
     group: int,
     prompt: int,
     written: int,
     size: int = 2,
 ) -> int:
-    """Return what a decode step cannot but read: all weights, and all keys and values, once.
+    """Return the bytes that a decode step must read: all weights, keys and values, once.
 
-    A prompt's keys are there once for its group; a number has `size` bytes. The tied embedding is
-    the head: it is read.
+    A group shares its prompt's keys; a number has `size` bytes. The tied embedding is the head, so
+    it is read.
     """
-    return weights + size * shape.key_numbers * (answers // group * prompt + answers * written)
+    return weights + size * shape.key_numbers * (
+        completions // group * prompt + completions * written
+    )
 
 
 def flops(shape: Shape, tokens: int, *, shared: float | None = None) -> float:
-    """Return what one update needs by arithmetic: three times the forward pass.
+    """Return the flops of one update: three times the forward pass.
 
-    `shared` says how many answers a reading of a prompt serves, where the head is for answers
-    alone. None: every prompt is read for every answer, and the head is for all tokens.
+    `shared`: completions per processed prompt; the head then runs on completion tokens only. None:
+    the prompt is processed for every completion, and the head runs on all tokens.
     """
     config = shape.config
     size, heads = shape.head_size, config.num_attention_heads
     keys = config.num_key_value_heads
     layer = config.hidden_size * (size * (2 * heads + 2 * keys) + 3 * config.intermediate_size)
-    trained = shape.answers * shape.completion
+    trained = shape.completions * shape.completion
     length = shape.prompt + shape.completion
     pairs = length**2 / 2 - (1 - 1 / (shared or 1)) * shape.prompt**2 / 2
-    attention = 4 * shape.answers * pairs * heads * size * config.num_hidden_layers
+    attention = 4 * shape.completions * pairs * heads * size * config.num_hidden_layers
     head = 2 * config.vocab_size * config.hidden_size * (tokens if shared is None else trained)
     return 3 * (2 * layer * config.num_hidden_layers * tokens + head + attention)

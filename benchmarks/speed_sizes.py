@@ -1,4 +1,4 @@
-"""How large every section of the speed benchmark is: on a GPU, and to try it out on a CPU."""
+"""Sizes of every section of the speed benchmark, on a GPU and for a trial on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from speed_shapes import Shape, shapes, tiny_shapes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured, and how often."""
+    """What is measured, and how many times."""
 
     device: str
     dtype: torch.dtype
@@ -21,28 +21,28 @@ class Sizes:
     tokens: int = 256
     group: int = 8
     repeat: int = 5
-    """Timed runs, of which the median and the best are told."""
+    """Timed calls; the median and the best are reported."""
     copied_megabytes: int = 4096
 
     sampler: Mapping[str, tuple[int, ...]] = field(
         default_factory=lambda: {"smollm2": (128, 512, 1024), "qwen2.5": (128, 512)}
     )
-    """Answers at a time."""
-    peer_answers: int = 128
+    """Concurrent completions."""
+    peer_completions: int = 128
     peer_tokens: int = 64
-    """Fewer than covey writes: peers take as long for each token, and are slow."""
+    """Fewer tokens than covey generates: peers are slow, and their time per token is constant."""
 
     plain_rows: Mapping[str, int] = field(default_factory=lambda: {"smollm2": 32, "qwen2.5": 16})
-    """Sequences in the update of the plain peer, whose logits have to fit."""
+    """Sequences in the plain peer's update, limited by the memory of its logits."""
 
     prompts: int = 16
-    """Of a step; so many groups."""
+    """Groups per step."""
     warmup: int = 3
     steps: int = 10
     trl_steps: int = 1
-    """After one to warm up."""
+    """Timed steps, after one warm-up step."""
 
-    ragged_answers: int = 1024
+    ragged_completions: int = 1024
     ragged_slots: int = 128
     ragged_longest: int = 1024
     ragged_mean: int = 200
@@ -52,10 +52,10 @@ class Sizes:
     seed_prompts: int = 2
     seed_tokens: int = 400
     seed_steps: int = 20
-    startup_answers: int = 512
+    startup_completions: int = 512
 
-    logp_answers: int = 64
-    greedy_answers: int = 32
+    logp_completions: int = 64
+    greedy_completions: int = 32
     greedy_tokens: int = 64
 
     updates: Mapping[str, tuple[Mapping[str, Any], ...]] = field(
@@ -64,7 +64,7 @@ class Sizes:
             "qwen2.5": ({}, {"checkpointing": True, "state": "compact"}),
         }
     )
-    """Settings of update_gpu.py: as fast as it goes and, for the larger shape, as small."""
+    """Settings of update_gpu.py: fastest and, for the larger shape, smallest in memory."""
 
     @property
     def dtype_name(self) -> str:
@@ -78,10 +78,10 @@ def sizes_for(device: str, **changes: Any) -> Sizes:
         return Sizes(device=device, dtype=torch.bfloat16, shapes=shapes(), **changes)
     tiny = {
         "prompt": 8, "tokens": 16, "group": 4, "repeat": 2, "copied_megabytes": 64,
-        "sampler": {"smollm2": (8, 16), "qwen2.5": (8,)}, "peer_answers": 8, "peer_tokens": 4,
+        "sampler": {"smollm2": (8, 16), "qwen2.5": (8,)}, "peer_completions": 8, "peer_tokens": 4,
         "plain_rows": {"smollm2": 4, "qwen2.5": 4}, "prompts": 2, "warmup": 1, "steps": 2,
-        "ragged_answers": 64, "ragged_slots": 8, "ragged_longest": 64, "ragged_mean": 12,
-        "linear": (4, 8, 16), "seed_tokens": 12, "seed_steps": 2, "startup_answers": 16,
-        "logp_answers": 8, "greedy_answers": 8, "greedy_tokens": 12,
+        "ragged_completions": 64, "ragged_slots": 8, "ragged_longest": 64, "ragged_mean": 12,
+        "linear": (4, 8, 16), "seed_tokens": 12, "seed_steps": 2, "startup_completions": 16,
+        "logp_completions": 8, "greedy_completions": 8, "greedy_tokens": 12,
     }  # fmt: skip
     return Sizes(device=device, dtype=torch.float32, shapes=tiny_shapes(), **{**tiny, **changes})

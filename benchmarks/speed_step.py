@@ -1,7 +1,7 @@
-"""Sections about whole steps: beside TRL's trainer, and in the shape of a published comparison.
+"""Sections about whole steps: beside TRL's trainer, and at the size of a published comparison.
 
 Both sides train the same random weights on the same prompts with the same reward. TRL's are
-bfloat16 on a GPU, without the float32 masters that covey has, which is the least it can do. It
+bfloat16 on a GPU, without covey's float32 master weights, which is TRL's cheapest setting. TRL
 needs `trl`, `datasets` (with `dill`, `multiprocess` and `xxhash`) and `accelerate`; where one is
 missing, its row says so. On a machine without a network they can be unpacked from wheels, without
 their other dependencies, into a folder that PYTHONPATH names:
@@ -37,26 +37,26 @@ from covey.trust import trust
 from covey.types import Prompt
 
 PUBLISHED_MINUTES = 300
-"""Three algorithms x 200 steps of 2 x 8 answers of 400 tokens, Qwen2.5-1.5B, one A800: 5 hours."""
+"""Three algorithms x 200 steps of 2 x 8 completions of 400 tokens, Qwen2.5-1.5B, one A800."""
 SEED_STEPS = 200
-"""Of each algorithm there."""
+"""Steps of each algorithm in that comparison."""
 SEED_ALGORITHMS = ("grpo", "dr_grpo", "gspo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """A task without sense: prompts of so many random words."""
+    """A task whose prompts are a fixed number of random words."""
 
     words: int = 128
     vocabulary: int = 49_152
     name: ClassVar[str] = "words"
 
     def train(self) -> Sequence[Prompt]:
-        """Prompts enough for every step."""
+        """Return prompts for every step."""
         return Generated(4096, self._prompt)
 
     def held_out(self) -> Sequence[Prompt]:
-        """Nobody asks them."""
+        """Return one prompt; the benchmark never evaluates."""
         return Generated(1, lambda number: self._prompt(4096 + number))
 
     def _prompt(self, number: int) -> Prompt:
@@ -65,53 +65,53 @@ class Words:
 
 
 def even_words(text: str) -> float:
-    """Judge an answer: the share of its words whose number is even."""
+    """Score a completion by the share of its words whose number is even."""
     words = text.split()
     return sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
 
 
 @dataclass(frozen=True, slots=True)
 class EvenWords:
-    """The same as a reward of covey."""
+    """The same score as a covey reward."""
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     quick: ClassVar[bool] = True
     version: ClassVar[int] = 1
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Judge one answer."""
+        """Score one completion."""
         reward = even_words(text)
         return Score(reward=reward, success=reward > 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What covey's loop has measured."""
+    """Metrics and start-up time of one covey run."""
 
     rows: Sequence[Mapping[str, Any]]
     """The metrics of each step."""
     startup: float
-    """Seconds from nothing to the end of the steps that warm up, less as many usual ones."""
+    """Seconds from model creation to the end of the warm-up steps, minus as many usual steps."""
 
     def median(self, name: str) -> float:
         return statistics.median(row[name] for row in self.rows)
 
 
 class Stopwatch(Watch):
-    """Notes when each step has ended."""
+    """A tracker that notes when each step ends."""
 
     def __init__(self) -> None:
         super().__init__()
         self.marks: list[float] = []
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """A step is done."""
+        """Note the time of a finished step."""
         super().step(metrics)
         self.marks.append(time.perf_counter())
 
 
 def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int, steps: int) -> Run:
-    """Train by covey's own loop, from random weights; nothing is evaluated or saved."""
+    """Train random weights with covey's own loop, without evaluation or checkpoints."""
     from covey.config import load_config
     from covey.models.load_model import wrap
     from covey.run.folder import RunFolder
@@ -129,7 +129,7 @@ def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int,
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return wrap(model, word_tokenizer(shape.config.vocab_size), path)
 
-    trust(["speed_step"])  # the task below is ours
+    trust(["speed_step"])  # this module's own task
     always = (
         "model.path=made-up",
         f"model.device={sizes.device}",
@@ -160,34 +160,34 @@ def covey_run(sizes: Sizes, name: str, overrides: Sequence[str], *, warmup: int,
 
 
 def step_covey(sizes: Sizes) -> dict[str, Any]:
-    """Measure steps of covey; called in a process of its own."""
-    answers = sizes.prompts * sizes.group
+    """Measure covey's steps; runs in a worker process."""
+    completions = sizes.prompts * sizes.group
     overrides = (
         f"rollout.prompts_per_step={sizes.prompts}",
         f"rollout.group_size={sizes.group}",
         f"rollout.max_tokens={sizes.tokens}",
-        f"engine.max_concurrent={answers}",
+        f"engine.max_concurrent={completions}",
         "objective.beta=0.0",
     )
     run = covey_run(sizes, "smollm2", overrides, warmup=sizes.warmup, steps=sizes.steps)
-    written = {round(row["rollout/lengths"] * answers) for row in run.rows}
-    assert written == {answers * sizes.tokens}, "no answer ends before its time"
+    written = {round(row["rollout/lengths"] * completions) for row in run.rows}
+    assert written == {completions * sizes.tokens}, "a completion stopped early"
     return {
         "all_seconds": [row["time/total"] for row in run.rows],
         "rollout": run.median("time/rollout"),
         "update": run.median("time/update"),
-        "tokens": answers * sizes.tokens,
+        "tokens": completions * sizes.tokens,
         "startup": run.startup,
         **peaks(sizes.device),
     }
 
 
 def step_trl(sizes: Sizes) -> dict[str, Any]:
-    """Measure steps of TRL on the same; called in a process of its own."""
+    """Measure TRL's steps on the same data; runs in a worker process."""
     import trl
     from datasets import Dataset
 
-    shape, answers = sizes.shapes["smollm2"], sizes.prompts * sizes.group
+    shape, completions = sizes.shapes["smollm2"], sizes.prompts * sizes.group
     vocabulary, steps = shape.config.vocab_size, 1 + sizes.trl_steps
     written: list[int] = []
 
@@ -204,7 +204,7 @@ def step_trl(sizes: Sizes) -> dict[str, Any]:
             output_dir=folder,
             use_cpu=not cuda,
             bf16=cuda,
-            per_device_train_batch_size=answers,
+            per_device_train_batch_size=completions,
             steps_per_generation=1,
             max_steps=steps,
             num_generations=sizes.group,
@@ -223,7 +223,9 @@ def step_trl(sizes: Sizes) -> dict[str, Any]:
             callbacks=[stopwatch(marks, 1)],
         )
         trainer.train()
-    assert written == [answers * sizes.tokens] * steps, "one call a step, and no answer ends early"
+    assert written == [completions * sizes.tokens] * steps, (
+        "TRL must generate once per step, at full length"
+    )
     seconds = [after - before for before, after in pairwise(marks)]
     version = {"version": trl.__version__}
     return {
@@ -232,7 +234,7 @@ def step_trl(sizes: Sizes) -> dict[str, Any]:
 
 
 def step(sizes: Sizes, report: Report, own_process: Any) -> None:
-    """Put a step of covey beside one of TRL, each in a fresh process."""
+    """Measure a step of covey and one of TRL, each in a fresh process."""
     forget(sizes.device)
     own: float | None = None
     for who, worker in (("covey", "step_covey"), ("TRL", "step_trl")):
@@ -248,14 +250,14 @@ def step(sizes: Sizes, report: Report, own_process: Any) -> None:
             "step", shape="smollm2", who=named, seconds=seconds, fastest=min(found["all_seconds"]),
             tokens_per_s=found["tokens"] / seconds, **found,
             ratio=seconds / own if who != "covey" and own else None,
-            ran=f"{len(found['all_seconds'])} steps of {sizes.prompts} x {sizes.group} answers of "
-            f"{sizes.tokens} tokens, one update",
+            ran=f"{len(found['all_seconds'])} steps of {sizes.prompts} x {sizes.group} "
+            f"completions of {sizes.tokens} tokens, one update",
         )  # fmt: skip
 
 
 def seed_shape(sizes: Sizes, report: Report) -> None:
-    """Three algorithms on a few long answers a step, as a published comparison had it."""
-    answers = sizes.seed_prompts * sizes.group
+    """Measure three algorithms at the size of a published comparison."""
+    completions = sizes.seed_prompts * sizes.group
     minutes = 0.0
     for algorithm in SEED_ALGORITHMS:
         forget(sizes.device)
@@ -264,7 +266,7 @@ def seed_shape(sizes: Sizes, report: Report) -> None:
             f"rollout.prompts_per_step={sizes.seed_prompts}",
             f"rollout.group_size={sizes.group}",
             f"rollout.max_tokens={sizes.seed_tokens}",
-            f"engine.max_concurrent={answers}",
+            f"engine.max_concurrent={completions}",
         )
         run = covey_run(sizes, "qwen2.5", overrides, warmup=3, steps=sizes.seed_steps)
         seconds = run.median("time/total")
@@ -275,7 +277,7 @@ def seed_shape(sizes: Sizes, report: Report) -> None:
             "seed_shape", shape="qwen2.5", who=algorithm, steps=len(run.rows), seconds=seconds,
             mean_seconds=mean, rollout=run.median("time/rollout"), update=run.median("time/update"),
             startup=run.startup, minutes=taken, **peaks(sizes.device),
-            ran=f"{sizes.seed_prompts} x {sizes.group} answers of {sizes.seed_tokens} tokens; "
+            ran=f"{sizes.seed_prompts} x {sizes.group} completions of {sizes.seed_tokens} tokens; "
             f"minutes: start-up and {SEED_STEPS} steps",
         )  # fmt: skip
     report.row(

@@ -1,4 +1,4 @@
-"""The section about learning: an update of covey, and the same done plainly with transformers."""
+"""The section about updates: covey's, and a plain one with transformers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from speed_sizes import Sizes
 from update_gpu import Setting, run
 
 PLAIN = {"prompt": 128, "completion": 256}
-"""The peer's sequences: 384 tokens, whatever covey's batch has."""
+"""Sequence lengths of the plain update: 384 tokens, whatever covey's batch has."""
 
 
 def update(sizes: Sizes, report: Report) -> None:
-    """Tokens a second, the share of the device's arithmetic that is used, and peaks of memory."""
+    """Measure tokens per second, MFU and peak memory of updates."""
     for name, shape in sizes.shapes.items():
         own = None
         for changes in sizes.updates[name]:
@@ -27,13 +27,13 @@ def update(sizes: Sizes, report: Report) -> None:
             own = own or found
             forget(sizes.device)
         about = {"shape": name, "who": "plain transformers"}
-        plain = replace(shape, **PLAIN, answers=sizes.plain_rows[name])
+        plain = replace(shape, **PLAIN, completions=sizes.plain_rows[name])
         if not sizes.device.startswith("cuda"):
             plain = replace(plain, prompt=sizes.prompt, completion=sizes.tokens)
         try:
             row = plain_update(plain, sizes)
             report.row("update", **about, **row, ratio=own / row["tokens_per_s"] if own else None)
-        except Exception as error:  # it may not fit
+        except Exception as error:  # it may not fit into memory
             report.row("update", **about, missing=reason(error))
 
 
@@ -47,7 +47,9 @@ def _covey(
     except Exception as error:
         report.row("update", shape=name, who="covey", missing=reason(error))
         return None
-    ran = f"{shape.answers} x {shape.prompt + shape.completion} tokens, groups of {setting.group}"
+    ran = (
+        f"{shape.completions} x {shape.prompt + shape.completion} tokens, groups of {setting.group}"
+    )
     ran += f", {row['micro_batches']} micro-batches"
     ran += ", activations recomputed" if setting.checkpointing else ""
     ran += f", {setting.state} state"
@@ -56,12 +58,12 @@ def _covey(
 
 
 def plain_update(shape: Shape, sizes: Sizes) -> dict[str, Any]:
-    """Forward, log-softmax over all logits, backward, and AdamW on the weights as they are."""
+    """Time forward, log-softmax over all logits, backward, and AdamW without master weights."""
     model = random_model(shape.config, dtype=sizes.dtype, device=sizes.device).train()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     length = shape.prompt + shape.completion
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, shape.config.vocab_size, (shape.answers, length), generator=draw)
+    ids = torch.randint(2, shape.config.vocab_size, (shape.completions, length), generator=draw)
     ids = ids.to(sizes.device)
 
     def once() -> None:
@@ -74,7 +76,7 @@ def plain_update(shape: Shape, sizes: Sizes) -> dict[str, Any]:
     once()
     once()
     times = [seconds_of(once, sizes.device) for _ in range(sizes.repeat)]
-    seconds, tokens = statistics.median(times), shape.answers * length
+    seconds, tokens = statistics.median(times), shape.completions * length
     return {
         "seconds": seconds,
         "fastest": min(times),
@@ -82,5 +84,5 @@ def plain_update(shape: Shape, sizes: Sizes) -> dict[str, Any]:
         "tokens_per_s": tokens / seconds,
         "mfu": flops(shape, tokens) / seconds / PEAK,
         **peaks(sizes.device),
-        "ran": f"{shape.answers} x {length} tokens, no masters, no clipping",
+        "ran": f"{shape.completions} x {length} tokens, no master weights, no clipping",
     }

@@ -3,14 +3,14 @@
     pip install -c constraints.txt -e ".[dev]"
     python benchmarks/step_vs_trl.py
 
-A step is one rollout batch: 16 prompts x 8 answers sampled and judged, then four AdamW steps of 32
-answers each. The two take turns, each time in a fresh process that has the machine to itself. TRL
-samples with transformers' `generate`: its continuous batching is built for GPUs and takes several
-times as long on a CPU. Everything that TRL can switch off (checkpoints, logs, progress bars,
-gradient checkpointing, bfloat16) is off.
+A step is one rollout batch: 16 prompts x 8 completions sampled and scored, then four AdamW steps of
+32 completions each. The two alternate, each time in a fresh process. TRL samples with transformers'
+`generate`: its continuous batching is built for GPUs and takes several times as long on a CPU.
+Everything that TRL can switch off (checkpoints, logs, progress bars, gradient checkpointing,
+bfloat16) is off.
 
 Run it on an idle machine. With as many threads as cores, another busy process can make some steps
-ten times as long and turn the ratio upside down; `--threads 1` suffers much less.
+ten times as long and invert the ratio; `--threads 1` suffers much less.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from own_process import WorkerFailed, in_own_process
 from rich.console import Console
 from rich.table import Table
 from step_workers import (
-    ANSWERS,
+    COMPLETIONS,
     LEARNING_RATE,
     MAX_TOKENS,
     OPERATIONS,
@@ -45,18 +45,18 @@ from step_workers import (
 )
 
 LENGTH_TOLERANCE = 0.05
-"""Mean answer lengths further apart than this mean that the two did not do the same work."""
+"""Largest relative difference of mean completion lengths at which the work counts as equal."""
 INSTALL = 'pip install -c constraints.txt -e ".[dev]"'
 OUTPUT = Path(__file__).parent / "results" / "step_vs_trl.json"
 NAMES = ("covey", "trl")
 
 
 def in_worker(name: str, arguments: argparse.Namespace) -> Any:
-    """Run a worker and return what it wrote."""
+    """Run a worker process and return its result."""
     command = [sys.executable, str(Path(__file__).with_name("step_workers.py")), name]
     for option in ("steps", "warmup", "threads", "trl_cache"):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
-    # Both on the CPU, whatever the machine has, and neither asks the network for anything.
+    # Both run on the CPU and without network access.
     environment = {
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -69,7 +69,7 @@ def in_worker(name: str, arguments: argparse.Namespace) -> Any:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, list[Steps]]:
-    """Let the two take turns, so that a slow minute of the machine hits both."""
+    """Alternate between the two, so that a slow minute of the machine affects both."""
     rounds: dict[str, list[Steps]] = {name: [] for name in NAMES}
     for number in range(1, arguments.rounds + 1):
         for name in NAMES:
@@ -80,11 +80,11 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, list[S
 
 
 def floor_gflop(length: float) -> dict[str, float]:
-    """Count the arithmetic that a step cannot do without, for answers of the given mean length.
+    """Return the least arithmetic of a step with completions of the given mean length.
 
-    Sampling: each prompt is read once for its group, and every answer token but the last is read
-    to get the next. Training: forward, and twice that backward, over the same tokens, the head on
-    the answers alone. Attention is counted at mean lengths.
+    Sampling processes each prompt once per group, and every completion token but the last.
+    Training takes a forward pass and a backward pass of twice its cost over the same tokens, with
+    the head on completions only. Attention is counted at mean lengths.
     """
     from covey.embedded import CHECKPOINT
     from covey.tasks import Arithmetic
@@ -95,23 +95,23 @@ def floor_gflop(length: float) -> dict[str, float]:
     key_value = shape["head_dim"] * shape["num_key_value_heads"]
     projections = 2 * width * (heads + key_value) + 3 * width * shape["intermediate_size"]
     head = 2 * width * shape["vocab_size"]
-    question = statistics.fmean(len(p.text) for p in Arithmetic(**OPERATIONS).train()[:1000])
+    prompt = statistics.fmean(len(p.text) for p in Arithmetic(**OPERATIONS).train()[:1000])
 
     def body(start: float, end: float) -> float:
-        """Read positions start to end, each attending to all before it."""
+        """Count positions start to end, each attending to all before it."""
         seen = (end * (end + 1) - start * (start + 1)) / 2
         return layers * (2 * projections * (end - start) + 4 * heads * seen)
 
-    once = PROMPTS * body(0, question) + ANSWERS * body(question, question + length - 1)
-    sampling = once + head * (PROMPTS + ANSWERS * (length - 1))
-    training = 3 * (once + head * ANSWERS * length)
+    once = PROMPTS * body(0, prompt) + COMPLETIONS * body(prompt, prompt + length - 1)
+    sampling = once + head * (PROMPTS + COMPLETIONS * (length - 1))
+    training = 3 * (once + head * COMPLETIONS * length)
     return {"sampling": sampling / 1e9, "training": training / 1e9}
 
 
 def report(
     arguments: argparse.Namespace, rounds: dict[str, list[Steps]], gflops: float, load: float
 ) -> dict[str, Any]:
-    """Put all that was measured into plain data."""
+    """Return all measurements as plain data."""
     joined = {name: Steps.join(parts) for name, parts in rounds.items()}
     gflop = floor_gflop(joined["covey"].length)
     each = zip(rounds["trl"], rounds["covey"], strict=True)
@@ -165,7 +165,7 @@ def _summary(steps: Steps) -> dict[str, float]:
         "seconds_min": min(steps.seconds),
         "seconds_max": max(steps.seconds),
         "tokens_per_second": steps.tokens_per_second,
-        "answer_length": steps.length,
+        "completion_length": steps.length,
         "stop_rate": statistics.fmean(steps.stopped),
         "reward": statistics.fmean(steps.rewards),
     }
@@ -176,14 +176,14 @@ ROWS = (
     ("  fastest step", "seconds_min", ".3f"),
     ("  slowest step", "seconds_max", ".3f"),
     ("tokens per second, whole step", "tokens_per_second", ",.0f"),
-    ("tokens per answer, mean", "answer_length", ".2f"),
-    ("answers that end by themselves", "stop_rate", ".1%"),
+    ("tokens per completion, mean", "completion_length", ".2f"),
+    ("completions that stop before the limit", "stop_rate", ".1%"),
     ("reward, mean", "reward", ".3f"),
 )
 
 
 def show(data: dict[str, Any], console: Console) -> None:
-    """Print the report for a person."""
+    """Print the report as a table."""
     covey, trl = (data["results"][name] for name in NAMES)
     table = Table(title="One training step, covey and TRL")
     table.add_column("")
@@ -206,24 +206,26 @@ def _notes(data: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     lines = [
         f"TRL takes {data['ratio']:.2f} times as long as covey; round by round: {ratios}.",
-        f"A step: {PROMPTS} prompts x {SAMPLES} answers of at most {MAX_TOKENS} tokens, {UPDATES} "
-        "AdamW updates, temperature 1, beta 0, clip 0.2, float32. "
+        f"A step: {PROMPTS} prompts x {SAMPLES} completions of at most {MAX_TOKENS} tokens, "
+        f"{UPDATES} AdamW updates, temperature 1, beta 0, clip 0.2, float32. "
         f"{settings['rounds']} rounds of {settings['timed_steps']} steps each after "
         f"{settings['warmup_steps']} to warm up.",
-        f"Learning rate {LEARNING_RATE:g} for both, so that the policy and with it the length of "
-        "answers stays put: the work is the same throughout.",
-        "Old log-probabilities: covey takes the sampler's own; TRL's generate gives none, so TRL "
-        "runs the model over the batch once more. The floor counts no such pass.",
+        f"Learning rate {LEARNING_RATE:g} for both, so that the policy and the length of "
+        "completions stay the same: the work is equal in every step.",
+        "Old log-probs: covey uses the engine's; TRL's generate returns none, so TRL runs one more "
+        "forward pass over the batch. The floor does not count that pass.",
         f"Floor: {gflop['sampling']:.2f} GFLOP to sample and {gflop['training']:.2f} to train, at "
         f"{machine['matmul_gflop_per_second']:.0f} GFLOP/s (1024 x 1024 float32 matmul, here).",
         f"{data['date']}, {machine['cpus']} CPUs, {machine['threads']} threads, load average "
         f"{machine['load_at_start']:.2f} at the start; {versions}.",
     ]
-    covey, trl = (data["results"][name]["answer_length"] for name in NAMES)
+    covey, trl = (data["results"][name]["completion_length"] for name in NAMES)
     if abs(trl / covey - 1) > LENGTH_TOLERANCE:
-        lines.append(f"Warning: answers of {covey:.1f} and {trl:.1f} tokens are not the same work.")
+        lines.append(
+            f"Warning: completions of {covey:.1f} and {trl:.1f} tokens are not the same work."
+        )
     if machine["load_at_start"] > 0.25 * machine["cpus"]:
-        lines.append("Warning: the load average says that the machine was busy at the start.")
+        lines.append("Warning: the machine was busy at the start (load average).")
     return lines
 
 

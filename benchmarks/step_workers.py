@@ -1,7 +1,6 @@
-"""The processes of step_vs_trl.py: each measures one thing, alone, and writes it down.
+"""Worker processes of step_vs_trl.py: each takes one measurement and writes it to a file.
 
-Nothing heavy is imported at the top, so that the driver can share the settings and still leave the
-machine to the process that measures.
+Heavy imports stay inside functions, so that the driver can import the settings cheaply.
 """
 
 from __future__ import annotations
@@ -31,28 +30,28 @@ SAMPLES = 8
 MAX_TOKENS = 36
 UPDATES = 4
 SEED = 0
-ANSWERS = PROMPTS * SAMPLES
+COMPLETIONS = PROMPTS * SAMPLES
 OPERATIONS = {"min_operations": 2, "max_operations": 3}
-# So small that the policy stays where it is: answers keep their length, and both do the same work
-# in the last step as in the first. The cost of a step does not depend on the rate.
+# So small that the policy hardly changes: completions keep their length, and every step does the
+# same work. The cost of a step does not depend on the rate.
 LEARNING_RATE = 1e-6
 BETAS = (0.9, 0.999)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """What one process measured: an entry for every timed step."""
+    """Measurements of one process, one entry per timed step."""
 
     seconds: list[float]
     tokens: list[int]
     """Tokens sampled, end-of-sequence included."""
     stopped: list[float]
-    """Share of answers that ended by themselves."""
+    """Share of completions that stopped before the limit."""
     rewards: list[float]
 
     @staticmethod
     def join(parts: list[Steps]) -> Steps:
-        """Put the rounds of one library together."""
+        """Concatenate the rounds of one library."""
         fields = ("seconds", "tokens", "stopped", "rewards")
         return Steps(**{f: [x for part in parts for x in getattr(part, f)] for f in fields})
 
@@ -68,8 +67,8 @@ class Steps:
 
     @property
     def length(self) -> float:
-        """Mean tokens of an answer."""
-        return statistics.fmean(self.tokens) / ANSWERS
+        """Mean tokens of a completion."""
+        return statistics.fmean(self.tokens) / COMPLETIONS
 
 
 def time_covey(warmup: int, steps: int) -> Steps:
@@ -89,9 +88,9 @@ def time_covey(warmup: int, steps: int) -> Steps:
     timed = watch.rows[warmup:]
     assert len(timed) == steps
     return Steps(
-        # All but writing the line of metrics, which takes about a millisecond.
+        # Everything except writing the metrics line, about a millisecond.
         seconds=[row["time/total"] for row in timed],
-        tokens=[round(row["rollout/lengths"] * ANSWERS) for row in timed],
+        tokens=[round(row["rollout/lengths"] * COMPLETIONS) for row in timed],
         stopped=[row["rollout/stop_rate"] for row in timed],
         rewards=[row["objective/scores"] for row in timed],
     )
@@ -137,7 +136,7 @@ class Watch(Tracker):
 
 
 def time_trl(warmup: int, steps: int, cache: str) -> Steps:
-    """Train with TRL on the prompts that covey asks, in the same order, and time its steps."""
+    """Train with TRL on covey's prompts, in the same order, and time its steps."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -148,32 +147,32 @@ def time_trl(warmup: int, steps: int, cache: str) -> Steps:
     model = AutoModelForCausalLM.from_pretrained(str(CHECKPOINT), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(str(CHECKPOINT), padding_side="left")
     prompts = _rendered_prompts(tokenizer, warmup + steps)
-    judge = _Judge(dict(prompts), tokenizer.eos_token_id)
+    recorder = _TrlReward(dict(prompts), tokenizer.eos_token_id)
     marks: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=judge.reward,
+            reward_funcs=recorder.reward,
             args=_trl_arguments(folder, warmup + steps, cache),
             train_dataset=Dataset.from_dict({"prompt": [text for text, _ in prompts]}),
             processing_class=tokenizer,
             callbacks=[stopwatch(marks, UPDATES)],
         )
         trainer.train()
-    # A release that generates more or less often would be timed wrongly: better to break.
+    # A TRL release that generates more or less often would be timed wrongly: fail instead.
     assert trainer.state.global_step == UPDATES * (warmup + steps)
-    assert len(judge.tokens) == len(marks) - 1 == warmup + steps
+    assert len(recorder.tokens) == len(marks) - 1 == warmup + steps
     seconds = [after - before for before, after in itertools.pairwise(marks)]
     return Steps(
         seconds=seconds[warmup:],
-        tokens=judge.tokens[warmup:],
-        stopped=judge.stopped[warmup:],
-        rewards=judge.rewards[warmup:],
+        tokens=recorder.tokens[warmup:],
+        stopped=recorder.stopped[warmup:],
+        rewards=recorder.rewards[warmup:],
     )
 
 
 def _rendered_prompts(tokenizer: Any, steps: int) -> list[tuple[str, Prompt]]:
-    """Return the text of every prompt, 16 a step.
+    """Return the text of every prompt, 16 per step.
 
     Text, not messages: TRL then need not render the chat template again for each of 128 rows.
     """
@@ -189,18 +188,18 @@ def _rendered_prompts(tokenizer: Any, steps: int) -> list[tuple[str, Prompt]]:
         )
         expected = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer(text=text)["input_ids"] == expected, "the same tokens as covey's"
-        assert len(expected) == len(text), "one token a character, as `floor_gflop` supposes"
+        assert len(expected) == len(text), "`floor_gflop` assumes one token per character"
         rendered.append((text, prompt))
     return rendered
 
 
-class _Judge:
-    """covey's reward in TRL's form. It also keeps what the answers of each rollout were like."""
+class _TrlReward:
+    """covey's reward as a TRL reward function, with statistics of each rollout batch."""
 
     def __init__(self, prompts: Mapping[str, Prompt], eos: int) -> None:
         from covey.rewards import ThinkAnswer
 
-        self.judge = ThinkAnswer()
+        self.score = ThinkAnswer()
         self.prompts = prompts
         self.eos = eos
         self.tokens: list[int] = []
@@ -214,11 +213,11 @@ class _Judge:
         completion_ids: list[list[int]],
         **_: object,
     ) -> list[float]:
-        """Judge one rollout batch."""
-        assert len(completions) == ANSWERS, "one call a rollout batch"
+        """Score one rollout batch."""
+        assert len(completions) == COMPLETIONS, "TRL must call the reward once per rollout batch"
         assert len(set(prompts)) <= PROMPTS
         rewards = [
-            self.judge(self.prompts[prompt], text).reward
+            self.score(self.prompts[prompt], text).reward
             for prompt, text in zip(prompts, completions, strict=True)
         ]
         self.tokens.append(sum(len(ids) for ids in completion_ids))
@@ -234,8 +233,8 @@ def _trl_arguments(folder: str, steps: int, cache: str) -> GRPOConfig:
         output_dir=folder,
         use_cpu=True,
         bf16=False,  # TRL's default is True
-        # 128 answers in one `generate`, then an optimizer step on each quarter of them.
-        per_device_train_batch_size=ANSWERS // UPDATES,
+        # 128 completions in one `generate`, then an optimizer step on each quarter of them.
+        per_device_train_batch_size=COMPLETIONS // UPDATES,
         steps_per_generation=UPDATES,
         max_steps=UPDATES * steps,
         num_generations=SAMPLES,
@@ -270,11 +269,11 @@ PLAIN_TRL: Mapping[str, Any] = {
     "report_to": "none",
     "disable_tqdm": True,
 }
-"""TRL's trainer with all switched off that can be, doing what covey does."""
+"""TRL settings that do the same work as covey, with every optional feature off."""
 
 
 def stopwatch(marks: list[float], updates: int) -> TrainerCallback:
-    """Note the time at the start and after every rollout batch, which is so many steps of TRL."""
+    """Note the time at the start and after every rollout batch, which is `updates` TRL steps."""
     from transformers import TrainerCallback
 
     class Stopwatch(TrainerCallback):
@@ -289,7 +288,7 @@ def stopwatch(marks: list[float], updates: int) -> TrainerCallback:
 
 
 def measure_matmul(size: int = 1024, repeats: int = 30) -> float:
-    """Return the best GFLOP/s of a float32 matrix product: a floor wants the machine's best."""
+    """Return the best GFLOP/s of a float32 matrix product, for the floor."""
     import torch
 
     left, right = torch.randn(size, size), torch.randn(size, size)
@@ -302,7 +301,7 @@ def measure_matmul(size: int = 1024, repeats: int = 30) -> float:
 
 
 def main() -> None:
-    """Measure one thing and write it down."""
+    """Take one measurement and write it to the output file."""
     import torch
 
     parser = argparse.ArgumentParser(description="One process of step_vs_trl.py.")

@@ -1,18 +1,17 @@
-"""How fast and how small an update is on a GPU: covey/training/step.py on synthetic rollouts.
+"""Speed and memory of an update on a GPU: covey/training/step.py on synthetic rollouts.
 
     python benchmarks/update_gpu.py --out update.json            # both shapes, all settings
     python benchmarks/update_gpu.py --shape smollm2 --profile    # and where the time goes
     python benchmarks/update_gpu.py --shape smollm2 --checkpointing no --graphs both
 
-With graphs, `replays` says of each recorded pass how long the device takes for it, forward and
-backward, with nothing else to do; what an update takes beyond their sum is Python, or the
-optimizer. The peak is of what torch has handed out, while graphs are recorded above all;
-`reserved` is what a device needs to have.
+With graphs, `replays` gives the device time of each captured pass, forward and backward; the rest
+of an update is Python and the optimizer. `peak` is torch's peak of allocated memory, reached while
+graphs are captured; `reserved` is what a device must have.
 
-Weights are random and nothing is downloaded. Tokens are counted as answers x (prompt + completion),
-as if every prompt were read for every answer; `packed` says how many the model really sees. MFU
-counts 6 flops a weight and token, and attention; `mfu` over the counted tokens, `work` over those
-that are really seen, both without anything that checkpointing or the head computes again.
+Weights are random and nothing is downloaded. Tokens are counted as completions x (prompt +
+completion), as if the prompt were processed for every completion; `packed` is the number that the
+model processes. MFU counts 6 flops per weight and token, and attention: `mfu` over the counted
+tokens, `work` over the processed ones, both without recomputation.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from covey.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How an update is run and measured."""
+    """Options of one measured update."""
 
     device: str = "cuda"
     checkpointing: bool = False
@@ -60,7 +59,7 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What a GPU trains in; a CPU is only there to try things out."""
+        """bfloat16 on a GPU; float32 on a CPU, for trials."""
         return torch.bfloat16 if self.device.startswith("cuda") else torch.float32
 
 
@@ -88,7 +87,7 @@ def policy_for(model: Any, setting: Setting) -> Policy:
 
 def make_batch(shape: Shape, group: int, device: str) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    groups, rows = shape.answers // group, shape.answers
+    groups, rows = shape.completions // group, shape.completions
     top = shape.config.vocab_size
     prompts = torch.randint(2, top, (groups, shape.prompt), generator=generator)
     mask = torch.ones(rows, shape.completion, dtype=torch.bool)
@@ -107,18 +106,18 @@ def make_batch(shape: Shape, group: int, device: str) -> Batch:
 
 
 def readings(batch: Batch, budget: int) -> int:
-    """Count how often prompts are read: once in each micro-batch that has answers to them."""
+    """Count processed prompts: one per micro-batch and group in it."""
     group = batch.group.cpu()
     return sum(len(group[rows.cpu()].unique()) for rows in micro_batches(batch, budget))
 
 
 def packed_tokens(shape: Shape, read: int) -> int:
-    """Return how many tokens the model sees if prompts are read so often."""
-    return read * shape.prompt + shape.answers * (shape.completion - 1)
+    """Return the tokens that the model processes with `read` processed prompts."""
+    return read * shape.prompt + shape.completions * (shape.completion - 1)
 
 
 def replays(policy: Policy) -> list[str]:
-    """Time both ways of every recorded pass on the device; the gradients are worth nothing."""
+    """Time forward and backward of every captured graph on the device."""
     found = []
     for one in policy.passes.captured() if policy.passes is not None else ():
         parts = [f"{one.rows.size.tokens} tokens"]
@@ -160,12 +159,12 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
             device,
         )
 
-    first, second, third = once(), once(), once()  # graphs of rare sizes are recorded late
+    first, second, third = once(), once(), once()  # graphs of rare sizes are captured late
     times = [once() for _ in range(setting.repeat)]
     seconds = statistics.median(times)
     if setting.profile:
         profile(once)
-    counted = shape.answers * (shape.prompt + shape.completion)
+    counted = shape.completions * (shape.prompt + shape.completion)
     read = readings(batch, budget)
     seen = packed_tokens(shape, read)
     return {
@@ -187,7 +186,7 @@ def run(name: str, shape: Shape, setting: Setting) -> dict[str, Any]:
         "packed": seen,
         "tokens_per_s": round(counted / seconds),
         "mfu": round(flops(shape, counted) / seconds / PEAK, 3),
-        "work": round(flops(shape, seen, shared=shape.answers / read) / seconds / PEAK, 3),
+        "work": round(flops(shape, seen, shared=shape.completions / read) / seconds / PEAK, 3),
         **peaks(device),
         "replays": replays(policy),
     }

@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from covey.config import load_config
 from covey.engines.native.shared_prompt_cache import WIDTHS
 from covey.evaluation.items import Item, ItemCompletion
 from covey.objective import ALGORITHMS, describe
-from covey.objective.compose import DEFAULTS, PIECES
+from covey.objective.compose import PIECES, composed, options_of
 from covey.objective.correction import CORRECTIONS
 from covey.objective.penalty import PENALTIES
 from covey.rewards.build import REWARDS, make_reward
@@ -85,8 +86,9 @@ def test_the_configurations_of_the_algorithms_page_load(
     (tmp_path / "pieces.toml").write_text(pieces)
     options = resolve(load_config(str(tmp_path / "pieces.toml"))).objective.options
     chosen = {kind: options[kind] for kind in PIECES}
-    assert chosen == {**DEFAULTS, "advantage": "centered", "ratio": "sequence"}
-    assert all(f"`{default}`" in text for default in DEFAULTS.values())
+    usual = {kind: parameter.default for kind, parameter in options_of(composed).items()}
+    assert chosen == {**usual, "advantage": "centered", "ratio": "sequence"}
+    assert all(f"`{default}`" in text for default in usual.values())
     (tmp_path / "own.toml").write_text(own)
     (tmp_path / "my_algorithms.py").write_text(
         "from covey.objective import build\n"
@@ -174,11 +176,11 @@ def test_the_page_of_evaluation_names_every_field_of_a_line() -> None:
     text = (ROOT / "docs/evaluation.md").read_text()
     rows = text.partition("| field | meaning |")[2].partition("\n\n")[0].split("\n")[2:]
     cells = [re.findall(r"`(\w+)`", row) for row in rows]
-    completion = ItemCompletion(text="4", correct=True, reward=1.0, tokens=1, finish="stop")
+    completion = ItemCompletion(text="4", success=True, reward=1.0, tokens=1, finish="stop")
     messages = ({"role": "user", "content": "2+2?"},)
     prompt = Prompt(id="1", task="sums", messages=messages, target="4")
     line = Item(prompt=prompt, greedy=completion, samples=(completion,)).row()
-    assert {"model", *line, *completion.row()} == {name for cell in cells for name in cell}
+    assert {"model", *line, *asdict(completion)} == {name for cell in cells for name in cell}
 
 
 def test_the_lines_of_the_package_are_about_as_many_as_the_page_says() -> None:

@@ -113,6 +113,6 @@ def _show_traceback(
 
 def _fail(message: str, code: int) -> int:
     line = " ".join(message.split())
-    console = Screen(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"covey: {line}", markup=False)
+    console = Screen(stderr=True, soft_wrap=True)
+    console.print(f"covey: {line}")
     return code

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from covey.cli.screen import Screen, cell
+from covey.cli.screen import Screen
 from covey.cli.startup import (
     STARTING,
     Model,
@@ -26,7 +25,6 @@ from covey.errors import CoveyError
 if TYPE_CHECKING:
     from covey.analysis.plan.finding import Finding
     from covey.analysis.plan.forecast import Forecast
-    from covey.analysis.plan.summary import Plan
     from covey.analysis.plan.task_facts import TaskFacts
 
 HEADINGS = {"same": "equivalent", "idle": "no effect", "risk": "may harm"}
@@ -55,15 +53,17 @@ def plan_command(
     read.
     """
     settings = settings_of(overrides, model)
-    with waiting(STARTING) as say:
-        config = resolved(source or "arithmetic", settings, model=False, rendering=True)
+    from covey.analysis.plan.prompt_lengths import measuring
+
+    with waiting(STARTING) as say, measuring() as measure:
+        config = resolved(source or "arithmetic", settings, model=False)
 
         from covey.analysis.plan.findings import findings
         from covey.analysis.plan.summary import summarize
         from covey.analysis.plan.task_facts import task_facts
 
         say("reading the task")
-        facts = task_facts(config)
+        facts = task_facts(config, measure)
         plan, found = summarize(config, facts), findings(config, facts)
         say(f"measuring {config.model.path}")
         memory, problem, more = _memory(config, facts, gpu)
@@ -73,10 +73,10 @@ def plan_command(
         data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
         typer.echo(json.dumps({**data, "memory_unknown": problem, "findings": rows}))
         return
-    console = Screen(highlight=False)
-    _show_plan(plan, console)
+    console = Screen()
+    console.print(plan.paragraph(), "", sep="\n")
     text = memory.text() if memory else f"memory: unknown, {problem}"
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(text, soft_wrap=True)
     _show_findings(found, console)
 
 
@@ -98,19 +98,10 @@ def _memory(
         return None, str(error), []
 
 
-def _show_plan(plan: Plan, console: Console) -> None:
-    console.print(plan.paragraph(), markup=False)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in plan.table():
-        table.add_row(name, cell(value))
-    console.print("", table, "", sep="\n")
-
-
 def _show_findings(found: list[Finding], console: Console) -> None:
     if not found:
         console.print("\nNo findings: every setting has an effect, and none is known to harm.")
     for finding in found:
-        console.print(f"\n[bold]{HEADINGS[finding.kind]}[/]: ", end="")
-        console.print(finding.title, markup=False, style="bold")
-        console.print(f"  {finding.why}", markup=False)
-        console.print(f"  What to do: {finding.remedy} ({finding.docs}).", markup=False)
+        console.print(f"\n{HEADINGS[finding.kind]}: {finding.title}", style="bold")
+        console.print(f"  {finding.why}")
+        console.print(f"  What to do: {finding.remedy} ({finding.docs}).")

@@ -11,7 +11,6 @@ from rich.markup import escape
 
 from covey.cli.screen import Screen, echo
 from covey.config import Config, load_config, load_smoke, toml_value
-from covey.errors import ConfigError
 from covey.models.model_path import check_model_path
 from covey.run.folder import edited_settings
 from covey.trust import trust
@@ -37,17 +36,6 @@ Model = Annotated[
     typer.Option(help="A folder, hub name, GGUF file, 'smollm2' or 'embedded'; sets model.path."),
 ]
 Smoke = Annotated[bool, typer.Option("--smoke", help="Shrink the run to one or two minutes.")]
-ResumeStep = Annotated[
-    int | None,
-    typer.Option(
-        "--step",
-        min=0,
-        metavar="N",
-        help="With --resume: resume from the checkpoint of this step; 0: from the start. Later "
-        "records move to RUN/superseded. Default: the newest checkpoint.",
-    ),
-]
-
 Trust = Annotated[
     list[str] | None,
     typer.Option(
@@ -76,12 +64,6 @@ def waiting(text: str) -> Iterator[Say]:
         yield lambda then: status.update(escape(then))
 
 
-def check_no_step(step: int | None) -> None:
-    """Refuse --step without --resume."""
-    if step is not None:
-        raise ConfigError(f"--step {step} needs --resume RUN; train.steps sets the number of steps")
-
-
 def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
     """Return the overrides of a command, with --model among them."""
     return [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
@@ -104,19 +86,13 @@ def resolved(
     smoke: bool = False,
     model: bool = True,
     imports: bool = True,
-    rendering: bool = False,
 ) -> Config:
     """Load a configuration and fill in the default of every option.
 
     With `model` it has to name one: what can be seen to be none is refused before torch is loaded.
-    Without `imports` code of the user's own is not loaded, and its options stay as given. With
-    `rendering`, the process that renders chat templates starts while torch is imported.
+    Without `imports` code of the user's own is not loaded, and its options stay as given.
     """
     config = loaded(source, overrides, smoke=smoke)
-    if rendering and config.model.template in ("auto", "chat"):
-        from covey.models.template_process import start_rendering
-
-        start_rendering()
     if model:
         check_model_path(config.model.path)
 

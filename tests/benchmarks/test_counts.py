@@ -1,4 +1,4 @@
-"""What other benchmarks count: the arithmetic of a step, and answers that are all new."""
+"""Counts of other benchmarks: the arithmetic of a step, and completions that are all new."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_no_answer_is_judged_twice(tmp_path: Path) -> None:
         reward.file = tmp_path / make.__name__
         found = rewards.rate(reward, make, 104, workers=2)
         lines = reward.file.read_text().splitlines()
-        assert found["answers"] == found["right"] == 104
+        assert found["completions"] == found["correct"] == 104
         assert len(set(lines)) == len(lines) > 104
 
 

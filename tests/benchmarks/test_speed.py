@@ -41,10 +41,10 @@ def test_a_step_reads_at_least_its_weights_and_its_keys() -> None:
     layer = 2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576
     assert weights(shape.config) == 49_152 * 576 + 30 * layer + 576 == 134_515_008
     # Keys and values: 30 layers x 2 x 3 heads x 64 numbers x 2 bytes = 23,040 a token; 16 prompts of
-    # 128 tokens, and 128 answers that have 100.
-    found = step_bytes(shape, 269_030_016, answers=128, group=8, prompt=128, written=100)
+    # 128 tokens, and 128 completions that have 100.
+    found = step_bytes(shape, 269_030_016, completions=128, group=8, prompt=128, written=100)
     assert found == 269_030_016 + 23_040 * (2_048 + 12_800) == 611_127_936
-    wide = step_bytes(shape, 0, answers=128, group=8, prompt=128, written=100, size=4)
+    wide = step_bytes(shape, 0, completions=128, group=8, prompt=128, written=100, size=4)
     assert wide == 2 * (found - 269_030_016)
 
 
@@ -57,7 +57,7 @@ def test_flops_are_six_a_weight_and_token_and_attention() -> None:
     # Two products of 576 numbers for each of 384^2 / 2 pairs in 30 layers, and twice that backward.
     attention = 3 * 4 * 128 * (384**2 / 2) * 576 * 30
     assert flops(shape, tokens) == 6 * multiplied * tokens + attention
-    # A prompt that its group shares: 16 x 128 + 128 x 255 tokens, and a head for answers alone.
+    # A prompt that its group shares: 16 x 128 + 128 x 255 tokens, and a head for completions alone.
     seen, head = 16 * 128 + 128 * 255, 49_152 * 576
     shared = 3 * 4 * 128 * (384**2 / 2 - 7 / 8 * 128**2 / 2) * 576 * 30
     expected = 6 * (multiplied - head) * seen + 6 * head * 128 * 256 + shared
@@ -73,11 +73,11 @@ def test_a_group_of_one_needs_no_head_for_its_prompt_either() -> None:
     assert flops(shape, tokens, shared=1) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_prompt_is_read_again_in_every_micro_batch_that_answers_it() -> None:
+def test_a_prompt_is_read_again_in_every_micro_batch_of_its_group() -> None:
     from speed_shapes import tiny_shapes
     from update_gpu import Setting, run
 
-    # Two groups of 8 answers, 8 + 16 tokens each: padded, 16 answers make 384 tokens, and 4 make 96.
+    # Two groups of 8 completions, 8 + 16 tokens each: padded, 16 completions make 384 tokens, and 4 make 96.
     shape = tiny_shapes()["smollm2"]
     for budget, parts, seen in ((384, 1, 2 * 8 + 16 * 15), (96, 4, 4 * 8 + 16 * 15)):
         found = run("smollm2", shape, Setting(device="cpu", budget=budget, repeat=1))
@@ -95,7 +95,7 @@ def test_a_result_names_no_folder_of_the_machine_that_it_is_from() -> None:
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_word_is_a_token(stops: bool) -> None:
-    from speed_shapes import prompt_text, questions, word_tokenizer
+    from speed_shapes import encoded_prompts, prompt_text, word_tokenizer
 
     from covey.models.detokenize import byte_pieces
 
@@ -103,18 +103,18 @@ def test_a_word_is_a_token(stops: bool) -> None:
     assert tokenizer.encode("w17 w3 w133 w2") == [17, 3, 133, 2]
     assert tokenizer.eos_token_id == (1 if stops else 200)
     text = prompt_text(3, words=40, vocabulary=200)
-    assert tuple(tokenizer.encode(text)) == questions(4, words=40, vocabulary=200)[3].tokens
+    assert tuple(tokenizer.encode(text)) == encoded_prompts(4, words=40, vocabulary=200)[3].tokens
     assert tokenizer.decode(tokenizer.encode(text)) == f" {text}"
     assert byte_pieces(tokenizer, 200) is not None  # decoded as the models' own are
 
 
 def test_a_decode_step_is_a_part_of_the_call_that_takes_it() -> None:
-    from speed_sampler import made_sampler, step_seconds, timed
+    from speed_sampler import random_engine, step_seconds, timed
     from speed_sizes import sizes_for
 
     sizes = sizes_for("cpu")
-    sampler = made_sampler(sizes, "smollm2")
-    found = timed(sampler, sizes, answers=8, repeat=3)
+    sampler = random_engine(sizes, "smollm2")
+    found = timed(sampler, sizes, completions=8, repeat=3)
     assert found.tokens == 8 * sizes.tokens
     # 15 of 16 tokens take a step, and the call does more than that.
     assert 0 < step_seconds(sampler, sizes, 8) * (sizes.tokens - 1) < 2 * max(found.seconds)
@@ -128,7 +128,7 @@ def test_the_first_tokens_come_after_all_that_they_need() -> None:
     assert 0 < found["ready_s"] < found["first_token_s"] < found["first_graph_s"]
 
 
-def test_refilled_slots_and_waiting_batches_write_the_same_answers() -> None:
+def test_refilled_slots_and_waiting_batches_give_the_same_completions() -> None:
     from speed_report import Report
     from speed_sampler import ragged
     from speed_sizes import sizes_for
@@ -172,7 +172,7 @@ def test_all_memory_is_there_before_refilled_slots_are_timed(
 
     monkeypatch.setattr(speed_sampler, "NativeEngine", sampler)
     monkeypatch.setattr(speed_sampler, "seconds_of", seconds_of)
-    few = {"ragged_answers": 8, "ragged_slots": 4, "ragged_longest": 3, "ragged_mean": 2}
+    few = {"ragged_completions": 8, "ragged_slots": 4, "ragged_longest": 3, "ragged_mean": 2}
     report = Report.at(None, ENVIRONMENT)
     with report.section("ragged"):
         speed_sampler.ragged(sizes_for("cpu", **few), report)

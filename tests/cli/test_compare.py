@@ -128,7 +128,7 @@ def test_arms_with_other_rewards_are_evaluated_with_the_common_one(finished: Pat
     found = {arm: arms(finished)[arm] for arm in ("frozen", "form")}
     assert [p.correct for p in found["form"].points] == [p.correct for p in found["frozen"].points]
     runs = [RunFolder(finished / run.folder) for run in found.values()]
-    judges = {run.environment()["judge"] for run in runs}
+    judges = {run.environment()["evaluation_reward"] for run in runs}
     rewards = {run.environment()["reward"] for run in runs}
     assert (len(judges), len(rewards)) == (1, 2)
     trained_on = [run.steps()[0]["objective/scores"] for run in runs]

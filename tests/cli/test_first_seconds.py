@@ -75,7 +75,9 @@ def test_mistakes_are_reported_before_torch_is_imported(
 
 def test_a_terminal_shows_the_status_and_stdout_only_the_result() -> None:
     shows, stderr = pty.openpty()
-    code = "import sys; from covey.cli.main import run; sys.exit(run(sys.argv[1:]))"
+    # Another process measures the prompts, beside the import of torch.
+    code = "import sys; from covey.cli.main import run; code = run(sys.argv[1:]); "
+    code += "assert 'transformers' not in sys.modules; sys.exit(code)"
     with subprocess.Popen(
         [sys.executable, "-c", code, "plan", "--json"],
         env={**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"},

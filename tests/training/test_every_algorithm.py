@@ -1,4 +1,4 @@
-"""Every algorithm goes through the whole loop: sampled, judged, updated, logged."""
+"""Every algorithm goes through the whole loop: generated, scored, trained, logged."""
 
 from __future__ import annotations
 

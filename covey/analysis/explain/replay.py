@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from covey.analysis.explain.effect import Effect, whole_effect
-from covey.analysis.explain.families import Family, families
+from covey.analysis.explain.families import Family, LengthBin, families, length_bins
 from covey.analysis.explain.gradients import parameter_gradients
-from covey.analysis.explain.lengths import LengthBin, length_bins
 from covey.analysis.explain.recorded import Origin, Recorded, Trainee, check_trained
 from covey.analysis.explain.relearn import relearn
 from covey.config import load_config
@@ -123,10 +122,10 @@ def replay(
     assert base.entropy is not None
     before = LogProbs(logp=base.old_logp, entropy=base.entropy)
     first = _moment(policy, algorithms, batches, before, budget, updates=0)
-    watched, _ = relearn(trainee, recorded)
+    _, watched, _ = relearn(trainee, recorded)
     with torch.no_grad():
         after = whole_batch(base, budget, policy.logp)
-    updates = int(watched.number.max()) + 1
+    updates = int(watched["number"].max()) + 1
     second = _moment(policy, algorithms, batches, after, budget, updates=updates)
     return Replay(
         step=recorded.step,
@@ -151,10 +150,10 @@ def _with_own_beta(
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
     """Fill in all that any of the algorithms may ask for, from the policy as it is."""
     model, reference = trainee.policy.model, trainee.learner.reference
-    hungry = next((o for o in algorithms.values() if "reference" in o.needs), None)
-    if hungry is not None and reference is None:
-        reference = reference_of(trainee.config, model, hungry)
-    some = hungry or next(iter(algorithms.values()))
+    penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
+    if penalized is not None and reference is None:
+        reference = reference_of(trainee.config, model, penalized)
+    some = penalized or next(iter(algorithms.values()))
     objective = replace(some, reads=some.reads | {"old_entropy"})
     learner = replace(trainee.learner, objective=objective, reference=reference)
     return prepare(learner, collate(recorded.groups, model.device))

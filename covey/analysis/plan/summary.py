@@ -123,23 +123,9 @@ class Plan:
             return "There are no evaluations."
         prompts = "the" if self.held_out is None else f"{self.held_out:,}"
         most = "at most " * self.at_least
-        return f"It is evaluated {most}{self.evaluations} times on {prompts} held-out prompts."
-
-    def table(self) -> list[tuple[str, str]]:
-        """Return names and values of the main numbers."""
-        size = self.completions / self.mini_batches
-        per_step = f"{self.prompts_per_step} x {self.group_size} = {self.completions:,}"
-        rows = [
-            ("completions per step", per_step),
-            ("optimizer steps per step", f"{self.updates}, {size:.3g} completions each"),
-            ("age of completions at the last", _steps(self.age)),
-            ("most tokens per step", f"{self.step_tokens:,}"),
-            ("least " * self.at_least + "optimizer steps in total", f"{self.total_updates:,}"),
-            ("most tokens in total", f"{self.total_tokens:,}"),
-        ]
-        if self.evaluation_tokens is not None:
-            rows.append(("most tokens of evaluations", f"{self.evaluation_tokens:,}"))
-        return rows
+        text = f"It is evaluated {most}{self.evaluations} times on {prompts} held-out prompts"
+        tokens = self.evaluation_tokens
+        return f"{text}." if tokens is None else f"{text}, with at most {tokens:,} tokens."
 
     def row(self) -> dict[str, Any]:
         """Return plain data, with derived numbers."""

@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 from transformers import DynamicCache
 
+from covey.accel.parity import FAILURES
 from covey.engines.draw import pick_tokens
-from covey.engines.native.decoder_parity import FAILURES, decoder_for, first_error_line
+from covey.engines.native.decoder_parity import decoder_for, first_error_line
 from covey.engines.native.kv_cache import KVShape, SlotCache
 from covey.engines.native.llama_decoder import Decoder, LlamaDecoder, UnsupportedModel
 from covey.engines.native.slots import Slots

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 
 from covey.accel.kernels.sample import SlotState, sample_tokens
+from covey.accel.parity import FAILURES
 from covey.engines.draw import Distribution, pick_tokens
-from covey.engines.native.decoder_parity import FAILURES, checked_decoder, first_error_line
+from covey.engines.native.decoder_parity import checked_decoder, first_error_line
 from covey.engines.native.fused_decoder import FusedDecoder
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
