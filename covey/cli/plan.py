@@ -45,12 +45,20 @@ def plan_command(
     model: Model = None,
     gpu: Gpu = None,
     trust: Trust = None,
+    cluster: Annotated[
+        bool,
+        typer.Option("--cluster", help="Show the best split of 8 to 1,024 GPUs for this run."),
+    ] = False,
+    measure_steps: Annotated[
+        bool,
+        typer.Option("--measure", help="Run a few steps here, and forecast the time of the run."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a run will do, how much memory it needs, and which settings have no effect.
 
-    Nothing is trained and no weights are loaded: only the model's configuration and tokenizer are
-    read.
+    Without --measure nothing is trained and no weights are loaded: only the model's configuration
+    and tokenizer are read.
     """
     settings = settings_of(overrides, model)
     from covey.analysis.plan.prompt_lengths import measuring
@@ -64,6 +72,8 @@ def plan_command(
 
         say("reading the task")
         facts = task_facts(config, measure)
+        if cluster or measure_steps:
+            return _scale(config, facts, cluster=cluster, as_json=as_json)
         plan, found = summarize(config, facts), findings(config, facts)
         say(f"measuring {config.model.path}")
         memory, problem, more = _memory(config, facts, gpu)
@@ -78,6 +88,15 @@ def plan_command(
     text = memory.text() if memory else f"memory: unknown, {problem}"
     console.print(text, soft_wrap=True)
     _show_findings(found, console)
+
+
+def _scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: bool) -> None:
+    from covey.cli.plan_scale import show_cluster, show_time
+
+    if cluster:
+        show_cluster(config, facts, as_json)
+    else:
+        show_time(config, as_json)
 
 
 def _memory(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.engines.vllm.client import Client, Unavailable
-from covey.engines.vllm.server import CPU_ENVIRONMENT, ENVIRONMENT, ServerSettings
+from covey.engines.vllm.server import ServerSettings
 from covey.errors import EngineError
 
 SLEEP, WAKE = "/sleep", "/wake_up"
@@ -27,9 +27,8 @@ SLEEP, WAKE = "/sleep", "/wake_up"
 
 def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalClient:
     """Start vLLM's engine; one line if it does not start."""
-    own = {} if settings.cuda else {**CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": settings.memory}
-    for name, value in {**ENVIRONMENT, **own}.items():
-        os.environ.setdefault(name, f"{value}")
+    for name, value in settings.variables().items():
+        os.environ.setdefault(name, value)
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -86,8 +87,18 @@ class ServerSettings:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of the process."""
-        own = {} if self.cuda else {**CPU_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": f"{self.memory:g}"}
-        return {**ENVIRONMENT, **own, **os.environ}
+        return {**self.variables(), **os.environ}
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that vLLM reads, beside its arguments."""
+        if self.cuda:
+            return ENVIRONMENT
+        # vLLM takes whole gibibytes.
+        return {
+            **ENVIRONMENT,
+            **CPU_ENVIRONMENT,
+            "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(self.memory)),
+        }
 
 
 @dataclass(slots=True, kw_only=True)
