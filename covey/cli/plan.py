@@ -37,6 +37,12 @@ Gpu = Annotated[
         help="Plan for one GPU with this much memory instead of this machine's device.",
     ),
 ]
+Cluster = Annotated[
+    bool, typer.Option("--cluster", help="Show the best split of 8 to 1,024 GPUs for this run.")
+]
+MeasureSteps = Annotated[
+    bool, typer.Option("--measure", help="Run a few steps here, and forecast the time of the run.")
+]
 
 
 def plan_command(
@@ -45,14 +51,8 @@ def plan_command(
     model: Model = None,
     gpu: Gpu = None,
     trust: Trust = None,
-    cluster: Annotated[
-        bool,
-        typer.Option("--cluster", help="Show the best split of 8 to 1,024 GPUs for this run."),
-    ] = False,
-    measure_steps: Annotated[
-        bool,
-        typer.Option("--measure", help="Run a few steps here, and forecast the time of the run."),
-    ] = False,
+    cluster: Cluster = False,
+    measure_steps: MeasureSteps = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a run will do, how much memory it needs, and which settings have no effect.
@@ -73,7 +73,7 @@ def plan_command(
         say("reading the task")
         facts = task_facts(config, measure)
         if cluster or measure_steps:
-            return _scale(config, facts, cluster=cluster, as_json=as_json)
+            return _show_scale(config, facts, cluster=cluster, as_json=as_json)
         plan, found = summarize(config, facts), findings(config, facts)
         say(f"measuring {config.model.path}")
         memory, problem, more = _memory(config, facts, gpu)
@@ -85,18 +85,33 @@ def plan_command(
         return
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
+    _show_engine(config, console)
     text = memory.text() if memory else f"memory: unknown, {problem}"
     console.print(text, soft_wrap=True)
     _show_findings(found, console)
 
 
-def _scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: bool) -> None:
+def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: bool) -> None:
     from covey.cli.plan_scale import show_cluster, show_time
 
     if cluster:
         show_cluster(config, facts, as_json)
     else:
         show_time(config, as_json)
+
+
+def _show_engine(config: Config, console: Console) -> None:
+    """Print what the engine or Ray lacks here, as far as that can be known without starting it."""
+    from covey.cluster.ray_client import check_ray
+    from covey.engines.vllm.check import check_vllm
+
+    try:
+        if config.engine.kind == "vllm":
+            check_vllm(config)
+        if config.cluster.address:
+            check_ray()
+    except CoveyError as error:
+        console.print(f"cannot start: {error}\n", soft_wrap=True)
 
 
 def _memory(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from covey.escape import printable
 
 LOCAL = "local"
 """The address that means: start Ray on this machine, for this run."""
+HOLD_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +36,12 @@ def check_ray() -> None:
         raise ConfigError("config: [cluster] needs Ray: pip install 'covey[ray]'")
 
 
-def connect(address: str) -> None:
-    """Connect to a Ray cluster, or start one on this machine; one line if there is none."""
+def connect(address: str, trainer_gpus: int = 0) -> None:
+    """Connect to a Ray cluster, or start one on this machine; one line if there is none.
+
+    Actors get none of the trainer's GPUs: the first ones of this machine if Ray is started here,
+    else those that Ray sets aside.
+    """
     check_ray()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # no warning about GPUs
     import ray
@@ -45,15 +51,68 @@ def connect(address: str) -> None:
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if address == LOCAL:
-            ray.init(include_dashboard=False, **quiet)
-        else:
-            ray.init(address=address, **quiet)
+            with _hidden_gpus(trainer_gpus):
+                ray.init(include_dashboard=False, **quiet)
+            return
+        ray.init(address=address, **quiet)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         what = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"config: cluster.address = {address!r}: Ray cannot be reached: {printable(what)}; "
             f"start it with `ray start --head`, or use {LOCAL!r}"
         ) from None
+    if trainer_gpus and "RANK" not in os.environ:  # torchrun gives its ranks their GPUs
+        _set_aside(trainer_gpus)
+
+
+@contextmanager
+def _hidden_gpus(count: int) -> Iterator[None]:
+    """Hide the first GPUs from what is started inside the block."""
+    name, before = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not count:
+        yield
+        return
+    import torch
+
+    seen = before.split(",") if before else [str(i) for i in range(torch.cuda.device_count())]
+    os.environ[name] = ",".join(seen[count:])
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        os.environ |= {} if before is None else {name: before}
+
+
+class Holder:
+    """An actor that holds GPUs of its node for a process that is no actor."""
+
+    def gpus(self) -> list[str]:
+        """Return their numbers."""
+        import ray
+
+        return [str(number) for number in ray.get_gpu_ids()]
+
+
+_held: list[Any] = []
+"""Holders live as long as this process."""
+
+
+def _set_aside(count: int) -> None:
+    """Let Ray choose the trainer's GPUs on this machine, before torch has seen any."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "num_gpus": count, "scheduling_strategy": here}
+    holder = ray.remote(Holder).options(**options).remote()
+    try:
+        numbers = ray.get(holder.gpus.remote(), timeout=HOLD_SECONDS)
+    except ray.exceptions.RayError:
+        raise ConfigError(
+            f"config: cluster.trainer_gpus = {count}: Ray has fewer free GPUs on this machine"
+        ) from None
+    _held.append(holder)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
 
 
 def check_room(needs: Sequence[tuple[str, int, Need]]) -> None:

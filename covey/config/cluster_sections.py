@@ -49,17 +49,15 @@ class Cluster(Section):
     address: str = ""
     """Ray's address; 'local' starts it on this machine, 'auto' finds it. Empty: no Ray."""
     engines: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Engine actors, each with a copy of the model."""
+    """Engine actors of each trainer rank, each with a copy of the model."""
     max_engines: Count = 0
     """Engines to grow to while the cluster has room; 0: cluster.engines."""
     engine_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs of an engine."""
     engine_gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs of an engine."""
-    trainers: Positive = 1
-    """Trainer ranks. The first is the process that was started."""
-    trainer_gpus: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs of each trainer rank, which no engine gets."""
+    trainer_gpus: Count = 0
+    """GPUs on the trainer's machine that no actor gets."""
     scoring: Count = 0
     """Scoring actors, each with scoring.workers processes; 0: scoring stays with the trainer."""
     reference: bool = False

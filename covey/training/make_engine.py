@@ -36,7 +36,7 @@ def check_engine(config: Config) -> None:
     if config.cluster.address:
         from covey.cluster.ray_client import check_room, connect
 
-        connect(config.cluster.address)
+        connect(config.cluster.address, config.cluster.trainer_gpus)
         check_room(_needs(config))
 
 
@@ -48,7 +48,6 @@ def _needs(config: Config) -> list[tuple[str, int, Any]]:
         ("engines", cluster.engines, engine),
         ("scoring workers", cluster.scoring, Need(cpus=_scoring_workers(config))),
         ("reference", int(cluster.reference), engine),
-        ("trainer ranks", cluster.trainers, Need(cpus=0, gpus=cluster.trainer_gpus)),
     ]
 
 

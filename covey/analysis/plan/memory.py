@@ -171,10 +171,12 @@ class _Run:
             prompt=self.prompt,
             completion=self.config.rollout.max_tokens,
         )
+        elsewhere = self.config.engine.kind == "vllm" or self.config.cluster.address
+        held_out = self.facts.held_out or ASSUMED_HELD_OUT
         return (
             Part("framework", framework, ALWAYS, why),
             *self._model_parts(),
-            *engine_parts(engine, self.config, self.facts.held_out or ASSUMED_HELD_OUT),
+            *(() if elsewhere else engine_parts(engine, self.config, held_out)),
             *self._pass_parts(batch),
             *self._gradient_parts(batch),
         )
