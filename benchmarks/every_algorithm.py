@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -29,10 +30,12 @@ from covey.run.folder import RunFolder
 RESULT = Path(__file__).parent / "results" / "every_algorithm.json"
 
 
-def train(name: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:
-    """Train with one algorithm in a process of its own."""
+def train(
+    name: str, folder: Path, steps: int, seed: int, more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Train with one algorithm in a separate process; `more` are further settings."""
     settings = [f"objective.name={name}", f"train.steps={steps}", f"evaluate.every={steps}"]
-    settings += [f"seed={seed}", "save.every=0"]
+    settings += [f"seed={seed}", "save.every=0", *more]
     command = [sys.executable, "-m", "covey", "train", "arithmetic", "--run", str(folder / name)]
     for setting in settings:
         command += ["--set", setting]

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from covey.errors import RunError
 from covey.rollout.collect import Collected
 from covey.rollout.filter import Selected
+from covey.rollout.prompts import prompts_by_id
 from covey.rollout.source import StepRollouts, Ticket
 from covey.types import Group, Prompt, Rollout
 
@@ -32,17 +33,18 @@ def write_in_flight(folder: Path, steps: Sequence[StepRollouts]) -> None:
         (folder / FILE).write_text(text, encoding="utf-8")
 
 
-def read_in_flight(folder: Path, prompts: Sequence[Prompt]) -> list[StepRollouts]:
-    """Read the rollouts in a checkpoint. They are of these prompts."""
+def read_in_flight(
+    folder: Path, prompts: Sequence[Prompt], *, seed: int, count: int
+) -> list[StepRollouts]:
+    """Read the rollouts in a checkpoint of a run with this seed and `count` prompts a step."""
     file = folder / FILE
     if not file.exists():
         return []
-    known = {prompt.id: prompt for prompt in prompts}
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        return [_step(json.loads(line), known) for line in lines]
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        return [_step(row, prompts, seed, count) for row in rows]
     except KeyError as error:
-        why = f"it has rollouts of prompt {error}, which the data does not have"
+        why = f"its step has no {error}: the data or the seed have changed"
     except (OSError, ValueError, TypeError, ValidationError) as error:
         why = str(error)
     raise RunError(f"checkpoint {folder} cannot be read: {FILE}: {why}")
@@ -65,14 +67,16 @@ def _row(step: StepRollouts) -> dict[str, Any]:
     }
 
 
-def _step(row: Mapping[str, Any], known: Mapping[str, Prompt]) -> StepRollouts:
+def _step(row: Mapping[str, Any], prompts: Sequence[Prompt], seed: int, count: int) -> StepRollouts:
+    ticket, rounds, ids = Ticket(*row["ticket"]), row["rounds"], row["prompts"]
+    known = prompts_by_id(prompts, ids, seed=seed, step=ticket.step, count=count, rounds=rounds)
     groups = [
         Group(prompt=known[prompt], rollouts=_ROLLOUTS.validate_python(rollouts))
-        for prompt, rollouts in zip(row["prompts"], row["groups"], strict=True)
+        for prompt, rollouts in zip(ids, row["groups"], strict=True)
     ]
     rollout_seconds, score_seconds = row["seconds"]
     return StepRollouts(
-        ticket=Ticket(*row["ticket"]),
+        ticket=ticket,
         collected=Collected(
             groups=tuple(groups),
             errors=tuple(tuple(lines) for lines in row["errors"]),
@@ -80,7 +84,7 @@ def _step(row: Mapping[str, Any], known: Mapping[str, Prompt]) -> StepRollouts:
             score_seconds=score_seconds,
         ),
         selected=Selected(groups=tuple(groups[n] for n in row["selected"]), **row["dropped"]),
-        rounds=row["rounds"],
+        rounds=rounds,
         notes=tuple(row["notes"]),
         engine_waited=row["engine_waited"],
     )

@@ -181,7 +181,7 @@ class RolloutQueue:
 
 def rollout_queue(parts: Parts, reporter: Tracker, held: Sequence[StepRollouts]) -> RolloutQueue:
     """Return the rollouts of a run that starts, or resumes with those of its checkpoint."""
-    overlap = parts.config.overlap
-    beside = overlap.staleness > 0 and overlap.mode == "copy"
-    source = CopySource(parts, reporter) if beside else SynchronousSource(parts, reporter)
+    source: RolloutSource = SynchronousSource(parts, reporter)
+    if parts.config.overlap.mode == "copy":
+        source = CopySource(parts, reporter)
     return RolloutQueue(parts=parts, source=source, held={one.ticket.step: one for one in held})

@@ -106,7 +106,7 @@ def _length_penalty_options(config: Config) -> dict[str, object]:
 def _objective_options(config: Config) -> dict[str, object]:
     from covey.objective import algorithm
 
-    section = config.objective
+    section: Named = config.objective
     maker = algorithm(section.name, section.options)
     corrected = config.overlap.staleness and config.train.old_logp != "sampler"
     if corrected and "correction" not in section.options:

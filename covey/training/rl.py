@@ -58,8 +58,13 @@ class Reinforcement:
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
         """Continue with the rollouts that the checkpoint holds, and say what corrects for age."""
-        prompts = self.parts.train_prompts
-        held = [] if checkpoint is None else read_in_flight(checkpoint, prompts)
+        prompts, config = self.parts.train_prompts, self.parts.config
+        count = config.rollout.prompts_per_step
+        held = (
+            []
+            if checkpoint is None
+            else read_in_flight(checkpoint, prompts, seed=config.seed, count=count)
+        )
         self.queue = rollout_queue(self.parts, log, held)
         if self.parts.config.overlap.staleness:
             log.note(overlap_note(self.parts))

@@ -41,10 +41,14 @@ class NativeEngine:
     @property
     def info(self) -> EngineInfo:
         """Backend, exactness, weights."""
+        return self._info(shares_weights=True)
+
+    def _info(self, *, shares_weights: bool) -> EngineInfo:
         return EngineInfo(
             backend=self.backend.description,
             exact_logp=has_exact_logp(self.model),
-            shares_weights=True,
+            shares_weights=shares_weights,
+            loads_in_flight=not shares_weights,
         )
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
@@ -93,6 +97,25 @@ class NativeEngine:
             finish=one.finish,
             versions=one.versions,
         )
+
+
+class NativeCopy(NativeEngine):
+    """The native engine with a model of its own, for a trainer in another thread or process."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """The same, but for the weights."""
+        return self._info(shares_weights=False)
+
+    def load_weights(self, weights: WeightSource, version: int) -> None:
+        """Copy the weights."""
+        own = dict(self.model.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights():
+                own[name].copy_(weight)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # the caller may change them from now on
+        NativeEngine.load_weights(self, weights, version)
 
 
 def _check_finite(one: Finished) -> None:

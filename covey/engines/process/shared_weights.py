@@ -91,17 +91,6 @@ class SharedWeights:
         new = dict(weights)
         for name, place in self.weights():
             place.copy_(new[name])
-        self._finish()
-
-    @torch.no_grad()
-    def read_into(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy the weights in the block to a model's, and wait until they are there."""
-        own = dict(parameters)
-        for name, place in self.weights():
-            own[name].copy_(place)
-        self._finish()
-
-    def _finish(self) -> None:
         if self.flat.is_cuda:
             torch.cuda.synchronize(self.flat.device)
 

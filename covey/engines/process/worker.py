@@ -9,13 +9,13 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
-from covey.engines.native.engine import NativeEngine
+from covey.engines.native.engine import NativeCopy
 from covey.engines.process.shared_weights import Handle, SharedWeights
 from covey.engines.protocol import Completion, Limits, Request
 from covey.errors import CoveyError
@@ -30,8 +30,7 @@ def main(build: Callable[[Any], LanguageModel]) -> None:
         torch.set_num_threads(threads)
         with _told(control):
             worker = _Worker(build(setup), handle, work, control)
-            info = replace(worker.engine.info, shares_weights=False, loads_in_flight=True)
-            control.send(("info", info))
+            control.send(("info", worker.engine.info))
             worker.serve()
 
 
@@ -56,17 +55,16 @@ class _Worker:
     handle: Handle
     work: Connection
     control: Connection
-    engine: NativeEngine = field(init=False)
+    engine: NativeCopy = field(init=False)
     shared: SharedWeights = field(init=False)
 
     def __post_init__(self) -> None:
-        self.engine = NativeEngine(self.model)
+        self.engine = NativeCopy(self.model)
         self.shared = SharedWeights.open(self.handle)
 
     def load(self) -> None:
         """Copy the weights that the trainer has written, and say so."""
         _, version = self.control.recv()
-        self.shared.read_into(self.model.model.named_parameters())
         self.engine.load_weights(self.shared.weights, version)
         self.control.send(("loaded", version))
 
