@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from covey.escape import printable
 LOCAL = "local"
 """The address that means: start Ray on this machine, for this run."""
 HOLD_SECONDS = 60.0
+REACH_SECONDS = 10.0
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,7 @@ def connect(address: str, trainer_gpus: int = 0) -> None:
 
     if ray.is_initialized():
         return
+    _check_address(address)
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if address == LOCAL:
@@ -56,13 +61,28 @@ def connect(address: str, trainer_gpus: int = 0) -> None:
             return
         ray.init(address=address, **quiet)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        what = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"config: cluster.address = {address!r}: Ray cannot be reached: {printable(what)}; "
-            f"start it with `ray start --head`, or use {LOCAL!r}"
-        ) from None
+        raise _unreachable(address, error) from None
     if trainer_gpus and "RANK" not in os.environ:  # torchrun gives its ranks their GPUs
         _set_aside(trainer_gpus)
+
+
+def _check_address(address: str) -> None:
+    """Refuse an address where nothing listens: Ray itself would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+    except OSError as error:
+        raise _unreachable(address, error) from None
+
+
+def _unreachable(address: str, error: Exception) -> ConfigError:
+    what = printable(" ".join(str(error).split())[:200])
+    return ConfigError(
+        f"config: cluster.address = {address!r}: Ray cannot be reached: {what}; start it with "
+        f"`ray start --head`, or use {LOCAL!r}"
+    )
 
 
 @contextmanager
@@ -149,7 +169,7 @@ def translated(error: Exception, what: str) -> Exception:
     cause = getattr(error, "cause", None)
     if isinstance(cause, CoveyError):
         return cause
-    text = str(error).strip()
+    text = COLOURS.sub("", str(error)).strip()
     last = text.splitlines()[-1].strip() if text else type(error).__name__
     line = f"{what} failed: {printable(last)[:300]}; its traceback is in the run's failure.txt"
     problem = EngineError(line)
