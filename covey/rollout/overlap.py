@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from covey.errors import ConfigError
 from covey.rollout.source import (
     RolloutSource,
     StepRollouts,
@@ -53,6 +54,11 @@ class CopySource:
     def __init__(self, parts: Parts, reporter: Tracker) -> None:
         self.parts, self.reporter = parts, reporter
         self.in_flight = parts.config.overlap.in_flight
+        if self.in_flight and not parts.engine.info.loads_in_flight:
+            raise ConfigError(
+                f"config: overlap.in_flight = true, and engine.kind = {parts.config.engine.kind!r} "
+                "cannot load weights while it generates"
+            )
         self.changed = threading.Condition()
         self.weights: WeightSource = tuple
         self.queue: deque[tuple[Ticket, Snapshot]] = deque()

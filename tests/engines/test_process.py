@@ -34,7 +34,7 @@ from tests.trackers import Notes
 SETTINGS = [
     "engine.kind=process", "overlap.mode=copy", "overlap.staleness=1", "train.steps=6",
     "rollout.prompts_per_step=3", "rollout.group_size=4", "rollout.max_tokens=20",
-    "task.min_operations=1", "task.max_operations=2", "evaluate.every=0", "save.every=3", "optimizer.learning_rate=1e-3",
+    "task.min_operations=1", "task.max_operations=2", "evaluate.every=0", "save.every=3", "train.mini_batches=1", "optimizer.learning_rate=1e-3",
 ]  # fmt: skip
 SAMPLING = Sampling(group_size=4, max_tokens=16, max_concurrent=6, seed=3)
 
@@ -126,6 +126,7 @@ def _ends_with_the_trainer(engine: ProcessEngine) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_engine_is_killed(parts: Parts, tmp_path: Path) -> None:
     class Killer(Tracker):
         def step(self, metrics: Mapping[str, Any]) -> None:
@@ -153,6 +154,21 @@ def test_a_run_goes_on_when_its_engine_is_killed(parts: Parts, tmp_path: Path) -
     assert sum("ended by signal SIGKILL" in note for note in notes.notes) == 1
     groups = [row["rollout/trained_groups"] for row in steps]
     assert groups == [3] * 6 == [row["rollout/trained_groups"] for row in quiet]
+
+
+@pytest.mark.slow
+def test_weights_may_change_while_completions_are_generated(parts: Parts, tmp_path: Path) -> None:
+    overlap = parts.config.overlap.model_copy(update={"in_flight": True, "staleness": 2})
+    config = parts.config.model_copy(update={"overlap": overlap})
+    folder = RunFolder.create(tmp_path / "run", "", {})
+    start = parts.policy.version
+    train(replace(parts, config=config), folder, [], StopSignal())
+    rows = folder.steps()
+    assert [row["rollout/trained_groups"] for row in rows] == [3] * 6
+    assert [row["updates"] for row in rows] == [start + n for n in range(1, 7)]
+    for row in rows:  # versions of some moment between the ticket and the training
+        newest = row["updates"] - 1
+        assert newest - 2 <= row["overlap/version_min"] <= row["overlap/version_max"] <= newest
 
 
 def test_weights_in_shared_memory() -> None:

@@ -163,13 +163,12 @@ def test_an_error_in_the_background_reaches_the_loop(tmp_path: Path) -> None:
         trained(replace(parts, engine=Broken(parts.policy.model)), tmp_path / "run")
 
 
-def test_weights_that_change_during_completions_are_told_apart(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_load_in_flight(tmp_path: Path) -> None:
     parts = parts_of("overlap.staleness=2", "evaluate.every=0", mode="copy")
     overlap = parts.config.overlap.model_copy(update={"in_flight": True})
     config = parts.config.model_copy(update={"overlap": overlap})
-    folder = trained(replace(parts, config=config), tmp_path / "run")
-    assert [row["rollout/trained_groups"] for row in folder.steps()] == [3] * STEPS
-    assert all(row["overlap/staleness_max"] <= 2 for row in folder.steps())
+    with pytest.raises(ConfigError, match="cannot load weights while it generates"):
+        trained(replace(parts, config=config), tmp_path / "run")
 
 
 @pytest.mark.parametrize(

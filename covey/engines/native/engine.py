@@ -48,7 +48,6 @@ class NativeEngine:
             backend=self.backend.description,
             exact_logp=has_exact_logp(self.model),
             shares_weights=shares_weights,
-            loads_in_flight=not shares_weights,
         )
 
     def load_weights(self, weights: WeightSource, version: int) -> None:

@@ -109,6 +109,8 @@ class ProcessEngine:
     """Whether the process has its model and weights."""
     happened: list[str] = field(init=False, default_factory=list)
     deaths: int = field(init=False, default=0)
+    closed: int = field(init=False, default=0)
+    """How often the engine was closed: a run that goes on then has to end."""
     lock: threading.RLock = field(init=False, default_factory=threading.RLock)
     """Held while the process starts or loads weights."""
 
@@ -175,13 +177,15 @@ class ProcessEngine:
         """Generate until the source has no more requests."""
         if not requests.limits.requests:
             return
-        work = _Work(requests)
+        work, closed = _Work(requests), self.closed
         while True:
             process = self._running()
             try:
                 work.run(process.work)
                 return
             except (EOFError, OSError):
+                if self.closed != closed:
+                    raise ModelError("engine: it was closed while it generated") from None
                 if work.progress:
                     self.deaths = 0
                 self._died(process)
@@ -198,6 +202,7 @@ class ProcessEngine:
     def close(self) -> None:
         """End the process. If the engine is used again, it starts another."""
         with self.lock:
+            self.closed += 1
             if self.process is not None:
                 self.process.kill()
             self.process, self.ready = None, False

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -30,7 +30,7 @@ def main(build: Callable[[Any], LanguageModel]) -> None:
         torch.set_num_threads(threads)
         with _told(control):
             worker = _Worker(build(setup), handle, work, control)
-            control.send(("info", worker.engine.info))
+            control.send(("info", replace(worker.engine.info, loads_in_flight=True)))
             worker.serve()
 
 
