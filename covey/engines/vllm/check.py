@@ -70,8 +70,8 @@ def check_memory(config: Config) -> None:
 
     section, weights = config.engine.vllm, _weights_bytes(config.model.path)
     if config.model.device != "cpu" and torch.cuda.is_available():
-        have = section.memory * torch.cuda.get_device_properties(0).total_memory
-        have, need, where = have * section.tensor_parallel, weights, "engine.vllm.memory"
+        total = section.tensor_parallel * torch.cuda.get_device_properties(0).total_memory
+        have, need, where = section.memory * total, float(weights), "engine.vllm.memory"
     else:
         need = section.servers * (weights + section.memory * GIB + PROCESS_BYTES)
         have, where = float(_available_memory()), "this machine"

@@ -80,7 +80,8 @@ class HeadPadding:
         wide = shaped.new_zeros(*before, self.padded, *after)
         wide.index_copy_(dim + 1, self._places(kind, weight.device), shaped)
         scale = math.sqrt(self.times) if kind == "q" else 1.0
-        return wide.flatten(dim, dim + 1) * scale
+        padded: torch.Tensor = wide.flatten(dim, dim + 1) * scale
+        return padded
 
     def _places(self, kind: str, device: torch.device) -> torch.Tensor:
         """Return the dimension of the padded head to which each dimension goes."""
