@@ -147,7 +147,10 @@ class VllmEngine:
             return self._load_once(replica, fresh=fresh)
         except Unavailable as problem:
             self._repair(replica, replica.started, str(problem))
-        return self._load_once(replica, fresh=False)
+        try:
+            return self._load_once(replica, fresh=False)
+        except Unavailable as problem:
+            raise replica.client.error(f"{problem}; does it serve this model?") from None
 
     def _load_once(self, replica: Replica, *, fresh: bool) -> Reply:
         client, version = replica.client, self.version
