@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from covey.config import load_config
 from covey.engines.draw import Distribution
 from covey.engines.protocol import Sampling
 from covey.engines.vllm.build import vllm_engine
-from covey.engines.vllm.engine import VllmEngine
+from covey.engines.vllm.client import Client
+from covey.engines.vllm.engine import Replica, VllmEngine
+from covey.engines.vllm.server import ServerProcess, ServerSettings
+from covey.engines.vllm.sync import FileSync, write_model
 from covey.errors import EngineError
 from covey.models.adapter import add_adapter
 from covey.models.language_model import LanguageModel
@@ -123,3 +127,25 @@ def test_vllm_in_this_process_has_the_weights_of_each_version() -> None:
     finally:
         engine.close()
         torch.set_num_threads(threads)
+
+
+def test_a_server_with_another_model_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    model = load_language_model("embedded", device="cpu")
+    write_model(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = ServerSettings(dtype="float32", cuda=False, context=512, max_concurrent=8)
+    server = ServerProcess(settings=settings, model=tmp_path, log=tmp_path / "log")
+    server.start()
+    client = Client(server.url, 300.0)
+    made = VllmEngine(
+        model=model, replicas=[Replica(client)], sync=FileSync(model, tmp_path),
+        release=server.stop, vllm_version="", restarts=1, patience=60.0,
+    )  # fmt: skip
+    try:
+        server.wait(client, 600.0)
+        with pytest.raises(EngineError, match=r"does it serve this model\?$"):
+            made.load_weights(model.model.named_parameters, 0)
+    finally:
+        made.close()
