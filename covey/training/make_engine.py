@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from covey.config import Config, parse_config
-from covey.engines.native.engine import NativeEngine
-from covey.engines.native.own_weights import OwnWeightsEngine
+from covey.engines.native.engine import NativeCopy, NativeEngine
 from covey.engines.process.engine import ProcessEngine
 from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Engine
+from covey.engines.whole_copy import WholeCopy
 from covey.errors import ConfigError
 from covey.models.language_model import LanguageModel
 from covey.reference import Reference
@@ -63,25 +63,37 @@ def _scoring_workers(config: Config) -> int:
 
 def make_engine(config: Config, policy: Policy, load: Load) -> Engine:
     """Build what generates for a policy."""
+    if config.engine.kind == "native" and not config.cluster.address:
+        return native_engine(policy)
+    engine = _engine_elsewhere(config, policy, load)
+    return engine if policy.whole is None else WholeCopy(engine, NativeCopy(policy.whole))
+
+
+def _engine_elsewhere(config: Config, policy: Policy, load: Load) -> Engine:
+    """Build an engine with weights of its own."""
+    model = policy.model if policy.whole is None else policy.whole
     if config.cluster.address:
-        return _ray_engine(config, policy, load)
-    if config.engine.kind == "native":
-        return NativeEngine(policy.model)
+        return _ray_engine(config, model, load)
     if config.engine.kind == "vllm":
         from covey.engines.vllm.build import vllm_engine
 
-        return vllm_engine(config, policy.model, cuda=policy.model.device.type == "cuda")
-    here = policy.model.device.type == "cuda" and config.engine.device != "cpu"
+        return vllm_engine(config, model, cuda=model.device.type == "cuda")
+    here = model.device.type == "cuda" and config.engine.device != "cpu"
     shared = SharedWeights.allocate(policy.weights(), on_gpu=here)
     shared.write(policy.weights())
     return ProcessEngine("covey.training.engine_worker", config.model_dump(), shared)
 
 
-def _ray_engine(config: Config, policy: Policy, load: Load) -> Engine:
+def native_engine(policy: Policy) -> NativeEngine:
+    """Return the engine in this process; of a sharded policy it has a whole copy."""
+    return NativeEngine(policy.model) if policy.whole is None else NativeCopy(policy.whole)
+
+
+def _ray_engine(config: Config, model: LanguageModel, load: Load) -> Engine:
     from covey.cluster.engine import RayEngine
 
     cluster = config.cluster
-    dtype = str(policy.model.head.linear.weight.dtype).removeprefix("torch.")
+    dtype = str(model.head.linear.weight.dtype).removeprefix("torch.")
     on_gpu = cluster.engine_gpus > 0
     settings = _changed(config, dtype=dtype, device="cuda" if on_gpu else "cpu")
     threads = 0 if on_gpu else max(1, int(cluster.engine_cpus))
@@ -106,7 +118,7 @@ def actor_engine(settings: Mapping[str, Any], load: Load) -> Engine:
     """Build the engine of an actor, inside it."""
     config = parse_config(settings)
     if config.engine.kind != "vllm":
-        return OwnWeightsEngine(load(config))
+        return NativeCopy(load(config))
     from covey.engines.vllm.build import vllm_engine
 
     # The server has the GPU. The actor needs a model for the tokenizer and the probe.

@@ -110,6 +110,11 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "warmup_steps": count,
         "state": st.sampled_from(["float32", "compact"]),
     },
+    "parallel": {
+        "strategy": st.sampled_from(["ddp", "fsdp"]),
+        "shard_ranks": count,
+        "timeout": st.floats(0.1, 1e6),
+    },
     "train": {
         "steps": positive,
         "stop_after": st.fixed_dictionaries({"tokens": count}),
