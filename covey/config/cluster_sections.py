@@ -1,4 +1,4 @@
-"""The sections of engines on other machines: [engine.vllm] and [cluster]."""
+"""The sections of several processes: [engine.vllm], [cluster] and [parallel]."""
 
 from __future__ import annotations
 
@@ -58,11 +58,24 @@ class Cluster(Section):
     """GPUs of an engine."""
     trainer_gpus: Count = 0
     """GPUs on the trainer's machine that no actor gets."""
-    scoring: Count = 0
+    scoring_actors: Count = 0
     """Scoring actors, each with scoring.workers processes; 0: scoring stays with the trainer."""
-    reference: bool = False
+    reference_actor: bool = False
     """Whether a frozen reference gets an actor of its own, with as much as an engine."""
     restarts: Count = 3
     """Actors that may die before the run ends."""
     patience: Seconds = 300.0
     """Seconds to wait for a place for an actor."""
+
+
+class Parallel(Section):
+    """[parallel]: several ranks, as torchrun starts them."""
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: every rank has the whole model; fsdp: parameters, gradients and optimizer state are
+    divided among ranks (FSDP2)."""
+    shard_ranks: Count = 0
+    """fsdp: ranks that divide one model among them, such as those of a machine; each such set has
+    the whole model. 0: all ranks."""
+    timeout: Annotated[float, Field(gt=0, le=10**6)] = 600.0
+    """Seconds that a rank waits for the others: at the start, and in a step."""

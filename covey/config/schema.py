@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from covey.config.cluster_sections import Cluster, Vllm
+from covey.config.cluster_sections import Cluster, Parallel, Vllm
 from covey.config.section import Count, Device, Names, Positive, Share
 from covey.config.section import Named as Named
 from covey.config.section import Section as Section
@@ -289,19 +289,6 @@ class Train(Section):
     def updates(self) -> int:
         """Optimizer steps per training step."""
         return self.mini_batches * self.epochs
-
-
-class Parallel(Section):
-    """[parallel]: several ranks, as torchrun starts them."""
-
-    strategy: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: every rank has the whole model; fsdp: parameters, gradients and optimizer state are
-    divided among ranks (FSDP2)."""
-    shard_ranks: Count = 0
-    """fsdp: ranks that divide one model among them, such as those of a machine; each such set has
-    the whole model. 0: all ranks."""
-    timeout: Annotated[float, Field(gt=0, le=10**6)] = 600.0
-    """Seconds that a rank waits for the others: at the start, and in a step."""
 
 
 class Sft(Section):

@@ -204,8 +204,9 @@ class RunFolder:
         write_text(self.path / "samples" / f"{step:06d}.md", page)
 
     def write_failure(self, details: str) -> None:
-        """Write what another process said about the failure that ended the run."""
-        write_text(self.path / "failure.txt", details)
+        """Write what another process said about the failure that ended the run, if it did."""
+        if details:
+            write_text(self.path / "failure.txt", details)
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:

@@ -92,7 +92,7 @@ class Parts(Components):
 def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
     """Build the scorer, and start the processes that it needs: a share if a machine has ranks."""
     reward = reward_of(config) if reward is None else reward
-    if config.cluster.address and config.cluster.scoring and not reward.quick:
+    if config.cluster.address and config.cluster.scoring_actors and not reward.quick:
         check_timeout(config.reward.name, reward, config.scoring.timeout)
         return ray_scorer(config, reward, identity(config.reward.name, reward))
     return make_scorer(
@@ -172,7 +172,7 @@ def reference_of(
     """Build the reference policy, if the objective needs one."""
     if "reference" not in objective.needs:
         return None
-    if config.cluster.address and config.cluster.reference:
+    if config.cluster.address and config.cluster.reference_actor:
         return ray_reference(config, load_model)
 
     def load() -> LanguageModel:

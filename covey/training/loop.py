@@ -113,8 +113,7 @@ def run_loop(
             log.note(f"step {state.step} was waiting for another process, and was given up")
         loop.save_last()
     except CoveyError as error:
-        if error.details:
-            run.write_failure(error.details)
+        run.write_failure(error.details)
         raise
     finally:
         trainer.close()

@@ -46,8 +46,8 @@ def _needs(config: Config) -> list[tuple[str, int, Any]]:
     cluster, engine = config.cluster, _engine_need(config)
     return [
         ("engines", cluster.engines, engine),
-        ("scoring workers", cluster.scoring, Need(cpus=_scoring_workers(config))),
-        ("reference", int(cluster.reference), engine),
+        ("scoring workers", cluster.scoring_actors, Need(cpus=_scoring_workers(config))),
+        ("reference", int(cluster.reference_actor), engine),
     ]
 
 
@@ -135,7 +135,7 @@ def ray_scorer(config: Config, reward: Reward, identity: str) -> Scorer:
     return RayScorer(
         reward=reward,
         identity=identity,
-        actors=config.cluster.scoring,
+        actors=config.cluster.scoring_actors,
         need=Need(cpus=workers),
         settings={
             "workers": workers,
@@ -152,7 +152,7 @@ def ray_reference(config: Config, load: Load) -> Reference:
 
     if config.reference.kind != "frozen" or config.adapter.rank:
         raise ConfigError(
-            "config: cluster.reference = true needs reference.kind = 'frozen' and no adapter: "
+            "config: cluster.reference_actor = true needs reference.kind = 'frozen' and no adapter: "
             "other references follow the policy or share its weights"
         )
     settings = _changed(config, device="cuda" if config.cluster.engine_gpus else "cpu")
