@@ -152,8 +152,8 @@ def ray_reference(config: Config, load: Load) -> Reference:
 
     if config.reference.kind != "frozen" or config.adapter.rank:
         raise ConfigError(
-            "config: cluster.reference_actor = true needs reference.kind = 'frozen' and no adapter: "
-            "other references follow the policy or share its weights"
+            "config: cluster.reference_actor = true needs reference.kind = 'frozen' and no "
+            "adapter: other references follow the policy or share its weights"
         )
     settings = _changed(config, device="cuda" if config.cluster.engine_gpus else "cpu")
     return RayReference(
