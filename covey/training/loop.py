@@ -105,12 +105,10 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
+            what = f"step {state.step} was waiting for another process, and was given up"
             if parts.world.size > 1:  # the others may be in the middle of a step: nothing is saved
-                raise RunError(
-                    f"step {state.step} was waiting for another process, and was given up; "
-                    "--resume continues from the last checkpoint"
-                ) from None
-            log.note(f"step {state.step} was waiting for another process, and was given up")
+                raise RunError(f"{what}; --resume continues from the last checkpoint") from None
+            log.note(what)
         loop.save_last()
     except CoveyError as error:
         run.write_failure(error.details)
@@ -189,6 +187,7 @@ def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
                 scorer=parts.eval_scorer,
                 progress=log.sampled,
                 ranks=parts.world,
+                interaction=parts.interaction,
             ),
             sampling=parts.sampling,
             samples=parts.config.evaluate.samples,
