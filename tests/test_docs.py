@@ -16,7 +16,7 @@ from covey.config import load_config
 from covey.engines.native.shared_prompt_cache import WIDTHS
 from covey.evaluation.items import Item, ItemCompletion
 from covey.objective import ALGORITHMS, describe
-from covey.objective.compose import DEFAULTS, PIECES
+from covey.objective.compose import PIECES, composed, options_of
 from covey.objective.correction import CORRECTIONS
 from covey.objective.penalty import PENALTIES
 from covey.rewards.build import REWARDS, make_reward
@@ -85,8 +85,9 @@ def test_the_configurations_of_the_algorithms_page_load(
     (tmp_path / "pieces.toml").write_text(pieces)
     options = resolve(load_config(str(tmp_path / "pieces.toml"))).objective.options
     chosen = {kind: options[kind] for kind in PIECES}
-    assert chosen == {**DEFAULTS, "advantage": "centered", "ratio": "sequence"}
-    assert all(f"`{default}`" in text for default in DEFAULTS.values())
+    usual = {kind: parameter.default for kind, parameter in options_of(composed).items()}
+    assert chosen == {**usual, "advantage": "centered", "ratio": "sequence"}
+    assert all(f"`{default}`" in text for default in usual.values())
     (tmp_path / "own.toml").write_text(own)
     (tmp_path / "my_algorithms.py").write_text(
         "from covey.objective import build\n"

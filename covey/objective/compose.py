@@ -1,13 +1,18 @@
-"""An objective put together from named pieces, with whatever options those pieces have."""
+"""Algorithms as functions of options, from the pieces that they are made of.
+
+An algorithm says which pieces it takes and which options it has. What an option does, its type and
+its default are the piece's, unless the algorithm sets another default.
+"""
 
 from __future__ import annotations
 
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from covey.errors import ConfigError, nearest
 from covey.objective.advantage import ADVANTAGES, returns_whitened, reward_itself
@@ -25,6 +30,7 @@ from covey.objective.surrogate import SURROGATES
 from covey.objective.weights import WEIGHTS
 
 Pieces = Mapping[str, Callable[..., Any]]
+Algorithm = Callable[..., Objective]
 
 SHAPED: Pieces = MappingProxyType(
     {
@@ -52,43 +58,82 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
     }
 )
 """What advantages read that do more than compare the rewards of a group, or less."""
-DEFAULTS: Mapping[str, str] = MappingProxyType(
-    {
-        "advantage": "standardized",
-        "ratio": "token",
-        "surrogate": "clipped",
-        "weights": "token_mean",
-    }
-)
 
 
-def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a piece of an objective without its options."""
-    return piece.func if isinstance(piece, partial) else piece
+def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
+    """Decorate a function that returns the pieces of an algorithm: it becomes one of its options.
+
+    `names` are its options, in the order in which they are shown. Each belongs to a piece, to the
+    KL, or to the function itself. The decorated function sets them in all pieces that have them.
+    """
+
+    def decorate(pieces: Algorithm) -> Algorithm:
+        own, usual = options_of(pieces), pieces()
+        parts = _parts(usual)
+        known = {k: p for part in reversed(parts.values()) for k, p in options_of(part).items()}
+        signature = inspect.Signature([{**known, **own}[name] for name in names])
+        hints: dict[str, Any] = {}
+        for function in (pieces, *parts.values()):
+            hints |= hints_of(function_of(function))
+
+        def algorithm(**options: Any) -> Objective:
+            bound = signature.bind(**options)
+            bound.apply_defaults()
+            given = bound.arguments
+            objective = pieces(**{k: given[k] for k in own})
+            settled = {k: _settled(f, given) for k, f in _parts(objective).items()}
+            with_kl = settled.pop("kl")
+            changed: Objective = with_kl(replace(objective, **settled))
+            return changed
+
+        inner = function_of(pieces)
+        algorithm.__name__, algorithm.__doc__ = inner.__name__, inner.__doc__
+        return signed(algorithm, signature.parameters, {name: hints[name] for name in names})
+
+    return decorate
 
 
-def composer(given: Mapping[str, Any]) -> Callable[..., Objective]:
+def _parts(objective: Objective) -> dict[str, Callable[..., Any]]:
+    """Return what has options: the pieces, and a function that sets the KL."""
+    kinds = [*PIECES, *(["marks"] if objective.marks else [])]
+    name = next(k for k, f in PENALTIES.items() if f is objective.penalty)
+    kl = partial(_with_kl, beta=objective.beta, kl=name, kl_in=objective.kl_in)
+    return {**{kind: getattr(objective, kind) for kind in kinds}, "kl": kl}
+
+
+def _with_kl(
+    objective: Objective, *, beta: float, kl: Kl, kl_in: Literal["loss", "reward"]
+) -> Objective:
+    return replace(objective, beta=beta, penalty=PENALTIES[kl], kl_in=kl_in)
+
+
+def _settled(piece: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    mine = {k: options[k] for k in options_of(piece) if k in options}
+    return partial(piece, **mine) if mine else piece
+
+
+def composed(
+    *,
+    advantage: str = "standardized",
+    ratio: str = "token",
+    surrogate: str = "clipped",
+    weights: str = "token_mean",
+) -> Objective:
+    """Put together from pieces."""
+    names = {"advantage": advantage, "ratio": ratio, "surrogate": surrogate, "weights": weights}
+    pieces: dict[str, Any] = {kind: _piece(kind, name) for kind, name in names.items()}
+    return Objective(**pieces, reads=READS.get(pieces["advantage"], COMPARES))
+
+
+def composer(given: Mapping[str, Any]) -> Algorithm:
     """Return a function of all options of the pieces that `given` names, or of the default ones."""
-    chosen = {kind: _chosen(kind, given.get(kind, DEFAULTS[kind])) for kind in PIECES}
-
-    def composed(*, beta: float = 0.0, kl: Kl = "k3", **options: Any) -> Objective:
-        """Put together from pieces."""
-        pieces: dict[str, Any] = {k: _settled(f, options) for k, f in chosen.items()}
-        return Objective(
-            **pieces,
-            penalty=PENALTIES[kl],
-            beta=beta,
-            reads=READS.get(chosen["advantage"], COMPARES),
-        )
-
-    parameters, hints = dict(_kinds()), {kind: str for kind in PIECES}
-    for function in (*chosen.values(), composed):
-        parameters |= options_of(function)
-        hints |= hints_of(function)
-    return signed(composed, parameters, hints)
+    pieces = partial(composed, **{kind: given[kind] for kind in PIECES if kind in given})
+    objective = pieces()
+    options = [name for kind in PIECES for name in options_of(getattr(objective, kind))]
+    return takes(*PIECES, *options, "beta", "kl")(pieces)
 
 
-def _chosen(kind: str, name: Any) -> Callable[..., Any]:
+def _piece(kind: str, name: Any) -> Callable[..., Any]:
     registry = PIECES[kind]
     if not isinstance(name, str) or name not in registry:
         hint = nearest(str(name), registry)
@@ -96,14 +141,9 @@ def _chosen(kind: str, name: Any) -> Callable[..., Any]:
     return registry[name]
 
 
-def _settled(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    mine = {k: options[k] for k in options_of(function) if k in options}
-    return partial(function, **mine) if mine else function
-
-
-def _kinds() -> Mapping[str, inspect.Parameter]:
-    only = inspect.Parameter.KEYWORD_ONLY
-    return {k: inspect.Parameter(k, only, default=d, annotation=str) for k, d in DEFAULTS.items()}
+def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a piece of an objective without its options."""
+    return piece.func if isinstance(piece, partial) else piece
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

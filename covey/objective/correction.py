@@ -13,6 +13,7 @@ geometric mean does not depend on length and is no importance weight: it is good
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -21,49 +22,29 @@ from covey.objective import ratio
 from covey.objective.masked import bounded, row_mean
 
 
-def token_truncate(
-    log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
+def truncated(
+    log_rho: torch.Tensor, mask: torch.Tensor, *, of: ratio.Ratio, low: float, high: float
 ) -> torch.Tensor:
-    """clip(rho, low, high) for each token: truncated importance sampling.
+    """clip(rho, low, high): truncated importance sampling.
 
     Decoupled PPO, arXiv 2110.00641, with the truncation that verl, slime and open-instruct use.
     """
-    return ratio.token(log_rho, mask).exp().clamp(low, high)
+    return of(log_rho, mask).exp().clamp(low, high)
 
 
-def token_mask(
-    log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
+def masked(
+    log_rho: torch.Tensor, mask: torch.Tensor, *, of: ratio.Ratio, low: float, high: float
 ) -> torch.Tensor:
-    """rho where low <= rho <= high, else 0. IcePop's bounds are 0.5 and 5."""
-    return _within(ratio.token(log_rho, mask).exp(), low, high)
-
-
-def sequence_truncate(
-    log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
-) -> torch.Tensor:
-    """clip(prod_t rho, low, high) for all tokens of a completion."""
-    return ratio.product(log_rho, mask).exp().clamp(low, high)
-
-
-def sequence_mask(
-    log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
-) -> torch.Tensor:
-    """prod_t rho where it lies in [low, high], else 0: the completion is dropped."""
-    return _within(ratio.product(log_rho, mask).exp(), low, high)
-
-
-def geometric_truncate(
-    log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
-) -> torch.Tensor:
-    """clip(exp(mean_t log rho), low, high) for all tokens of a completion."""
-    return ratio.sequence(log_rho, mask).exp().clamp(low, high)
+    """rho where low <= rho <= high, else 0. Of tokens it is IcePop, with bounds 0.5 and 5."""
+    rho = of(log_rho, mask).exp()
+    return rho.where((rho >= low) & (rho <= high), 0.0)
 
 
 def geometric_mask(
     log_rho: torch.Tensor, mask: torch.Tensor, *, low: float, high: float
 ) -> torch.Tensor:
     """1 where exp(mean_t log rho) lies in [low, high], else 0: rejection without a weight."""
-    return _within(ratio.sequence(log_rho, mask).exp(), low, high).sign()
+    return masked(log_rho, mask, of=ratio.sequence, low=low, high=high).sign()
 
 
 def divergence_mask(
@@ -87,21 +68,18 @@ def mean_one(correction: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return correction / mean.where(mean > 0, 1.0)
 
 
-def _within(value: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    return value.where((value >= low) & (value <= high), 0.0)
-
-
 CORRECTIONS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
     {
-        "token_truncate": token_truncate,
-        "token_mask": token_mask,
-        "sequence_truncate": sequence_truncate,
-        "sequence_mask": sequence_mask,
-        "geometric_truncate": geometric_truncate,
+        "token_truncate": partial(truncated, of=ratio.token),
+        "token_mask": partial(masked, of=ratio.token),
+        "sequence_truncate": partial(truncated, of=ratio.product),
+        "sequence_mask": partial(masked, of=ratio.product),
+        "geometric_truncate": partial(truncated, of=ratio.sequence),
         "geometric_mask": geometric_mask,
         "divergence_mask": divergence_mask,
     }
 )
+"""Of single tokens, of the product over a completion, or of its geometric mean."""
 
 AGREEMENT: Mapping[str, float] = MappingProxyType({"divergence_mask": 0.0})
 """What is bounded where sampler and trainer say the same: for all others a ratio, which is 1."""

@@ -26,8 +26,8 @@ def covariance(advantage: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor) 
 
 
 def random_within_bounds(
-    batch: Batch, logp: torch.Tensor, *, share: float, cov_low: float, cov_high: float,
-    clip_low: float, clip_high: float,
+    batch: Batch, logp: torch.Tensor, *, share: float = 2e-4, cov_low: float = 1.0,
+    cov_high: float = 5.0, clip_low: float = 1.0, clip_high: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
     """Mark at random max(1, share T) of the tokens with cov_low < cov < cov_high. Clip-Cov.
 
@@ -43,7 +43,7 @@ def random_within_bounds(
     return _largest(_shuffled(batch), candidates, _count(mask, share))
 
 
-def largest(batch: Batch, logp: torch.Tensor, *, share: float) -> torch.Tensor:
+def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.Tensor:
     """Mark the max(1, share T) tokens with the largest cov, if it is positive. KL-Cov.
 
     In a step without any advantage all are 0, and there is none to pick.

@@ -5,21 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from covey.objective import advantage, ratio, surrogate, weights
+from covey.objective import advantage, penalty, ratio, surrogate, weights
+from covey.objective.compose import takes
 from covey.objective.loss import Objective
-from covey.objective.penalty import PENALTIES, Kl
 
 
-def grpo(
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual: float = 0.0,
-    beta: float = 0.04,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Objective:
+@takes("clip_low", "clip_high", "dual", "beta", "kl", "ddof", "eps")
+def grpo() -> Objective:
     """Group Relative Policy Optimization, arXiv 2402.03300.
 
         A_i  = (R_i - mean_g R) / (std_g R + eps)
@@ -36,24 +28,16 @@ def grpo(
     loaded. With one optimizer step per rollout batch the ratio is 1 and the clip never acts.
     """
     return Objective(
-        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        advantage=advantage.group_standardized,
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
+        surrogate=surrogate.clipped,
         weights=weights.sequence_mean_token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
+        beta=0.04,
     )
 
 
-def dr_grpo(
-    *,
-    length: int,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual: float = 0.0,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-) -> Objective:
+@takes("length", "clip_low", "clip_high", "dual", "beta", "kl")
+def dr_grpo() -> Objective:
     """GRPO Done Right, arXiv 2503.20783.
 
         A_i  = R_i - mean_g R
@@ -69,23 +53,14 @@ def dr_grpo(
     return Objective(
         advantage=advantage.group_centered,
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
-        weights=partial(weights.sequence_mean_token_sum_norm, length=length),
-        penalty=PENALTIES[kl],
-        beta=beta,
+        surrogate=surrogate.clipped,
+        weights=weights.sequence_mean_token_sum_norm,
     )
 
 
+@takes("clip_low", "clip_high", "dual", "aggregation", "beta", "kl", "ddof", "eps")
 def dapo(
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual: float = 0.0,
-    aggregation: Literal["token_mean", "group_mean_token_mean"] = "token_mean",
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
+    *, aggregation: Literal["token_mean", "group_mean_token_mean"] = "token_mean"
 ) -> Objective:
     """Decoupled Clip and Dynamic Sampling Policy Optimization, arXiv 2503.14476.
 
@@ -100,24 +75,15 @@ def dapo(
     (`aggregation = "group_mean_token_mean"`), the code, like ours, over the optimizer step.
     """
     return Objective(
-        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        advantage=advantage.group_standardized,
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high, dual=dual),
+        surrogate=partial(surrogate.clipped, clip_high=0.28),
         weights=weights.WEIGHTS[aggregation],
-        penalty=PENALTIES[kl],
-        beta=beta,
     )
 
 
-def lite_ppo(
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Objective:
+@takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
+def lite_ppo() -> Objective:
     """Lite PPO, arXiv 2508.08221: the mean of the group, the deviation of the batch.
 
         A_i  = (R_i - mean_g R) / (std_batch R + eps)
@@ -126,18 +92,15 @@ def lite_ppo(
     The batch is all completions of a step, whatever number of optimizer steps it is split into.
     """
     return Objective(
-        advantage=partial(advantage.standardized_by_batch, ddof=ddof, eps=eps),
+        advantage=advantage.standardized_by_batch,
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        surrogate=surrogate.clipped,
         weights=weights.token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
     )
 
 
-def opo(
-    *, clip_low: float = 0.2, clip_high: float = 0.2, beta: float = 0.0, kl: Kl = "k3"
-) -> Objective:
+@takes("clip_low", "clip_high", "beta", "kl")
+def opo() -> Objective:
     """On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
 
         A_i  = R_i - sum_g T R / sum_g T
@@ -152,23 +115,13 @@ def opo(
     return Objective(
         advantage=advantage.length_weighted,
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        surrogate=surrogate.clipped,
         weights=weights.token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
     )
 
 
-def reinforce_pp(
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    beta: float = 0.01,
-    kl: Kl = "k1",
-    kl_in: Literal["loss", "reward"] = "reward",
-    gamma: float = 1.0,
-    eps: float = 1e-8,
-) -> Objective:
+@takes("clip_low", "clip_high", "beta", "kl", "kl_in", "gamma", "eps")
+def reinforce_pp() -> Objective:
     """REINFORCE++, arXiv 2501.03262: no group at all.
 
         r_t  = -beta k1_t, and + R_i at the last token;  U_t = sum_{u>=t} gamma^(u-t) r_u
@@ -179,26 +132,19 @@ def reinforce_pp(
     `reinforce_pp_baseline` corrects that.
     """
     return Objective(
-        advantage=partial(advantage.returns_whitened, gamma=gamma, eps=eps),
+        advantage=advantage.returns_whitened,
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        surrogate=surrogate.clipped,
         weights=weights.token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
-        kl_in=kl_in,
+        penalty=penalty.k1,
+        beta=0.01,
+        kl_in="reward",
         reads=frozenset(),
     )
 
 
-def reinforce_pp_baseline(
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    beta: float = 0.0,
-    kl: Kl = "k2",
-    weighting: Literal["sequence", "token"] = "sequence",
-    eps: float = 1e-8,
-) -> Objective:
+@takes("clip_low", "clip_high", "beta", "kl", "weighting", "eps")
+def reinforce_pp_baseline() -> Objective:
     """REINFORCE++ with the group's mean as baseline, arXiv 2501.03262.
 
         C_i  = R_i - mean_g R;   A_i = C_i / (std_batch C + eps)
@@ -209,10 +155,9 @@ def reinforce_pp_baseline(
     "token"` is the other reading. A KL in the loss is k2, as the paper recommends.
     """
     return Objective(
-        advantage=partial(advantage.group_whitened, weighting=weighting, eps=eps),
+        advantage=advantage.group_whitened,
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        surrogate=surrogate.clipped,
         weights=weights.token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
+        penalty=penalty.k2,
     )

@@ -5,20 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from covey.objective import advantage, ratio, shaping, surrogate, weights
+from covey.objective import advantage, penalty, ratio, shaping, surrogate, weights
+from covey.objective.compose import takes
 from covey.objective.loss import Objective
-from covey.objective.penalty import PENALTIES, Kl
 
 
-def gspo(
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Objective:
+@takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
+def gspo() -> Objective:
     """Group Sequence Policy Optimization, arXiv 2507.18071.
 
         A_i  = (R_i - mean_g R) / (std_g R + eps)
@@ -31,24 +24,15 @@ def gspo(
     (that is `luspo`, up to a constant), though several codes do that under this name.
     """
     return Objective(
-        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        advantage=advantage.group_standardized,
         ratio=ratio.sequence,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        surrogate=partial(surrogate.clipped, clip_low=3e-4, clip_high=4e-4),
         weights=weights.sequence_mean_token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
     )
 
 
-def gspo_token(
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Objective:
+@takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
+def gspo_token() -> Objective:
     """GSPO-token, arXiv 2507.18071 equations 13 to 18: the ratio of the completion, token by token.
 
         s_t  = sg(s_i) exp(logp - sg(logp)),  sg: no gradient
@@ -58,24 +42,15 @@ def gspo_token(
     the form to take with advantages of single tokens, such as `top_entropy` makes.
     """
     return Objective(
-        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        advantage=advantage.group_standardized,
         ratio=ratio.sequence_token,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        surrogate=partial(surrogate.clipped, clip_low=3e-4, clip_high=4e-4),
         weights=weights.sequence_mean_token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
     )
 
 
-def luspo(
-    *,
-    clip_low: float = 2e-3,
-    clip_high: float = 2.5e-3,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Objective:
+@takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
+def luspo() -> Objective:
     """Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261: GSPO, times the length.
 
         loss = - 1/N sum_i T_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
@@ -84,24 +59,15 @@ def luspo(
     back.
     """
     return Objective(
-        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        advantage=advantage.group_standardized,
         ratio=ratio.sequence,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        surrogate=partial(surrogate.clipped, clip_low=2e-3, clip_high=2.5e-3),
         weights=weights.sequence_mean_token_sum,
-        penalty=PENALTIES[kl],
-        beta=beta,
     )
 
 
-def gmpo(
-    *,
-    clip_low: float = 0.4,
-    clip_high: float = 0.4,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Objective:
+@takes("clip_low", "clip_high", "beta", "kl", "ddof", "eps")
+def gmpo() -> Objective:
     """Geometric-Mean Policy Optimization, arXiv 2507.20673.
 
         z_t  = min(x, clip(x, -clip_low, clip_high)) if A > 0 else max(...),  x = logp - old_logp
@@ -111,23 +77,15 @@ def gmpo(
     of a ratio here, as 0.2 and 0.28, means exp(-0.2) and exp(0.28).
     """
     return Objective(
-        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        advantage=advantage.group_standardized,
         ratio=ratio.token,
-        surrogate=partial(surrogate.geometric_clipped, clip_low=clip_low, clip_high=clip_high),
+        surrogate=surrogate.geometric_clipped,
         weights=weights.sequence_mean_token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
     )
 
 
-def rloo(
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    beta: float = 0.05,
-    kl: Kl = "k1",
-    kl_in: Literal["loss", "reward"] = "reward",
-) -> Objective:
+@takes("clip_low", "clip_high", "beta", "kl", "kl_in")
+def rloo() -> Objective:
     """REINFORCE Leave-One-Out, arXiv 2402.14740.
 
         R_i  := R_i - beta sum_t (old_logp - ref_logp)
@@ -143,28 +101,28 @@ def rloo(
     return Objective(
         advantage=advantage.against_the_others,
         ratio=ratio.product,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        surrogate=surrogate.clipped,
         weights=weights.sequence_mean_token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
-        kl_in=kl_in,
+        penalty=penalty.k1,
+        beta=0.05,
+        kl_in="reward",
     )
 
 
-def grpo_s(
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    beta1: float = 1.0,
-    beta2: float = 0.1,
-    mean: Literal["geometric", "arithmetic"] = "geometric",
-    scope: shaping.Scope = "group",
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-    entropy_floor: float = 1e-3,
-) -> Objective:
+@takes(
+    "clip_low",
+    "clip_high",
+    "beta1",
+    "beta2",
+    "mean",
+    "scope",
+    "beta",
+    "kl",
+    "ddof",
+    "eps",
+    "entropy_floor",
+)
+def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objective:
     """GRPO-S, arXiv 2508.04349 (v5): rewards shaped by the mean entropy H_i of each completion.
 
         rs_i =  beta1 + beta2 n H_i / sum_{k in O+} H_k            for the n correct completions, O+
@@ -183,19 +141,9 @@ def grpo_s(
     the paper's runs use, would have it.
     """
     return Objective(
-        advantage=partial(
-            shaping.entropy_shaped_sequences,
-            beta1=beta1,
-            beta2=beta2,
-            scope=scope,
-            ddof=ddof,
-            eps=eps,
-            entropy_floor=entropy_floor,
-        ),
+        advantage=shaping.entropy_shaped_sequences,
         ratio=ratio.sequence if mean == "geometric" else ratio.arithmetic,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        surrogate=partial(surrogate.clipped, clip_high=0.28),
         weights=weights.sequence_mean_token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
         reads=shaping.SHAPED_BY_ENTROPY,
     )

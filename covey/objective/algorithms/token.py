@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
 
 from covey.objective import advantage, marks, ratio, shaping, surrogate, weights
+from covey.objective.compose import takes
 from covey.objective.loss import Objective
-from covey.objective.penalty import PENALTIES, Kl
 
 
-def gtpo(
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    alpha1: float = 1.0,
-    alpha2: float = 0.1,
-    scope: shaping.Scope = "group",
-    norm: Literal["batch", "polarity"] = "batch",
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 0,
-    eps: float = 1e-6,
-    entropy_floor: float = 1e-3,
-) -> Objective:
+@takes(
+    "clip_low",
+    "clip_high",
+    "alpha1",
+    "alpha2",
+    "scope",
+    "norm",
+    "beta",
+    "kl",
+    "ddof",
+    "eps",
+    "entropy_floor",
+)
+def gtpo() -> Objective:
     """Group Token Policy Optimization, arXiv 2508.04349 (v5): rewards shaped by token entropy H.
 
         rp[i,t] =  alpha1 + alpha2 d_t H[i,t] / sum_{k in O+} H[k,t]        correct completions, O+
@@ -44,30 +43,17 @@ def gtpo(
     Departure: a group that is all correct or all wrong has advantage 0, as dynamic sampling, which
     the paper's runs use, would have it.
     """
-    shaped = partial(
-        shaping.entropy_shaped_tokens,
-        alpha1=alpha1, alpha2=alpha2, scope=scope, norm=norm,
-        ddof=ddof, eps=eps, entropy_floor=entropy_floor,
-    )  # fmt: skip
     return Objective(
-        advantage=shaped,
+        advantage=shaping.entropy_shaped_tokens,
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped, clip_low=clip_low, clip_high=clip_high),
+        surrogate=partial(surrogate.clipped, clip_high=0.28),
         weights=weights.token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
         reads=shaping.SHAPED_BY_ENTROPY,
     )
 
 
-def gtpo_trajectory(
-    *,
-    bonus: float = 2.0,
-    max_entropy: float = 0.7,
-    entropy_cost: float = 0.1,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-) -> Objective:
+@takes("bonus", "max_entropy", "entropy_cost", "beta", "kl")
+def gtpo_trajectory() -> Objective:
     """Group-relative Trajectory-based Policy Optimization, arXiv 2508.03772: the other GTPO.
 
         A_i  = R_i - mean_g R - entropy_cost H_i;  0 if H_i > max_entropy
@@ -84,33 +70,16 @@ def gtpo_trajectory(
     authors' code would push it down by its entropy.
     """
     return Objective(
-        advantage=partial(
-            shaping.without_conflicts,
-            bonus=bonus,
-            max_entropy=max_entropy,
-            entropy_cost=entropy_cost,
-        ),
+        advantage=shaping.without_conflicts,
         ratio=ratio.one,
         surrogate=surrogate.unclipped,
         weights=weights.sequence_mean_token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
         reads=shaping.WITHOUT_CONFLICTS,
     )
 
 
-def clip_cov(
-    *,
-    clip_low: float = 1.0,
-    clip_high: float = 1.0,
-    share: float = 2e-4,
-    cov_low: float = 1.0,
-    cov_high: float = 5.0,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Objective:
+@takes("clip_low", "clip_high", "share", "cov_low", "cov_high", "beta", "kl", "ddof", "eps")
+def clip_cov() -> Objective:
     """Clip-Cov, arXiv 2505.22617: no gradient for a few tokens that would collapse the entropy.
 
         cov  = (A - mean A) (logp - mean logp), over the tokens of the optimizer step
@@ -122,28 +91,16 @@ def clip_cov(
     order of rows and the micro-batches.
     """
     return Objective(
-        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        advantage=advantage.group_standardized,
         ratio=ratio.token,
-        surrogate=partial(surrogate.clipped_without_marked, clip_low=clip_low, clip_high=clip_high),
+        surrogate=surrogate.clipped_without_marked,
         weights=weights.token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
-        marks=partial(
-            marks.random_within_bounds,
-            share=share, cov_low=cov_low, cov_high=cov_high, clip_low=clip_low, clip_high=clip_high,
-        ),
-    )  # fmt: skip
+        marks=marks.random_within_bounds,
+    )
 
 
-def kl_cov(
-    *,
-    share: float = 2e-4,
-    coefficient: float = 1.0,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Objective:
+@takes("share", "coefficient", "beta", "kl", "ddof", "eps")
+def kl_cov() -> Objective:
     """KL-Cov, arXiv 2505.22617: hold on to a few tokens that would collapse the entropy.
 
         cov  = (A - mean A) (logp - mean logp), over the tokens of the optimizer step
@@ -154,11 +111,9 @@ def kl_cov(
     over a micro-batch, so it takes a forward pass more; only tokens with cov above 0 are picked.
     """
     return Objective(
-        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        advantage=advantage.group_standardized,
         ratio=ratio.token,
-        surrogate=partial(surrogate.penalized_where_marked, coefficient=coefficient),
+        surrogate=surrogate.penalized_where_marked,
         weights=weights.token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
-        marks=partial(marks.largest, share=share),
+        marks=marks.largest,
     )

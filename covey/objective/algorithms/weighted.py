@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 from covey.objective import advantage, ratio, surrogate, weights
+from covey.objective.compose import takes
 from covey.objective.loss import Objective
-from covey.objective.penalty import PENALTIES, Kl
 
 
-def cispo(
-    *,
-    max_weight: float = 5.0,
-    min_weight: float = 0.0,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Objective:
+@takes("max_weight", "min_weight", "beta", "kl", "ddof", "eps")
+def cispo() -> Objective:
     """Clipped IS-weight Policy Optimization, arXiv 2506.13585.
 
         loss = - 1/T sum_i sum_t sg(clip(r, min_weight, max_weight)) A logp
@@ -28,24 +20,15 @@ def cispo(
     one number means two things. The paper publishes no cap; 5 is ScaleRL's. It has no lower bound.
     """
     return Objective(
-        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        advantage=advantage.group_standardized,
         ratio=ratio.token,
-        surrogate=partial(surrogate.truncated_weight, max_weight=max_weight, min_weight=min_weight),
+        surrogate=surrogate.truncated_weight,
         weights=weights.token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
     )
 
 
-def sapo(
-    *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Objective:
+@takes("tau_pos", "tau_neg", "beta", "kl", "ddof", "eps")
+def sapo() -> Objective:
     """Soft Adaptive Policy Optimization, arXiv 2511.20347.
 
         loss = - 1/N sum_i 1/T_i sum_t f(r) A,  f(r) = 4/tau sigmoid(tau (r - 1))
@@ -55,20 +38,16 @@ def sapo(
     tokens.
     """
     return Objective(
-        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        advantage=advantage.group_standardized,
         ratio=ratio.token,
-        surrogate=partial(surrogate.soft_gate, tau_pos=tau_pos, tau_neg=tau_neg),
+        surrogate=surrogate.soft_gate,
         weights=weights.sequence_mean_token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
     )
 
 
+@takes("aggregation", "beta", "kl")
 def gpg(
-    *,
-    aggregation: Literal["token_mean", "sequence_mean_token_mean"] = "token_mean",
-    beta: float = 0.0,
-    kl: Kl = "k3",
+    *, aggregation: Literal["token_mean", "sequence_mean_token_mean"] = "token_mean"
 ) -> Objective:
     """Group Policy Gradient, arXiv 2504.02546.
 
@@ -84,22 +63,11 @@ def gpg(
         ratio=ratio.token,
         surrogate=surrogate.log_likelihood,
         weights=weights.WEIGHTS[aggregation],
-        penalty=PENALTIES[kl],
-        beta=beta,
     )
 
 
-def vespo(
-    *,
-    power_pos: float = 2.0,
-    rate_pos: float = 3.0,
-    power_neg: float = 3.0,
-    rate_neg: float = 2.0,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Objective:
+@takes("power_pos", "rate_pos", "power_neg", "rate_neg", "beta", "kl", "ddof", "eps")
+def vespo() -> Objective:
     """Variational sequence-level soft policy optimization, arXiv 2602.10693.
 
         q_i  = exp( sum_t (logp - old_logp) )
@@ -108,30 +76,16 @@ def vespo(
     with (power, rate) = (2, 3) for A >= 0 and (3, 2) otherwise. phi is 1 on policy and vanishes on
     both sides. Choice: a correction for the sampler is a factor of its own and not part of q.
     """
-    gate = partial(
-        surrogate.gamma_weight,
-        power_pos=power_pos, rate_pos=rate_pos, power_neg=power_neg, rate_neg=rate_neg,
-    )  # fmt: skip
     return Objective(
-        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        advantage=advantage.group_standardized,
         ratio=ratio.product,
-        surrogate=gate,
+        surrogate=surrogate.gamma_weight,
         weights=weights.token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
     )
 
 
-def dppo(
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    max_weight: float = 20.0,
-    beta: float = 0.0,
-    kl: Kl = "k3",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Objective:
+@takes("clip_low", "clip_high", "max_weight", "beta", "kl", "ddof", "eps")
+def dppo() -> Objective:
     """Divergence PPO with total variation, arXiv 2602.04879.
 
         loss = - 1/T sum_i sum_t keep sg(min(r, max_weight)) A logp
@@ -141,12 +95,8 @@ def dppo(
     lose much.
     """
     return Objective(
-        advantage=partial(advantage.group_standardized, ddof=ddof, eps=eps),
+        advantage=advantage.group_standardized,
         ratio=ratio.token,
-        surrogate=partial(
-            surrogate.trust_mask, clip_low=clip_low, clip_high=clip_high, max_weight=max_weight
-        ),
+        surrogate=surrogate.trust_mask,
         weights=weights.token_mean,
-        penalty=PENALTIES[kl],
-        beta=beta,
     )
