@@ -50,9 +50,15 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
         "old_entropy": ("entropy", "it reads entropies"),
         "entropy": ("entropy", "it reads entropies"),
         "tokens": ("tokens", "it compares tokens"),
+        "parts": ("parts", "it compares the parts of the reward"),
+        "teacher": ("teacher_logp", "it learns from a teacher"),
     }
 )
 """For each need: the argument that it takes, and why."""
+
+
+PER_ROW = ("rewards", "group", "success", "rollout")
+"""Arguments [B]."""
 
 
 class LossOutput(NamedTuple):
@@ -81,6 +87,9 @@ def loss(
     entropy: torch.Tensor | None = None,
     success: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
+    parts: torch.Tensor | None = None,
+    teacher_logp: torch.Tensor | None = None,
+    rollout: torch.Tensor | None = None,
     **options: Any,
 ) -> LossOutput:
     """Return the loss of an algorithm.
@@ -97,13 +106,17 @@ def loss(
         entropy: [B, T] of the policy that sampled; for an entropy bonus, of the policy now.
         success: [B] which rollouts succeed, where an algorithm reads it; by default, reward > 0.
         tokens: [B, T] token ids, where an algorithm reads them.
+        parts: [B, K] parts of the reward, where an algorithm reads them; NaN like rewards.
+        teacher_logp: [B, T] under the teacher, for a distillation.
+        rollout: [B] which rows are segments of one rollout; by default every row is a rollout.
         options: the algorithm's own; one that it does not have is an error.
     """
     objective = build(algorithm, **options)
     _check_shapes(mask, {"logp": logp})
     batch = _batch(
         objective, mask=mask, rewards=rewards, group=group, old_logp=old_logp, ref_logp=ref_logp,
-        sampler_logp=sampler_logp, entropy=entropy, success=success, tokens=tokens,
+        sampler_logp=sampler_logp, entropy=entropy, success=success, tokens=tokens, parts=parts,
+        teacher_logp=teacher_logp, rollout=rollout,
     )  # fmt: skip
     now = _at_least_float32(logp)
     batch = with_weight(objective, with_advantage(objective, batch))
@@ -130,6 +143,9 @@ def advantages(
     entropy: torch.Tensor | None = None,
     success: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
+    parts: torch.Tensor | None = None,
+    teacher_logp: torch.Tensor | None = None,
+    rollout: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """Return the advantages [B, T] of an algorithm, float64; the arguments are those of `loss`."""
@@ -145,7 +161,8 @@ def advantages(
     batch = _batch(
         only,
         mask=mask, rewards=rewards, group=group, old_logp=old_logp, ref_logp=ref_logp,
-        sampler_logp=None, entropy=entropy, success=success, tokens=tokens,
+        sampler_logp=None, entropy=entropy, success=success, tokens=tokens, parts=parts,
+        teacher_logp=teacher_logp, rollout=rollout,
     )  # fmt: skip
     result = with_advantage(objective, batch).advantage
     assert result is not None
@@ -164,11 +181,15 @@ def _batch(
     entropy: torch.Tensor | None,
     success: torch.Tensor | None,
     tokens: torch.Tensor | None,
+    parts: torch.Tensor | None,
+    teacher_logp: torch.Tensor | None,
+    rollout: torch.Tensor | None,
 ) -> Batch:
     """Check the tensors and put them into a batch without prompts."""
     optional = {
         "old_logp": old_logp, "ref_logp": ref_logp, "sampler_logp": sampler_logp,
-        "entropy": entropy, "tokens": tokens, "success": success,
+        "entropy": entropy, "tokens": tokens, "success": success, "parts": parts,
+        "teacher_logp": teacher_logp, "rollout": rollout,
     }  # fmt: skip
     _check_shapes(mask, {"rewards": rewards, "group": group, **optional})
     _check_needs(objective, optional)
@@ -190,7 +211,10 @@ def _batch(
         success=rewards > 0 if success is None else success.bool(),
         group=group,
         truncated=mask.new_zeros(rows),
+        parts=None if parts is None else parts.detach().double(),
+        rollout=rollout,
         old_logp=old,
+        teacher_logp=None if teacher_logp is None else _at_least_float32(teacher_logp.detach()),
         ref_logp=None if ref_logp is None else _at_least_float32(ref_logp.detach()),
         entropy=None if entropy is None else entropy.detach(),
     )
@@ -200,8 +224,12 @@ def _check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]
     if mask.ndim != 2:
         raise ConfigError(f"mask must be [B, T], not {list(mask.shape)}")
     for name, tensor in tensors.items():
-        expected = mask.shape[:1] if name in ("rewards", "group", "success") else mask.shape
-        if tensor is not None and tensor.shape != expected:
+        if tensor is None:
+            continue
+        expected = mask.shape[:1] if name in PER_ROW else mask.shape
+        if name == "parts" and tensor.ndim == 2:
+            expected = (len(mask), tensor.shape[1])
+        if tensor.shape != expected:
             raise ConfigError(f"{name} must be {list(expected)}, not {list(tensor.shape)}")
 
 

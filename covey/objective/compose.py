@@ -15,7 +15,16 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from covey.errors import ConfigError, nearest
-from covey.objective.advantage import ADVANTAGES, returns_whitened, reward_itself
+from covey.objective.advantage import (
+    ADVANTAGES,
+    parts_standardized,
+    returns_whitened,
+    reward_itself,
+)
+from covey.objective.best_of_k import best_of_k
+from covey.objective.distill import READS as TEACHER
+from covey.objective.distill import towards_teacher
+from covey.objective.keep import kept_standardized
 from covey.objective.loss import Need, Objective
 from covey.objective.penalty import PENALTIES, Kl
 from covey.objective.ratio import RATIOS
@@ -37,6 +46,9 @@ SHAPED: Pieces = MappingProxyType(
         "entropy_shaped_tokens": entropy_shaped_tokens,
         "entropy_shaped_sequences": entropy_shaped_sequences,
         "without_conflicts": without_conflicts,
+        "best_of_k": best_of_k,
+        "kept_standardized": kept_standardized,
+        "towards_teacher": towards_teacher,
     }
 )
 PIECES: Mapping[str, Pieces] = MappingProxyType(
@@ -55,6 +67,8 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
         entropy_shaped_tokens: SHAPED_BY_ENTROPY,
         entropy_shaped_sequences: SHAPED_BY_ENTROPY,
         without_conflicts: WITHOUT_CONFLICTS,
+        parts_standardized: frozenset({"groups", "parts"}),
+        towards_teacher: TEACHER,
     }
 )
 """What advantages read that do more than compare the rewards of a group, or less."""
