@@ -33,6 +33,7 @@ from covey.objective import (
     with_weight,
 )
 from covey.objective.advantage import group_sum
+from covey.objective.compose import option
 from covey.objective.diagnostics import (
     Meter,
     observe,
@@ -194,7 +195,7 @@ def _batch(
     _check_shapes(mask, {"rewards": rewards, "group": group, **optional})
     _check_needs(objective, optional)
     if "groups" in objective.needs:
-        _check_groups(group)
+        _check_groups(objective, group)
     mask, rewards = mask.bool(), rewards.detach().double()
     rows, width = mask.shape
     zeros = mask.new_zeros(mask.shape, dtype=torch.float32)
@@ -239,12 +240,16 @@ def _check_needs(objective: Objective, given: Mapping[str, torch.Tensor | None])
             raise ConfigError(f"this objective needs {name}, since {why}")
 
 
-def _check_groups(group: torch.Tensor) -> None:
-    alone = group_sum(torch.ones_like(group, dtype=torch.long), group) == 1
-    if alone.any():
+def _check_groups(objective: Objective, group: torch.Tensor) -> None:
+    sizes = group_sum(torch.ones_like(group, dtype=torch.long), group)
+    if (sizes == 1).any():
         raise ConfigError(
-            f"group {int(group[alone][0])} has one completion; a group has at least two to compare"
+            f"group {int(group[sizes == 1][0])} has one completion; a group has at least two to "
+            "compare"
         )
+    k = option(objective.advantage, "k")
+    if k is not None and (sizes < k).any():
+        raise ConfigError(f"k = {k} exceeds the {int(sizes.min())} completions of a group")
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from typing import Literal
 
 import torch
 
-from covey.errors import ConfigError
 from covey.objective.advantage import per_token, rollout_rewards, zero_variance
 from covey.types import Batch
 
@@ -29,10 +28,7 @@ def best_of_k(batch: Batch, *, k: int = 4, baseline: Baseline = "loo1") -> torch
     advantage = torch.zeros_like(rewards, dtype=torch.float64)
     flat = zero_variance(rewards, batch.group)
     for group in batch.group.unique():
-        rows = batch.group == group
-        if k > int(rows.sum()):
-            raise ConfigError(f"pkpo: k = {k} exceeds the {int(rows.sum())} completions of a group")
-        scored = (rows & ~rewards.isnan() & ~flat).nonzero().squeeze(1)
+        scored = ((batch.group == group) & ~rewards.isnan() & ~flat).nonzero().squeeze(1)
         if len(scored) > 1:
             gains = subset_gains(rewards[scored], k=k, baseline=baseline)
             advantage[scored] = len(scored) * gains

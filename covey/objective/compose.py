@@ -160,6 +160,12 @@ def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
     return piece.func if isinstance(piece, partial) else piece
 
 
+def option(piece: Callable[..., Any], name: str) -> Any:
+    """Return the value that an option has in a piece; None if the piece has no such option."""
+    parameter = options_of(piece).get(name)
+    return None if parameter is None else parameter.default
+
+
 def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return the keyword-only parameters: what is not data is an option."""
     parameters = inspect.signature(function).parameters.items()

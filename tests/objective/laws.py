@@ -63,6 +63,9 @@ CASES = {**{name: (name, {}) for name in ALGORITHMS}, **VARIANTS}
 # Those whose gain is of whole answers: there `top_entropy` is refused, rather than not obeyed.
 OF_ANSWERS = {"gspo", "luspo", "gmpo", "rloo", "grpo_s", "vespo"}
 
+# Those that refuse a KL in the reward, or rewards that a KL makes negative.
+NO_KL_IN_REWARD = {"gdpo", "maxrl", "gfpo"}
+
 seeds = st.integers(0, 2**31)
 
 
@@ -97,6 +100,8 @@ def extras(case: str, *leave_out: str) -> st.SearchStrategy[dict[str, Any]]:
     }
     if CASES[case][0] in OF_ANSWERS:
         del some["top_entropy"]
+    if CASES[case][0] in NO_KL_IN_REWARD:
+        del some["kl_in"]
     left = {k: v for k, v in some.items() if k not in leave_out}
     drawn = st.fixed_dictionaries({}, optional=left)
     return drawn.map(_legal)
