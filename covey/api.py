@@ -199,7 +199,7 @@ def _objects(
     dataset: Dataset | None, held_out: Dataset | None, rewards: Any
 ) -> tuple[Task | None, Reward | None]:
     """Return the task and the reward that were passed as objects."""
-    from covey.rewards.functions import function_reward
+    from covey.rewards.user import function_reward
     from covey.tasks.dataset import dataset_task
 
     task = None if dataset is None else dataset_task(dataset, held_out)
@@ -210,7 +210,7 @@ def _with_objects(
     source: Source, passed: set[str], model: str | Path | None, overrides: Mapping[str, Any]
 ) -> Config:
     """Return the configuration, in which objects from Python have names of their own."""
-    from covey.rewards.functions import NAME as FUNCTIONS
+    from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET
 
     names = {"task": DATASET, "reward": FUNCTIONS}
@@ -222,7 +222,7 @@ def _with_objects(
 
 def _check_passed(folder: RunFolder, passed: set[str]) -> None:
     """Refuse to resume a run without the objects that it was started with."""
-    from covey.rewards.functions import NAME as FUNCTIONS
+    from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET
 
     config = load_config(folder.config_file)

@@ -15,7 +15,7 @@ import pytest
 
 import covey
 from covey.errors import ConfigError, DataError
-from covey.rewards.functions import function_reward
+from covey.rewards.user import function_reward
 from covey.tasks.dataset import dataset_task
 
 ROOT = Path(__file__).parent.parent

@@ -65,7 +65,7 @@ ABOUT_WORDS = (
     ("model", ("template", "chat_options", "prefill", "prefill_in_text")),
     ("sft", ("template",)),
 )
-"""Settings that belong to the replaced task and reward, and are dropped with them."""
+"""Settings for the text of prompts and solutions, dropped with the task that they belong to."""
 
 
 def load_smoke(source: str, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
@@ -83,7 +83,7 @@ def changed_by_smoke(source: str, overrides: Iterable[str] = ()) -> frozenset[st
 
 
 def smoke_settings(source: str, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """Do the same as `load_smoke` on plain data, without default values."""
+    """Return the settings of `load_smoke` as plain data, without default values."""
     settings = list(overrides)
     data = read_settings(source)
     wanted = parse_config(overridden(data, settings))

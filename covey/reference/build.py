@@ -36,8 +36,11 @@ def make_reference(
             tokenizer=tokenizer_digest(policy),
             weights=section.fingerprint,
         )
-    if section.kind == "adapter_off":
-        _need_adapter(policy)
+    if section.kind == "adapter_off" and policy.adapter is None:
+        raise ConfigError(
+            "config: reference.kind = 'adapter_off' needs an adapter to switch off; set "
+            "adapter.rank, or use 'frozen'"
+        )
     # Under a new adapter, the base weights are the starting weights: no second copy is needed.
     under = section.kind == "frozen" and policy.adapter and not adapter_base(config.model.path)
     if section.kind == "adapter_off" or under:
@@ -45,7 +48,11 @@ def make_reference(
             model=policy, temperature=temperature, logits_megabytes=megabytes
         )
     if section.kind in ("moving", "renewed"):
-        _need_no_adapter(policy, section.kind)
+        if policy.adapter is not None:
+            raise ConfigError(
+                f"config: reference.kind = {section.kind!r} does not work with an adapter; use "
+                "'adapter_off' or 'frozen'"
+            )
         return MovingReference(
             model=load(),
             temperature=temperature,
@@ -66,19 +73,3 @@ def _token(variable: str) -> str:
             f"config: reference.token_env = {variable!r}: the variable holds no valid token"
         )
     return token
-
-
-def _need_adapter(policy: LanguageModel) -> None:
-    if policy.adapter is None:
-        raise ConfigError(
-            "config: reference.kind = 'adapter_off' needs an adapter to switch off; set "
-            "adapter.rank, or use 'frozen'"
-        )
-
-
-def _need_no_adapter(policy: LanguageModel, kind: str) -> None:
-    if policy.adapter is not None:
-        raise ConfigError(
-            f"config: reference.kind = {kind!r} does not work with an adapter; use "
-            "'adapter_off' or 'frozen'"
-        )

@@ -133,7 +133,7 @@ class ServerReference(Reference):
         return LogProbs(*(values.to(device) for values in whole))
 
     def save(self, folder: Path) -> None:
-        """Record the digest of the reference weights."""
+        """Write the URL and the digest of the reference weights."""
         record = {"url": self.address.url, "weights": self.weights}
         (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
 

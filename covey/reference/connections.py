@@ -1,9 +1,9 @@
 """Connection limits of a reference server: how many may be open, and for how long.
 
 A client that opens connections and sends nothing, or one byte at a time, must not block others. So
-the head of a request has a short time limit. At the limit of connections, the one that has sent
-least, for longest, is closed. server.py has a time limit for bodies and can reply to those; this
-module closes connections that no reply can reach.
+the head of a request has a short time limit. If a new connection exceeds the limit, the oldest one
+without a complete request is closed. server.py has a time limit for bodies and can reply to those;
+this module closes connections that no reply can reach.
 """
 
 from __future__ import annotations

@@ -34,10 +34,11 @@ BYTES_PER_TOKEN = 17
 HEADER_BYTES = 4096
 """A generous bound on a request's names, shapes and metadata."""
 SLACK = 1e-4
-"""Rounding that may lift a log-probability above 0, or an entropy below, at temperature 1.
+"""The largest log-probability above 0, or entropy below 0, that rounding explains.
 
 Both are differences of logits and their logsumexp in float32. With logits up to 2^9, either is
-rounded by at most 2^-15 = 3e-5. Below temperature 1, logits are larger, and so is the tolerance.
+rounded by at most 2^-15 = 3e-5. At a temperature below 1, logits are larger, and so is the
+tolerance.
 """
 
 

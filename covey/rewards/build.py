@@ -17,7 +17,6 @@ from covey.rewards.coherence import Coherence
 from covey.rewards.countdown import Countdown
 from covey.rewards.efficiency import Efficiency
 from covey.rewards.format import AgentExampleForm, ThinkAnswerForm, ThinkToolForm
-from covey.rewards.functions import NAME as FUNCTIONS
 from covey.rewards.judge import Judge
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import ByTask, Mix
@@ -27,7 +26,7 @@ from covey.rewards.score import Reward
 from covey.rewards.text_match import ExactText, FuzzyText
 from covey.rewards.think_answer import ThinkAnswer
 from covey.rewards.tool_call import ToolCall
-from covey.rewards.user import as_reward
+from covey.rewards.user import FUNCTIONS, as_reward
 from covey.trust import import_callable, is_import_path
 
 

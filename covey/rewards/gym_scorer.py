@@ -16,7 +16,7 @@ Entry = Mapping[str, Any]
 
 
 def _names(entry: Entry) -> list[str]:
-    """Return the names that stand in the expected answer: those of its variables are among them."""
+    """Return all names in the expected answer; they include its variables."""
     return re.findall(r"[A-Za-z]\w*", str(entry["answer"]), re.ASCII)
 
 
@@ -43,11 +43,11 @@ EVALUATING: Mapping[str, Callable[[str, Entry], str]] = {
     "polynomial_multiplication": _as_formula,
     "simple_integration": _as_formula,
 }
-"""Data sets whose scorer evaluates the answer, and how the answer is read before."""
+"""Datasets whose scorer evaluates the answer, and the parser that the answer passes first."""
 
 
 def load() -> None:
-    """Import what is slow to import, and have sympy fill its caches, which children share."""
+    """Import slow packages and fill the caches of sympy. Child processes inherit both."""
     importlib.import_module("reasoning_gym.composite")
     sympy = importlib.import_module("sympy")
     integral = sympy.parse_expr("x**3/3 + sin(2*x)*exp(x) + log(x) + sqrt(x) + C")
@@ -55,15 +55,15 @@ def load() -> None:
 
 
 def prepare(info: Mapping[str, Any]) -> tuple[str, Any, Entry]:
-    """Return the name of the data set, the data set and the entry of a prompt."""
+    """Return the name of the dataset, the dataset and the entry of a prompt."""
     dataset, entry = entry_of(info)
     name = info["reasoning_gym"]["dataset"]
-    # A data set of several hands the answer on to the one that the entry is of.
+    # The entry of a composite dataset belongs to one of its parts, which scores it.
     return entry["metadata"]["source_dataset"] if name == "composite" else name, dataset, entry
 
 
 def score(prepared: tuple[str, Any, Entry], text: str) -> float:
-    """Return what the data set's own scorer says of an answer, from 0 to 1."""
+    """Return the score of an answer by the dataset's own scorer, from 0 to 1."""
     name, dataset, entry = prepared
     try:
         answer = readable(name, text, entry)
@@ -75,23 +75,23 @@ def score(prepared: tuple[str, Any, Entry], text: str) -> float:
 
 
 def scored(dataset: Any, answer: str, entry: Entry) -> float:
-    """Return the score of an answer that the data set's scorer may see, from 0 to 1."""
+    """Return the score of an answer that has passed `readable`, from 0 to 1."""
     try:
         given = float(dataset.score_answer(answer, entry))
-    except Exception:  # scorers take the form of an answer for granted, each in its own way
+    except Exception:  # each scorer fails in its own way on an answer of another form
         return 0.0
     return min(max(given, 0.0), 1.0) if math.isfinite(given) else 0.0
 
 
 def readable(name: str, text: str, entry: Entry) -> str:
-    """Return what the scorer may see of a text: all of it only where it evaluates nothing.
+    """Return the text that the scorer gets. If it evaluates text, that is parsed and printed first.
 
-    Raises NotPlainError where that is nothing.
+    Raises NotPlainError if the text is not plain data or arithmetic.
     """
     if name not in EVALUATING:
         return text
     known = [entry["answer"], *entry["metadata"].get("valid_answers", ())]
-    # What the entry itself calls right is the data set's own text. Not all of it is an expression.
+    # The entry's own answers are trusted, and not all of them can be parsed.
     for answer in known:
         if isinstance(answer, str) and answer.strip() == text.strip():
             return answer

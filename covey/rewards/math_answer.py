@@ -23,9 +23,9 @@ from covey.sandbox.scorer import LONGEST
 from covey.types import Prompt
 
 MAX_SUMS = 6
-"""Sums in brackets: their product has up to 2 to this power terms."""
+"""The most sums in brackets: a product of n sums of two terms has up to 2^n terms."""
 MAX_PARTS = 12
-"""Of a list that only math-verify can compare: it tries every order."""
+"""The most parts of a list that only math-verify can compare: it tries every order."""
 
 _WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z ]*")
 _SUM = re.compile(r"[({][^(){}]*[0-9A-Za-z)}] *[-+][^(){}]*[)}]")

@@ -10,7 +10,7 @@ A pure scorer also ends soon. It has no `while`, no powers, no shifts, and no `r
 whole numbers that it reads from text. It keeps nothing from one completion to the next: it sets no
 attributes, and the values that it shares with other calls cannot be changed.
 
-The proof takes for granted that the entry and the options of the data set are plain data.
+The proof assumes that the entry and the options of the dataset are plain data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, Mo
 from typing import Any
 
 MOST_CHARACTERS = 4_000
-"""Of a text that a pure scorer may see: some compare each part of a text with each other part."""
+"""The longest text for a pure scorer: some compare every part of a text with every other."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -65,10 +65,10 @@ none that takes a size, such as `zfill`."""
 
 MATCHERS = (re.findall, re.fullmatch, re.match, re.search, re.split)
 PATTERNS = frozenset({r",\s*", r"[A-C]", r"^([A-Z])(\d+)$", r"\b-?\d+(?:\.\d+)?\b"})
-"""Patterns that take linear time on any text. That of a scorer has to be one of these constants."""
+"""Patterns that take linear time on any text. A scorer may use only these."""
 
 TOO_LONG = ({"range", "int"}, {"range", "loads"}, {"int", "Decimal"})
-"""Together they compute for as long as a number in the text says."""
+"""Functions that together let a number in the text decide how long the scorer runs."""
 
 OPERATORS = frozenset({"+", "-", "*", "/", "//", "&", "|", "^", "[]"})
 
@@ -102,7 +102,7 @@ _KINDS = (
     str, bytes, int, float, complex, list, tuple, dict, set, frozenset, decimal.Decimal, re.Match,
     Exception, type, FunctionType, BuiltinFunctionType, GeneratorType,
 )  # fmt: skip
-"""What a pure scorer can get hold of, besides itself."""
+"""The types of all objects that a pure scorer can reach, besides itself."""
 _ALLOWED = {id(thing): thing for thing in FUNCTIONS} | {
     id(thing): thing for thing in (getattr(builtins, name) for name in BUILTINS)
 }
@@ -114,11 +114,11 @@ class ImpureError(Exception):
 
 
 def is_pure(dataset: Any) -> bool:
-    """Whether the scorer of a data set only reads and compares."""
+    """Whether the scorer of a dataset only reads and compares."""
     scorer: Any = type(dataset)
     config: Any = type(getattr(dataset, "config", None))
     names = _names_if_pure(scorer, config)
-    # What is set on the data set itself would be found before what its class has.
+    # An attribute of the dataset itself would hide the one of its class.
     return names is not None and names.isdisjoint(vars(dataset).keys() - {"config"})
 
 
@@ -147,7 +147,7 @@ def _is_constant(value: Any) -> bool:
 
 
 class _Proof:
-    """What was found on the way through the functions of one scorer."""
+    """A walk through all functions of one scorer, and what it found."""
 
     def __init__(self, scorer: type, config: type) -> None:
         self.scorer = scorer
@@ -157,7 +157,7 @@ class _Proof:
         self._seen: set[FunctionType] = set()
 
     def use(self, value: Any) -> None:
-        """Go through what a name stands for. Raises ImpureError."""
+        """Check the value of a name. Raises ImpureError if it is not on the lists."""
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         if id(value) in _ALLOWED:
@@ -196,7 +196,7 @@ class _Proof:
         self, name: str, variables: dict[str, Any], following: Iterator[dis.Instruction]
     ) -> None:
         value = variables.get(name, getattr(builtins, name, _NOTHING))
-        while isinstance(value, ModuleType):  # only its attribute is of use
+        while isinstance(value, ModuleType):  # a module is allowed only for its attributes
             value = getattr(value, _looked_up(following), _NOTHING)
         if any(value is matcher for matcher in MATCHERS):
             pattern = next(following)
@@ -213,7 +213,7 @@ class _Proof:
         own = inspect.getattr_static(self.scorer, name, _NOTHING)
         if own is not _NOTHING:
             self.use(own)
-        elif name == "config":  # only an option is of use
+        elif name == "config":  # the options are allowed, the config itself is not
             option = _looked_up(following)
             if not _is_constant(inspect.getattr_static(self.config, option, _NOTHING)):
                 raise ImpureError(f"the option {option} has no constant for its default")
@@ -222,7 +222,7 @@ class _Proof:
 
 
 def _looked_up(following: Iterator[dis.Instruction]) -> str:
-    """Return the attribute that comes next. Raises ImpureError where none does."""
+    """Return the attribute that is looked up next. Raises ImpureError if none is."""
     step = next(following)
     if step.opname not in LOOKUPS:
         raise ImpureError("an object that is more than its attributes")

@@ -71,7 +71,7 @@ class ReasoningGym:
         dataset, entry = entry_of(prompt.info)
         answer, expected = extract_text(text), str(entry.get("answer"))
         name = prompt.info["reasoning_gym"]["dataset"]
-        if name == "composite":  # it hands the answer on to the data set that the entry is of
+        if name == "composite":  # the entry belongs to one of its parts
             name = entry["metadata"]["source_dataset"]
             dataset = dataset.datasets[name]
         reward = 0.0

@@ -1,4 +1,4 @@
-"""Reward functions of the user: plain, async or TRL-style."""
+"""Reward functions of the user: plain, async or TRL-style; one, several, or with weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,9 +14,30 @@ from covey.errors import ConfigError
 from covey.rewards.score import Reward, Score
 from covey.types import Prompt
 
+RewardFunction = Callable[..., Any]
+FUNCTIONS = "functions"
+"""The `reward.name` of a run whose reward functions were passed in Python."""
+
+
+class _GroupReward:
+    """A reward that scores the completions of a prompt together."""
+
+    __slots__ = ()
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one completion."""
+        (score,) = self.score_group(prompt, [text])
+        if score is None:
+            raise ValueError("the function returned None")
+        return score
+
+    def score_group(self, prompt: Prompt, texts: Sequence[str]) -> list[Score | None]:
+        """Score the completions of one prompt; None for one that cannot be scored."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UserFunction:
+class UserFunction(_GroupReward):
     """A user's function as a reward.
 
     plain   `f(prompt, text)` or `async f(prompt, text)` returns a number, a `Score`, or a mapping
@@ -57,13 +79,6 @@ class UserFunction:
         """Whether several calls can wait at the same time."""
         call = getattr(self.function, "__call__", None)  # noqa: B004 - an object may be async too
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
-
-    def __call__(self, prompt: Prompt, text: str) -> Score:
-        """Score one completion."""
-        (score,) = self.score_group(prompt, [text])
-        if score is None:
-            raise ValueError("the function returned None")
-        return score
 
     def score_group(self, prompt: Prompt, texts: Sequence[str]) -> list[Score | None]:
         """Score the completions of one prompt; None for one that cannot be scored."""
@@ -132,3 +147,73 @@ def _check_signature(function: Callable[..., Any]) -> None:
         raise ConfigError(
             f"reward: {name} is not a reward function; it must take (prompt, text) or completions"
         ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedFunctions(_GroupReward):
+    """The weighted sum of reward functions; each is a part of the reward under its own name.
+
+    A completion succeeds if the first function gives it at least 1. The functions run in this
+    process, as they would in TRL: a function that hangs holds up the run.
+    """
+
+    functions: Mapping[str, UserFunction]
+    weights: Mapping[str, float]
+
+    bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
+    quick: ClassVar[bool] = True
+    whole_groups: ClassVar[bool] = True
+    version: ClassVar[int] = 1
+
+    def score_group(self, prompt: Prompt, texts: Sequence[str]) -> list[Score | None]:
+        """Score the completions of a prompt; None for those that some function cannot score."""
+        columns = [_run(function, prompt, texts) for function in self.functions.values()]
+        return [self._total(row) for row in zip(*columns, strict=True)]
+
+    def _total(self, row: Sequence[Score | None]) -> Score | None:
+        scores = [score for score in row if score is not None]
+        if len(scores) < len(row):
+            return None
+        parts = {name: score.reward for name, score in zip(self.functions, scores, strict=True)}
+        total = math.fsum(self.weights[name] * value for name, value in parts.items())
+        return Score(reward=total, success=scores[0].success, parts=parts)
+
+
+def _run(function: UserFunction, prompt: Prompt, texts: Sequence[str]) -> list[Score | None]:
+    """Call a function for a group; in a notebook, whose event loop is running, in a thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return function.score_group(prompt, texts)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(function.score_group, prompt, texts).result()
+
+
+def function_reward(
+    rewards: RewardFunction | Reward | Sequence[RewardFunction] | Mapping[RewardFunction, float],
+) -> Reward:
+    """Make a reward of TRL-style functions: one, a list, or a dict of function to weight.
+
+    An object that is a reward already (it has bounds, quick and version) stays as it is.
+    """
+    if callable(rewards) and not isinstance(rewards, Mapping | Sequence):
+        made = as_reward(rewards)
+        if not isinstance(made, UserFunction):
+            return made
+        rewards = [rewards]
+    pairs = list(rewards.items()) if isinstance(rewards, Mapping) else [(f, 1.0) for f in rewards]
+    if not pairs:
+        raise ConfigError("rewards: give at least one reward function")
+    functions: dict[str, UserFunction] = {}
+    weights: dict[str, float] = {}
+    for function, weight in pairs:
+        made = as_reward(function)
+        if not isinstance(made, UserFunction):
+            raise ConfigError("rewards: a list holds functions; use the reward `mix` for others")
+        name = getattr(function, "__name__", type(function).__name__)
+        if name in functions:
+            raise ConfigError(f"rewards: two functions are called {name}; their parts need names")
+        if not math.isfinite(weight):
+            raise ConfigError(f"rewards: the weight of {name} is {weight}")
+        functions[name], weights[name] = made, float(weight)
+    return WeightedFunctions(functions=functions, weights=weights)

@@ -102,7 +102,7 @@ class RunFolder:
         append_line(self.path / "eval.jsonl", result)
 
     def write_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the rows of a step to name/000012.jsonl; what JSON does not know becomes text."""
+        """Write the rows of a step to name/000012.jsonl. Values without a JSON type become text."""
         (self.path / name).mkdir(exist_ok=True)
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
         write_text(self.path / name / f"{step:06d}.jsonl", text)
@@ -122,12 +122,6 @@ class RunFolder:
         """Return every readable evaluation."""
         path = self.path / "eval.jsonl"
         return records.by_step(path, usable_lines(path, records.EVALUATION, note), note)
-
-    def write_rollouts(
-        self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
-    ) -> None:
-        """Write the rollouts of a step."""
-        self.write_table("rollouts", step, self.rollout_rows(groups, advantages))
 
     @staticmethod
     def rollout_rows(
@@ -154,7 +148,7 @@ class RunFolder:
                     "sampler_logp": rollout.sampler_logp,
                     "policy_version": rollout.policy_version,
                     "reward_id": rollout.reward_id,
-                    # With these a file can be scored again; what JSON does not know becomes text.
+                    # With these a file can be scored again.
                     "task": group.prompt.task,
                     "info": dict(group.prompt.info),
                 }
@@ -282,7 +276,7 @@ def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | Non
         then = dict(_flat(tomllib.loads(environment["config"])))
         now = dict(_flat(tomllib.loads(run.config_file.read_text(encoding="utf-8"))))
     except (OSError, ValueError, RecursionError):
-        return None  # whatever loads the configuration reports what is wrong with it
+        return None  # loading the configuration reports the error
     changed = [
         f"{key} was {then.get(key, 'not set')} and is {now.get(key, 'not set')}"
         for key in sorted(then.keys() | now.keys())

@@ -143,7 +143,7 @@ class Line:
 
 
 def is_missing(path: Path) -> bool:
-    """Whether nothing has that name, not even a broken link."""
+    """Whether the path does not exist, not even as a broken link."""
     return not path.exists() and not path.is_symlink()
 
 
@@ -196,7 +196,7 @@ def _checked(raw: bytes, shape: Shape) -> Row:
 
 
 def read_lines(path: Path, shape: Shape = ANY_OBJECT) -> list[Row]:
-    """Read JSON lines, without an unfinished last line. RunError if another line is bad."""
+    """Read JSON lines, except an unfinished last one. RunError if any other line is bad."""
     rows = []
     for line in scan_lines(path, shape):
         if line.row is None:

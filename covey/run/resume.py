@@ -29,7 +29,7 @@ from covey.run.records import (
 )
 
 RECORDS = {"steps.jsonl": STEP, "eval.jsonl": EVALUATION, "checkpoints.jsonl": SAVED}
-"""Files with one line per step. The last decides where a run resumes, and is trimmed last."""
+"""Files with one line per step. checkpoints.jsonl decides where a run resumes: trimmed last."""
 KEPT_BY_STEP = {"checkpoints": "", "rollouts": ".jsonl", "evaluations": ".jsonl",
                 "samples": ".md", "review": ".md"}  # fmt: skip
 """Folders with one file or folder per step, and its suffix. Version 0.1 had "review"."""
@@ -48,7 +48,7 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
     """Return where a run resumes: after the given step, or after its newest checkpoint.
 
     RunError if that checkpoint is missing or damaged; the message says what to do. `save_every`
-    tells at which steps a run of an older version should have checkpoints.
+    is the number of steps between checkpoints, for runs of versions that did not list them.
     """
     found, asked = dict(run.checkpoints()), ""
     if step is None:
@@ -70,14 +70,14 @@ def start_of(run: RunFolder, step: int | None = None, *, save_every: int = 0) ->
 def _missing(run: RunFolder, newest: int, save_every: int) -> str | None:
     """Return which checkpoint is missing, as when a disk is not mounted; None if none is.
 
-    The run lists what it has saved. If it has no such list, its records tell.
+    The run lists what it has saved. Without that list, its other records show it.
     """
     saved, recorded = run.saved_steps(), _last_recorded(run)
     last = max(saved or [], default=0)
     if last > newest:
         what = f"{run.path} has saved a checkpoint of step {last}"
     elif (saved is None and newest == 0 and recorded > 0) or (
-        # A run killed while it saves is this far behind its records, and no farther.
+        # A run that was killed while saving lacks at most one checkpoint.
         0 < save_every < recorded - newest
     ):
         what = f"{run.path} has records up to step {recorded}"

@@ -28,7 +28,7 @@ _MAIN = "covey-main"
 _OVERHEAD = 64 << 20
 """Bytes for the harness, the interpreter's files and the kernel's bookkeeping."""
 _HELPERS = 4
-"""Processes beside the program's: bubblewrap, the harness, and one that each may fork."""
+"""Processes in a group besides the program's: bubblewrap, the harness, and a child of each."""
 _REMOVE_SECONDS = 1.0
 _numbers = itertools.count()
 
@@ -91,7 +91,8 @@ def parent_here() -> Path | None:
 def find_parent(mountinfo: str, membership: str) -> Path | None:
     """Find a directory where groups with limits can be made, from our own group upwards.
 
-    A group above is used only if no group below it has a limit: leaving that group would lift it.
+    A group above is used only if no group below it has limits: a process that leaves a group also
+    leaves its limits.
     """
     own = own_folder(mountinfo, membership)
     if own is None:

@@ -145,7 +145,7 @@ def _packages(seen: list[str]) -> list[str]:
 
 
 def _parents(path: str) -> list[str]:
-    """Make the parent directories of a path: bubblewrap's own would be closed to other users."""
+    """Make the parent directories of a path: bubblewrap would close them to other users."""
     folders = [str(folder) for folder in reversed(Path(path).parents)][1:]
     return [part for folder in folders for part in ("--perms", "0755", "--dir", folder)]
 

@@ -20,11 +20,11 @@ class Limits:
     total_seconds: float = 30.0
     """For all cases together; cases that do not start count as timed out."""
     memory_bytes: int = 512 << 20
-    """Of each process; in isolation, also of all together, including data in sockets."""
+    """Of each process; in isolation, also of all processes together, with data in sockets."""
     processes: int = 32
     """Includes threads. Enforced in isolation only."""
     file_bytes: int = 16 << 20
-    """Of each file; in isolation, also of all together."""
+    """Of each file; in isolation, also of all files together."""
     output_bytes: int = 1 << 20
     """Of each output: standard output, standard error and the value of a call."""
 

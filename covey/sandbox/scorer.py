@@ -34,17 +34,17 @@ LONGEST = LIMITS.wall_seconds + 1.0
 """The most seconds that one text may take."""
 _START_SECONDS = 60.0
 _HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""A fork copies the table of pages: with pages of 2 MiB that takes a fraction of the time. Only
-glibc's own allocator asks for them. Where a machine has none, nothing changes."""
+"""Huge pages of 2 MiB make a fork faster: it copies the page table, which is then much smaller.
+Only glibc's own allocator requests them. On a machine without huge pages nothing changes."""
 _ABOUT_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage"
-"""What glibc reads before it asks."""
+"""The folder that glibc reads before it requests huge pages."""
 _BOOTSTRAP = """
 import marshal, sys
 with open(0, 'rb', buffering=0, closefd=False) as file:
     def read(size):
         data = b''
         while len(data) < size:
-            data += file.read(size - len(data)) or sys.exit('no one is there')
+            data += file.read(size - len(data)) or sys.exit('the client is gone')
         return data
     modules, job = marshal.loads(read(int.from_bytes(read(4), 'big')))
 for name, code in modules:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -94,7 +95,9 @@ class Pool:
         self.identity = identity
         self.whole_groups = bool(getattr(reward, "whole_groups", False))
         self._concurrent = bool(getattr(reward, "is_async", False))
-        self._reward = reward
+        self._again = partial(
+            Pool, reward, identity, workers=workers, timeout=timeout, gigabytes=gigabytes
+        )
         self._payload = _pickled(reward, identity)
         self._workers = workers
         self._timeout = timeout
@@ -108,13 +111,7 @@ class Pool:
 
     def copy(self) -> Pool:
         """Return a pool with the same settings and its own processes."""
-        return Pool(
-            self._reward,
-            self.identity,
-            workers=self._workers,
-            timeout=self._timeout,
-            gigabytes=self._gigabytes,
-        )
+        return self._again()
 
     def start(self) -> None:
         """Start the processes and wait for the first. Raise if it cannot load the reward."""

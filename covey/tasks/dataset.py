@@ -14,7 +14,7 @@ from covey.tasks.task import hash_fraction
 from covey.types import Prompt
 
 NAME = "dataset"
-"""What `task.name` is in the configuration of a run whose data came from Python."""
+"""The `task.name` of a run whose data was passed in Python."""
 HELD_OUT_SHARE = 0.1
 
 Rows = Iterable[Mapping[str, Any]]

@@ -103,7 +103,7 @@ def _generate(dataset: Any, seed: int, index: int) -> Mapping[str, Any]:
     state = random.getstate()
     random.seed(f"{seed}/{index}")  # list_functions draws from the global generator
     try:
-        # bf and codeio print while they generate; decimal_arithmetic sets the precision of all.
+        # bf and codeio print while they generate; decimal_arithmetic changes the global precision.
         with redirect_stdout(sys.stderr), localcontext():
             entry: Mapping[str, Any] = dataset[index]
     finally:

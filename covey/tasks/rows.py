@@ -19,7 +19,7 @@ TARGET_COLUMNS = ("target", "answer")
 EXACT_FLOAT = 2**53
 """Below it, a float represents every integer exactly."""
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
-"""In a template: a doubled brace, a column, or `{}`, which is no column and stays as it is."""
+"""In a template: a doubled brace, a column in braces, or `{}`, which stays as it is."""
 
 Row = Mapping[str, Any]
 NumberedRow = tuple[int, str, Row | str]

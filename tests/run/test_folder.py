@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,13 @@ def group(*rollouts: Rollout) -> Group:
     messages = ({"role": "system", "content": "s"}, {"role": "user", "content": "47+8-6?"})
     prompt = Prompt(id="p", task="arithmetic", messages=messages, target="49")
     return Group(prompt=prompt, rollouts=rollouts)
+
+
+def write_rollouts(
+    run: RunFolder, step: int, groups: list[Group], advantages: list[list[Any]]
+) -> None:
+    """Write the rollouts of a step as the training loop does."""
+    run.write_table("rollouts", step, run.rollout_rows(groups, advantages))
 
 
 def test_a_new_run_holds_its_configuration_and_environment(run: RunFolder) -> None:
@@ -196,7 +204,7 @@ def test_pruning_with_fewer_than_are_kept_removes_nothing(run: RunFolder) -> Non
 def test_what_came_after_is_put_aside_and_what_came_before_stays(run: RunFolder) -> None:
     for step in range(1, 6):
         run.log_step({"step": step})
-        run.write_rollouts(step, [group(rollout(step))], [[0.0]])
+        write_rollouts(run, step, [group(rollout(step))], [[0.0]])
     for step in (0, 2, 4):
         run.log_evaluation(evaluation(step))
     checkpoint(run, 3)
@@ -228,7 +236,7 @@ def test_resuming_a_fresh_run_makes_no_files(run: RunFolder) -> None:
 
 def test_rollouts_read_back_with_what_a_person_reads_first(run: RunFolder) -> None:
     groups = [group(rollout(0), rollout(1, reward=None, success=None, parts={}))]
-    run.write_rollouts(12, groups, [[0.5, None]])
+    write_rollouts(run, 12, groups, [[0.5, None]])
     assert (run.path / "rollouts" / "000012.jsonl").is_file()
     first, second = run.rollouts(12)
     lead = ["prompt", "target", "text", "reward", "success", "parts", "advantage", "finish"]
@@ -257,13 +265,16 @@ def test_rollouts_read_back_with_what_a_person_reads_first(run: RunFolder) -> No
 
 
 def test_which_tokens_are_trained_is_written_out_only_where_not_all_are(run: RunFolder) -> None:
-    run.write_rollouts(1, [group(rollout(0), rollout(1, (True, False)))], [[0.0, 0.0]])
+    write_rollouts(run, 1, [group(rollout(0), rollout(1, (True, False)))], [[0.0, 0.0]])
     assert [row["trained"] for row in run.rollouts(1)] == [True, [True, False]]
 
 
 def test_rollouts_are_written_in_the_order_of_groups_and_samples(run: RunFolder) -> None:
-    run.write_rollouts(
-        1, [group(rollout(0), rollout(1)), group(rollout(2), rollout(3))], [[1.0, 2.0], [3.0, 4.0]]
+    write_rollouts(
+        run,
+        1,
+        [group(rollout(0), rollout(1)), group(rollout(2), rollout(3))],
+        [[1.0, 2.0], [3.0, 4.0]],
     )
     rows = run.rollouts(1)
     assert [(row["sample"], row["advantage"]) for row in rows] == [(0, 1), (1, 2), (2, 3), (3, 4)]
@@ -274,7 +285,7 @@ def test_advantages_that_do_not_match_the_rollouts_write_nothing(
     run: RunFolder, advantages: list[list[float]]
 ) -> None:
     with pytest.raises(ValueError):
-        run.write_rollouts(1, [group(rollout(0), rollout(1))], advantages)
+        write_rollouts(run, 1, [group(rollout(0), rollout(1))], advantages)
     assert list((run.path / "rollouts").iterdir()) == []
 
 
@@ -297,7 +308,7 @@ def test_runs_are_listed_by_name_and_nothing_else_is(tmp_path: Path) -> None:
 
 def test_every_file_is_read_by_any_json_reader(run: RunFolder) -> None:
     run.log_step({"step": 1, "lr": 1e-6})
-    run.write_rollouts(1, [group(rollout(0))], [[0.0]])
+    write_rollouts(run, 1, [group(rollout(0))], [[0.0]])
     for path in (run.path / "steps.jsonl", run.path / "rollouts" / "000001.jsonl"):
         (line,) = path.read_text(encoding="ascii").splitlines()
         assert isinstance(json.loads(line, parse_constant=pytest.fail), dict)

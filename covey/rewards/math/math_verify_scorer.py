@@ -36,7 +36,7 @@ COMMON = (
 @cache
 def _math_verify() -> Any:
     module = importlib.import_module("math_verify")
-    # It warns that its own time limit, which uses signals, is off; ours ends the process.
+    # Both warn that their time limits are off. The sandbox has its own.
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return module

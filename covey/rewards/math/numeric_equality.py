@@ -92,7 +92,7 @@ def _same_equation(answer: list[str], target: list[str]) -> bool | None:
         values = [side if len(side) == 1 else _value(*side) for side in (answer, target)]
         return same_numerically(values[0][0], values[1][0]) if all(values) else None
     sides = [_Evaluator(f"({left})-({right})") for left, right in (answer, target)]
-    # An identity such as x = x is 0 times every other equation.
+    # Both sides of an identity such as x = x cancel to 0, which has no ratio.
     if sides[0].variables != sides[1].variables or 0 in (*sides[0].values, *sides[1].values):
         return None
     ratios = [a / b for a, b in zip(sides[0].values, sides[1].values, strict=True)]

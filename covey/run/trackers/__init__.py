@@ -1,4 +1,4 @@
-"""Trackers: where the numbers of a run go while it trains. jsonl always, console for a person."""
+"""Trackers, which receive the numbers of a run: JSON Lines for every run, and the console."""
 
 from covey.run.trackers.jsonl import JsonlTracker
 from covey.run.trackers.protocol import Tracker, Trackers

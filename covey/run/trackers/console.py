@@ -1,4 +1,4 @@
-"""The tracker for a person: a progress bar in a terminal, plain lines in logs and pipes."""
+"""The console tracker: a progress bar in a terminal, plain lines in logs and pipes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def summary(metrics: Mapping[str, Any]) -> str:
         )
     if "sft/left_out" in metrics:
         return f"nothing to train on: {metrics['sft/left_out']} solutions are too long"
-    # A step without groups to train on has neither.
+    # A step without groups to train on has no KL.
     names = {"objective/kl_avg": "kl", "policy/approxkl_avg": "kl old"}
     kl = next((f"{label} {metrics[m]:.4f}" for m, label in names.items() if m in metrics), "no kl")
     return (
@@ -130,12 +130,12 @@ class LiveTracker(ConsoleTracker):
         self.progress.start()
 
     def sampled(self, count: int) -> None:
-        """Count completions, so that a step of minutes is seen to move."""
+        """Count completions, so that a long step shows progress."""
         self.count += count
         self.progress.update(self.task, sampled=f"+{self.count}")
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Move the bar."""
+        """Advance the bar."""
         self.count = 0
         self.progress.update(
             self.task, completed=metrics["step"], summary=summary(metrics), sampled=""
@@ -147,7 +147,7 @@ class LiveTracker(ConsoleTracker):
         super().evaluation(step, evaluation)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self.progress.stop()
 
 

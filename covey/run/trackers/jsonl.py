@@ -1,4 +1,4 @@
-"""The tracker that every run has: metrics, evaluations and tables in the run folder."""
+"""The JSON Lines tracker, which every run has: it writes to the run folder."""
 
 from __future__ import annotations
 

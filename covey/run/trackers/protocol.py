@@ -1,12 +1,12 @@
-"""What a tracker is: a sink for metrics, evaluations, tables and notes.
+"""The tracker interface: a sink for metrics, evaluations, tables and notes.
 
-To add one, subclass `Tracker` and override what it shows; everything else is ignored. The training
-loop calls every tracker of a run, in order.
+To add a tracker, subclass `Tracker` and override the events that it shows. The training loop
+reports every event to all trackers of a run, in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ class Tracker:
     """A sink for what a run reports. Every method does nothing unless it is overridden."""
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Training begins: `done` of `steps` steps are behind it, `rollouts` are in each."""
+        """Training begins. `done` of `steps` steps are finished; each has `rollouts` rollouts."""
 
     def sampled(self, count: int) -> None:
-        """`count` more completions of the current step, or evaluation, are finished."""
+        """`count` more completions of the current step or evaluation are finished."""
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """A training step is done."""
@@ -29,52 +29,29 @@ class Tracker:
         """An evaluation after `step` is done."""
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of a step: "rollouts", or "evaluations" with a row for each held-out prompt."""
+        """A table of a step: "rollouts", or "evaluations" with a row for each held-out prompt."""
 
     def note(self, text: str) -> None:
-        """Something that the user should read."""
+        """A message for the user."""
 
     def close(self) -> None:
-        """The run has ended, in whatever way."""
+        """The run has ended, successfully or not."""
 
 
 class Trackers(Tracker):
-    """Several trackers as one."""
+    """Several trackers as one: what a run reports goes to each of them, in order."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)
 
-    def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Pass it on."""
-        for tracker in self.trackers:
-            tracker.started(steps=steps, done=done, rollouts=rollouts)
 
-    def sampled(self, count: int) -> None:
-        """Pass it on."""
+def _to_each(event: str) -> Callable[..., None]:
+    def report(self: Trackers, *arguments: Any, **named: Any) -> None:
         for tracker in self.trackers:
-            tracker.sampled(count)
+            getattr(tracker, event)(*arguments, **named)
 
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """Pass it on."""
-        for tracker in self.trackers:
-            tracker.step(metrics)
+    return report
 
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Pass it on."""
-        for tracker in self.trackers:
-            tracker.evaluation(step, evaluation)
 
-    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Pass it on."""
-        for tracker in self.trackers:
-            tracker.table(name, step, rows)
-
-    def note(self, text: str) -> None:
-        """Pass it on."""
-        for tracker in self.trackers:
-            tracker.note(text)
-
-    def close(self) -> None:
-        """Pass it on."""
-        for tracker in self.trackers:
-            tracker.close()
+for _event in [name for name in vars(Tracker) if not name.startswith("_")]:
+    setattr(Trackers, _event, _to_each(_event))
