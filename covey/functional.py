@@ -154,6 +154,8 @@ def advantages(
     in_reward = objective.kl_in_reward
     if in_reward and old_logp is None:
         raise ConfigError(f"{algorithm} with a KL in the reward needs old_logp")
+    if "teacher" in objective.reads and old_logp is None:
+        raise ConfigError(f"{algorithm} compares with the teacher, and needs old_logp")
     # Needs of the loss alone do not apply here.
     only = replace(
         objective, beta=objective.beta if in_reward else 0.0, correction=None, veto=0.0,

@@ -22,6 +22,9 @@ Finish = Literal["stop", "length", "tool_limit", "error"]
 Message = Mapping[str, str]
 _T = TypeVar("_T")
 
+EQUAL_REWARDS = 1e-8
+"""Rewards of a group that differ by less, relative to the largest in size, count as equal."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:

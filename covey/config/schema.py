@@ -190,6 +190,8 @@ class Filter(Section):
     """Train only on groups that are neither all correct nor all wrong."""
     max_rounds: Positive = 4
     """Most sampling rounds to fill a step with dynamic_sampling."""
+    drop_flat: bool = False
+    """Train only on groups whose rewards differ; the step is not refilled."""
     mask_truncated: bool = False
     """Do not train on truncated completions; statistics keep them."""
     skip_zero_gradient: bool = False

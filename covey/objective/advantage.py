@@ -21,11 +21,7 @@ import torch
 
 from covey.errors import ConfigError
 from covey.objective.masked import row_sum
-from covey.types import Batch
-
-EQUAL_REWARDS = 1e-8
-"""Rewards of a group that differ by less, relative to the largest in size, count as equal."""
-
+from covey.types import EQUAL_REWARDS, Batch
 
 def group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """Sum values [B] within each group and hand every row its group's sum, [B]."""
@@ -195,10 +191,6 @@ def parts_standardized(
     `gate` is the number of a part; where that is below `gate_at`, the other parts count as 0.
     """
     assert batch.parts is not None, "gdpo needs the parts of the reward"
-    if batch.token_penalty is not None:
-        raise ConfigError(
-            "gdpo: a KL in the reward is part of no part; set objective.kl_in = 'loss'"
-        )
     parts = batch.parts.double().masked_fill(batch.rewards.isnan()[:, None], torch.nan)
     count = parts.shape[1]
     weights = [float(weight) for weight in part_weights] or [1.0] * count

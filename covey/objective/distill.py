@@ -31,11 +31,15 @@ def towards_teacher(
     eps: float = 1e-6,
 ) -> torch.Tensor:
     """Reverse KL to the teacher as a reward of each token, and `task` times GRPO's advantage."""
-    assert batch.teacher_logp is not None, "distillation needs a teacher"
-    assert batch.old_logp is not None, "distillation needs old_logp"
-    teacher = batch.teacher_logp.double().clamp(min=LEAST_LOGP)
-    gap = difference(teacher, batch.old_logp.double(), batch.mask)
-    advantage = scale * returns(gap, batch.mask, gamma=discount)
+    advantage = scale * returns(teacher_gap(batch), batch.mask, gamma=discount)
     if task:
         advantage = advantage + task * group_standardized(batch, ddof=ddof, eps=eps)
     return advantage
+
+
+def teacher_gap(batch: Batch) -> torch.Tensor:
+    """Return -d = teacher_logp - old_logp [B, T], the teacher's side floored; 0 if not trained."""
+    assert batch.teacher_logp is not None, "distillation needs a teacher"
+    assert batch.old_logp is not None, "distillation needs old_logp"
+    teacher = batch.teacher_logp.double().clamp(min=LEAST_LOGP)
+    return difference(teacher, batch.old_logp.double(), batch.mask)

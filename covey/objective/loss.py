@@ -81,6 +81,9 @@ class Objective:
     """Drop a completion if one of its tokens is less likely for the trainer than this times the
     sampler's probability. 0: keep all."""
     correction_mean_one: bool = False
+    parts: tuple[str, ...] = ()
+    """Names of the parts of the reward that `advantage` reads, in this order. Empty: all there are,
+    in alphabetical order."""
     reads: frozenset[Need] = frozenset({"groups"})
     """What `advantage` needs. The other pieces and options say theirs by what they are: `needs`."""
 

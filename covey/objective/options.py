@@ -64,6 +64,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "cov_low": Option("Tokens with a covariance above this are candidates."),
         "cov_high": Option("Tokens with a covariance below this are candidates."),
         "coefficient": Option("Weight of |logp - old_logp| on the tokens that were picked.", 0),
+        "parts": Option("Names of the parts of the reward that count; empty: all."),
         "part_weights": Option("Weight of each part's advantage; empty: 1 each."),
         "gate": Option("Number of the part that the other parts depend on, from 0; -1: none.", -1),
         "gate_at": Option("Value that the gating part must reach for the others to count."),

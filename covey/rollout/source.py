@@ -69,6 +69,7 @@ class SynchronousSource:
                 collected.groups,
                 version=policy.version,
                 dynamic=config.filter.dynamic_sampling,
+                drop_flat=config.filter.drop_flat,
                 max_age=config.overlap.max_staleness,
                 most=wanted,
             )
@@ -112,7 +113,7 @@ class SynchronousSource:
         if not selected.uniform and not selected.stale:
             raise RewardError(f"step {step}: no group has two scored completions")
         self.reporter.note(
-            f"step {step}: nothing to learn, {selected.uniform} groups all correct or all wrong "
+            f"step {step}: nothing to learn, {selected.uniform} groups without a difference "
             f"and {selected.stale} too old after sampling {rounds} times"
         )
 

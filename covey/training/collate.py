@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
 import torch
 
-from covey.errors import ModelError
+from covey.errors import ConfigError, ModelError
 from covey.types import Batch, Group, Rollout
 
 
-def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batch:
-    """Stack the rollouts of all groups, row by row in order."""
+def collate(
+    groups: Sequence[Group],
+    device: torch.device | str = "cpu",
+    parts: Sequence[str] | None = None,
+) -> Batch:
+    """Stack the rollouts of all groups, row by row in order.
+
+    `parts` are the names of the parts of the reward to fill in; empty: all. None: leave them out.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
 
     def padded(rows: Sequence[Sequence[int | float | bool]], dtype: type) -> torch.Tensor:
@@ -44,9 +51,34 @@ def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batc
         ),
         rollout=torch.arange(len(rollouts)),
         truncated=column([r.finish == "length" for r in rollouts], torch.bool),
+        parts=None if parts is None else _parts(rollouts, parts),
     )
     _check_sampler_logp(batch, rollouts)
     return batch if torch.device(device).type == "cpu" else batch.to(device)
+
+
+def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
+    """Return the named parts [B, K] of each reward, or all in alphabetical order."""
+    scored = [r for r in rollouts if r.reward is not None]
+    names = names or sorted({name for r in scored for name in r.parts})
+    if scored and not names:
+        raise ConfigError("objective: this reward has no parts to compare; grpo needs none")
+    for rollout in scored:
+        if missing := [name for name in names if name not in rollout.parts]:
+            raise ConfigError(
+                f"objective: the reward of completion {rollout.sample} of prompt "
+                f"{rollout.prompt_id} has no part {missing[0]!r}, it has {_listed(rollout.parts)}; "
+                "name the parts that every completion has in objective.parts"
+            )
+    rows = [
+        [math.nan] * len(names) if r.reward is None else [r.parts[name] for name in names]
+        for r in rollouts
+    ]
+    return torch.tensor(rows, dtype=torch.float64).reshape(len(rollouts), len(names))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:

@@ -8,9 +8,10 @@ from covey.objective.loss import Objective
 
 
 @takes(
-    "part_weights", "gate", "gate_at", "clip_low", "clip_high", "dual", "beta", "kl", "ddof", "eps"
-)
-def gdpo() -> Objective:
+    "parts", "part_weights", "gate", "gate_at", "clip_low", "clip_high", "dual", "beta", "kl",
+    "ddof", "eps",
+)  # fmt: skip
+def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
     """Group reward-Decoupled normalization Policy Optimization, arXiv 2601.05242.
 
         a_k[i] = (R_k[i] - mean_g R_k) / (std_g R_k + eps)        for each part k of the reward
@@ -21,6 +22,8 @@ def gdpo() -> Objective:
     A part with a large spread does not drown one with a small spread. The weights act on
     advantages, not on rewards: half the weight is half the influence, whatever the part's scale.
     With `gate`, the other parts count only where part number `gate` reaches `gate_at` (equation 8).
+    In a run, `parts` names the parts that count and their order; without it all parts count, each
+    once. Scores that only describe a completion, as many rewards have, are then parts too.
 
     Choices: the last line is over completions, as in the paper and in TRL; verl takes tokens, which
     brings length in. A completion with a part that could not be scored enters no statistic.
@@ -33,6 +36,7 @@ def gdpo() -> Objective:
         ratio=ratio.token,
         surrogate=surrogate.clipped,
         weights=weights.sequence_mean_token_mean,
+        parts=tuple(parts),
         reads=frozenset({"groups", "parts"}),
     )
 
