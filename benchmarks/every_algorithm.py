@@ -3,7 +3,8 @@
     python benchmarks/every_algorithm.py --steps 30 --jobs 2
 
 Not a comparison: one seed, few steps, and one learning rate for all. It shows that every algorithm
-trains with finite numbers, and whether accuracy rises.
+trains with finite numbers, and whether accuracy rises. A distillation learns from the model that
+the first algorithm, GRPO, ends with. Algorithms named after the options are run alone.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ from covey.run.folder import RunFolder
 RESULT = Path(__file__).parent / "results" / "every_algorithm.json"
 
 
+TEACHER = "grpo"
+TAUGHT = ("opd",)
+
+
 def train(name: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:
     """Train with one algorithm in a process of its own."""
     settings = [f"objective.name={name}", f"train.steps={steps}", f"evaluate.every={steps}"]
     settings += [f"seed={seed}", "save.every=0"]
+    if name in TAUGHT:
+        _, teacher = RunFolder.open(folder / TEACHER).checkpoints()[-1]
+        settings.append(f"teacher.path={teacher}")
     command = [sys.executable, "-m", "covey", "train", "arithmetic", "--run", str(folder / name)]
     for setting in settings:
         command += ["--set", setting]
@@ -64,12 +72,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="Runs at a time.")
     parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("names", nargs="*", help="Algorithms; all unless given.")
     arguments = parser.parse_args()
+    names = arguments.names or list(ALGORITHMS)
+    if set(names) & set(TAUGHT):
+        names = [TEACHER, *(name for name in names if name != TEACHER)]
+    untaught, taught = ([n for n in names if (n in TAUGHT) is t] for t in (False, True))
     threads = max(1, (os.cpu_count() or 1) // arguments.jobs)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         one = partial(train, folder=Path(folder), steps=arguments.steps, seed=arguments.seed)
-        results = list(pool.map(one, ALGORITHMS))
+        results = [*pool.map(one, untaught), *pool.map(one, taught)]
     report = {
         "steps": arguments.steps,
         "environment": described(arguments.seed, "cpu", threads),

@@ -291,7 +291,9 @@ def test_advantages_are_those_of_the_loss(name: str) -> None:
             advantages(name, **needed)
         needed["old_logp"] = given["old_logp"]
     elif name == "opd":
-        with pytest.raises(ConfigError, match="^opd compares with the teacher, and needs old_logp$"):
+        with pytest.raises(
+            ConfigError, match=r"^opd compares with the teacher, and needs old_logp$"
+        ):
             advantages(name, **needed)
         needed["old_logp"] = given["old_logp"]
     elif name == "grpo":

@@ -8,36 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-MOST = 10**9
-"""Upper bound of steps, prompts and tokens: more is a typo."""
+from covey.config.section import Count, Device, Names, Positive, Share
+from covey.config.section import Named as Named
+from covey.config.section import Section as Section
+from covey.config.teacher import Teacher
+
 MOST_COMPLETIONS = 10**7
 """Completions of one step, all of which are in memory until the step ends."""
-Positive = Annotated[int, Field(ge=1, le=MOST)]
-Count = Annotated[int, Field(ge=0, le=MOST)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-"""Several names; a single one needs no brackets."""
-
-
-class Section(BaseModel):
-    """A table of the configuration."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class Named(Section):
-    """A table that names a function; every other key is an option of that function."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
-
-    name: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """All keys but `name`."""
-        return dict(self.model_extra or {})
 
 
 class Model(Section):
@@ -47,7 +26,7 @@ class Model(Section):
     """A folder, a hub name, a GGUF file, 'smollm2' or 'embedded'."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; auto: bfloat16 on a GPU, float32 on a CPU."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")] = "auto"
+    device: Device = "auto"
     """cpu, cuda, cuda:1, or auto."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
@@ -362,6 +341,7 @@ class Config(Section):
     length_penalty: LengthPenalty = LengthPenalty()
     objective: Objective = Objective()
     reference: Reference = Reference()
+    teacher: Teacher = Teacher()
     rollout: Rollout = Rollout()
     scoring: Scoring = Scoring()
     engine: Engine = Engine()

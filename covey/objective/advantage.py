@@ -23,6 +23,7 @@ from covey.errors import ConfigError
 from covey.objective.masked import row_sum
 from covey.types import EQUAL_REWARDS, Batch
 
+
 def group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """Sum values [B] within each group and hand every row its group's sum, [B]."""
     ids, index = group.unique(return_inverse=True)

@@ -29,8 +29,8 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "objective/unscored": "Completions whose scoring failed. No other statistic includes them.",
         "objective/kl_avg": "Mean over tokens of the KL estimate in use, against the reference. "
         "Only with a reference.",
-        "objective/teacher_kl": "Mean over tokens of old_logp - teacher_logp: the KL from policy to "
-        "teacher. Only with a teacher.",
+        "objective/teacher_kl": "Mean over tokens of old_logp - teacher_logp: the KL from policy "
+        "to teacher. Only with a teacher.",
         "objective/teacher_floored": "Share of tokens that the teacher finds less likely than "
         "exp(-20), which count as that. Only with a teacher.",
         "objective/beta": "Weight of the KL in this step. Only with a reference.",

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from covey.config import Config
+from covey.config.schema import Adapter
 from covey.engines.native.engine import NativeEngine
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import ConfigError, DataError
@@ -17,7 +18,7 @@ from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.objective import Objective
 from covey.reference import Reference
-from covey.reference.build import make_reference
+from covey.reference.build import make_reference, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.scoring import Scorer, make_scorer
 from covey.tasks import Task, bad_rows_of
@@ -66,6 +67,7 @@ class Parts(Components):
     length_penalty: LengthPenalty
     objective: Objective
     step_settings: StepSettings
+    teacher: Reference | None = None
 
     def learner_at(self, state: State) -> Learner:
         """Return what the training step that begins at `state` works with."""
@@ -74,6 +76,7 @@ class Parts(Components):
             objective=self.objective,
             settings=self.step_settings,
             reference=self.reference,
+            teacher=self.teacher,
             world=self.world,
         )
         return learner_at(base, self.config, state)
@@ -112,6 +115,7 @@ def assemble(config: Config, reward: Reward | None = None, task: Task | None = N
         ),
         policy=policy_of(config, model),
         reference=reference,
+        teacher=teacher_of(config, model, objective),
         engine=engine,
         sampling=sampling,
         objective=objective,
@@ -124,6 +128,19 @@ def reference_of(config: Config, model: LanguageModel, objective: Objective) -> 
     if "reference" not in objective.needs:
         return None
     return make_reference(config, policy=model, load=partial(load_model, config))
+
+
+def teacher_of(config: Config, model: LanguageModel, objective: Objective) -> Reference | None:
+    """Load the teacher, if the objective learns from one."""
+    if "teacher" not in objective.needs:
+        return None
+
+    def load(path: str) -> LanguageModel:
+        # An adapter is for the policy alone; the teacher is what it is.
+        section = config.model.model_copy(update={"path": path})
+        return load_model(config.model_copy(update={"model": section, "adapter": Adapter()}))
+
+    return make_teacher(config, policy=model, load=load)
 
 
 def load_model(config: Config) -> LanguageModel:

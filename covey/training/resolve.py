@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from covey.config import Config, parse_config
 from covey.config.algorithm_names import check_algorithm_name
 from covey.config.options import choose, resolve_options
-from covey.config.reference_kinds import check_reference
+from covey.config.reference_kinds import check_reference, check_teacher
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
 from covey.models.chat_template import Template
@@ -52,18 +52,53 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     check_reference(resolved.reference)
     template_of(resolved)
     if "objective" in options:
-        _check_old_logp(resolved)
+        objective = objective_of(resolved)
+        _check_old_logp(resolved, objective)
+        _check_groups(resolved, objective)
+        if "teacher" in objective.needs:
+            check_teacher(resolved.teacher)
     return resolved
 
 
-def _check_old_logp(resolved: Config) -> None:
+def _check_groups(resolved: Config, objective: Objective) -> None:
+    """Reject an objective that asks more of a group than rollout.group_size."""
+    from covey.objective.compose import option
+
+    size, k = resolved.rollout.group_size, option(objective.advantage, "k")
+    others = option(objective.advantage, "baseline") not in (None, "loo1")
+    if k is not None and k > size - others:
+        needs = f"{k + others} completions of a prompt" + (", one of them apart" if others else "")
+        raise ConfigError(f"config: objective.k = {k} needs {needs}; rollout.group_size is {size}")
+    given = resolved.objective.options
+    if "parts" in objective.needs and not objective.parts:
+        for name in ("part_weights", "gate"):
+            if given.get(name, ()) not in ((), [], -1):
+                raise ConfigError(
+                    f"config: objective.{name} counts on an order; name the parts of the reward in "
+                    "objective.parts"
+                )
+
+
+def _check_old_logp(resolved: Config, objective: Objective) -> None:
     """Reject the engine's log-probs as old_logp where they differ from the trainer's."""
-    if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
+    from_sampler = "sampler_as_old" in objective.needs
+    if sampling_of(resolved).distribution.truncates:
+        why = "the engine's log-probs are then those of a truncated distribution"
+        if resolved.train.old_logp == "sampler":
+            raise ConfigError(
+                "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p "
+                f"or min_p: {why}"
+            )
+        if from_sampler:
+            raise ConfigError(
+                f"config: {resolved.objective.name} takes ratios to the engine, which cannot be "
+                f"combined with rollout.top_k, top_p or min_p: {why}"
+            )
+    if from_sampler and objective.corrects:
         raise ConfigError(
-            "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
-            "min_p: the engine's log-probs are then those of a truncated distribution"
+            f"config: {resolved.objective.name} takes ratios to the engine already: "
+            "objective.correction and objective.veto have nothing to correct"
         )
-    objective = objective_of(resolved)
     taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
     if taken and objective.corrects:
         raise ConfigError(
