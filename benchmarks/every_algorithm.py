@@ -34,10 +34,10 @@ TEACHER = "grpo"
 TAUGHT = ("opd",)
 
 
-def train(name: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:
+def train(name: str, folder: Path, steps: int, seed: int, more: list[str]) -> dict[str, Any]:
     """Train with one algorithm in a process of its own."""
     settings = [f"objective.name={name}", f"train.steps={steps}", f"evaluate.every={steps}"]
-    settings += [f"seed={seed}", "save.every=0"]
+    settings += [f"seed={seed}", "save.every=0", *more]
     if name in TAUGHT:
         _, teacher = RunFolder.open(folder / TEACHER).checkpoints()[-1]
         settings.append(f"teacher.path={teacher}")
@@ -62,7 +62,8 @@ def train(name: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:
         "skipped_updates": sum(row["optim/skipped"] for row in run.steps()),
         "seconds": round(time.perf_counter() - started, 1),
     }
-    print(f"{name:22} {result['before']:6.1%} -> {result['after']:6.1%}  finite {result['finite']}")
+    shown = f"{name:22} {result['before']:6.1%} -> {result['after']:6.1%}"
+    print(f"{shown}  finite {result['finite']}", flush=True)
     return result
 
 
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="Runs at a time.")
     parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--set", action="append", default=[], help="Another setting for all.")
     parser.add_argument("names", nargs="*", help="Algorithms; all unless given.")
     arguments = parser.parse_args()
     names = arguments.names or list(ALGORITHMS)
@@ -81,7 +83,10 @@ def main() -> None:
     threads = max(1, (os.cpu_count() or 1) // arguments.jobs)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
-        one = partial(train, folder=Path(folder), steps=arguments.steps, seed=arguments.seed)
+        one = partial(
+            train, folder=Path(folder), steps=arguments.steps, seed=arguments.seed,
+            more=arguments.set,
+        )  # fmt: skip
         results = [*pool.map(one, untaught), *pool.map(one, taught)]
     report = {
         "steps": arguments.steps,

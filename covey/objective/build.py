@@ -171,6 +171,10 @@ def _checked(name: str, objective: Objective) -> Objective:
             f"objective.kl_in = 'reward' of {name}: a KL belongs to no part of the reward; set it "
             "to 'loss'"
         )
+    if "teacher" in objective.reads and "groups" not in objective.reads and objective.kl_in_reward:
+        raise ConfigError(
+            f"objective.kl_in = 'reward' of {name}: it reads no reward; set it to 'loss', or task"
+        )
     if objective.kl_target and not objective.beta:
         raise ConfigError("objective.kl_target adapts beta, which is 0; start with a beta above 0")
     return objective

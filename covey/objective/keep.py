@@ -14,7 +14,7 @@ Metric = Literal["length", "rate"]
 
 
 def kept_standardized(
-    batch: Batch, *, keep: int = 8, metric: Metric = "length", ddof: int = 1, eps: float = 1e-6
+    batch: Batch, *, keep: int = 4, metric: Metric = "length", ddof: int = 1, eps: float = 1e-6
 ) -> torch.Tensor:
     """A_i = (R_i - mean R) / (std R + eps) over the kept completions of a group; 0 for the rest."""
     rewards = rollout_rewards(batch)

@@ -63,8 +63,8 @@ CASES = {**{name: (name, {}) for name in ALGORITHMS}, **VARIANTS}
 # Those whose gain is of whole answers: there `top_entropy` is refused, rather than not obeyed.
 OF_ANSWERS = {"gspo", "luspo", "gmpo", "rloo", "grpo_s", "vespo"}
 
-# Those that refuse a KL in the reward (gdpo), or rewards that a KL makes negative.
-NO_KL_IN_REWARD = {"gdpo", "maxrl", "gfpo"}
+# Those that refuse a KL in the reward (gdpo, opd), or rewards that a KL makes negative.
+NO_KL_IN_REWARD = {"gdpo", "maxrl", "gfpo", "opd"}
 
 seeds = st.integers(0, 2**31)
 

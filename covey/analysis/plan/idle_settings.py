@@ -82,6 +82,10 @@ def off_policy_only(setup: Setup) -> Iterator[Finding]:
         names.append("off_policy_limit")
     if setup.surrogate is surrogates.penalized_where_marked:
         names += ["coefficient", "share"]
+    if setup.on_policy and setup.surrogate is surrogates.clipped_at_marks:
+        names.append("target")
+    if setup.on_policy and setup.surrogate is surrogates.unclipped_without_marked:
+        names.append("tau")
     if names:
         settings = ", ".join(f"objective.{n} = {setup.option(n)!r}" for n in names)
         have = "has" if len(names) == 1 else "have"
@@ -229,8 +233,8 @@ def correction_bounds(setup: Setup) -> Iterator[Finding]:
 
 def nothing_to_correct(setup: Setup) -> Iterator[Finding]:
     """Corrections of an engine whose log-probs are exact."""
-    if setup.objective.corrects and setup.exact:
-        idle = changed_options(setup, "correction", "veto")
+    idle = changed_options(setup, "correction", "veto")
+    if idle and setup.exact:
         yield from found(
             "idle",
             "sampling",
@@ -299,6 +303,31 @@ def length_penalty_unread(setup: Setup) -> Iterator[Finding]:
         )
 
 
+def kept_or_single(setup: Setup) -> Iterator[Finding]:
+    """Options of a group or of parts that leave GRPO's advantage as it is."""
+    size, keep = setup.config.rollout.group_size, setup.option("keep", 0)
+    if keep >= size:
+        yield from found(
+            "idle",
+            "groups",
+            ("objective.keep", "rollout.group_size"),
+            title=f"objective.keep = {keep} keeps all completions of a group of {size}",
+            why="Nothing is filtered, and the advantage is GRPO's.",
+            remedy=f"set objective.keep = {max(1, size // 2)}, or raise rollout.group_size",
+        )
+    if len(setup.objective.parts) == 1:
+        yield from found(
+            "idle",
+            "rewards",
+            ("objective.parts", "objective.name"),
+            title=f"objective.parts names one part: {setup.config.objective.name} is grpo times a "
+            "number",
+            why="A single part is standardized in its group as in grpo, and then divided by one "
+            "deviation for the whole step.",
+            remedy="name several parts, or use grpo",
+        )
+
+
 def groups_of_two(setup: Setup) -> Iterator[Finding]:
     """Groups of two, standardized."""
     if setup.advantage is not advantage.group_standardized or setup.config.rollout.group_size != 2:
@@ -359,6 +388,7 @@ RULES: tuple[Rule, ...] = (
     nothing_to_correct,
     filters,
     length_penalty_unread,
+    kept_or_single,
     groups_of_two,
     unused_sections,
 )

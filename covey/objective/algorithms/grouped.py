@@ -53,7 +53,9 @@ def maxrl() -> Objective:
     success, which makes it order G at much noise.
 
     Choice: token sums are divided by a constant, as in Dr.GRPO; the authors' code takes the mean
-    over tokens, which is biased. Rewards must not be negative. With groups of two this is RLOO.
+    over tokens, which is biased. Rewards must not be negative.
+
+    Worth knowing: with binary rewards and groups of two this is RLOO.
     """
     return Objective(
         advantage=advantage.divided_by_mean,
@@ -75,7 +77,8 @@ def pkpo() -> Objective:
     never negative; `centred` adds up to 0 in a group; `loo` is equation 29.
 
     Choices: no division by a deviation and a constant length, since either would bias it. A group
-    whose rewards are all equal has advantage 0, also with `loo`.
+    whose rewards are all equal has advantage 0; the other baselines give that by themselves, and
+    `loo` becomes biased by it.
 
     Worth knowing: with k = 1 this is RLOO. With `loo1` and binary rewards, a group with more than
     G - k + 1 successes teaches nothing: lower k as the policy gets better.
@@ -98,7 +101,7 @@ def gfpo() -> Objective:
 
     T counts the tokens of all completions, as in equation 2; TRL counted those that are kept.
     Completions outside S need no forward pass (filter.skip_zero_gradient). Choice: ddof 1 and eps
-    as in `grpo`; the paper has ddof 0.
+    as in `grpo`; the paper has ddof 0. Keep half the group unless you know better: 4 of 8.
 
     Worth knowing: the shortest completions of a mixed group may all be wrong; then the group
     teaches nothing. With keep >= G this is `grpo` with a token mean.
