@@ -11,8 +11,11 @@ demo: $(STAMP)  ## compare four algorithms on the embedded model, two seeds each
 	$(BIN)/covey compare demo --algorithms grpo,dr_grpo,dapo --seeds 2 \
 		--arm "gspo: objective.name=gspo, objective.clip_low=0.03, objective.clip_high=0.04"
 
+# Cached bytecode halves the start of the processes that tests start; worksteal keeps the tests of
+# a file on one worker, so that what they share is made once.
 test: $(STAMP)  ## run every test that needs no GPU
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -m "not gpu"
+	HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= \
+		$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 
 check: lint types test  ## what CI runs
 

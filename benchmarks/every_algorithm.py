@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,8 +35,10 @@ TEACHER = "grpo"
 TAUGHT = ("opd",)
 
 
-def train(name: str, folder: Path, steps: int, seed: int, more: list[str]) -> dict[str, Any]:
-    """Train with one algorithm in a process of its own."""
+def train(
+    name: str, folder: Path, steps: int, seed: int, more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Train with one algorithm in a separate process; `more` are further settings."""
     settings = [f"objective.name={name}", f"train.steps={steps}", f"evaluate.every={steps}"]
     settings += [f"seed={seed}", "save.every=0", *more]
     if name in TAUGHT:

@@ -62,3 +62,14 @@ def printable_data(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [printable_data(each) for each in value]
     return printable(value) if isinstance(value, str) else value
+
+
+def finite(value: Any) -> Any:
+    """Return plain data with None in place of NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {str(key): finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return None
+    return value

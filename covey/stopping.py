@@ -7,6 +7,8 @@ might wait for minutes, so such a wait is given up some seconds after the signal
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +29,11 @@ class GivenUp(BaseException):
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Mark a wait for others, which a signal ends with GivenUp."""
+    """Mark a wait for others, which a signal ends with GivenUp; in the main thread only."""
     global _waits
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     _waits += 1
     try:
         yield
@@ -55,14 +60,21 @@ def exit_code(number: int) -> int:
 
 
 @contextmanager
-def stop_signal() -> Iterator[StopSignal]:
-    """Turn the first SIGINT or SIGTERM into a flag; the second ends the process at once."""
-    stop = StopSignal()
+def stop_signal(repeats: float = 0.0) -> Iterator[StopSignal]:
+    """Turn the first SIGINT or SIGTERM into a flag; the second ends the process at once.
+
+    A signal within `repeats` seconds of the first is the same one, sent on: a terminal sends Ctrl-C
+    to every process, and a launcher sends it to its ranks again.
+    """
+    stop, first = StopSignal(), 0.0
 
     def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal first
         if stop.received is not None:
+            if time.monotonic() < first + repeats:
+                return
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(exit_code(number))
-        stop.received = signal.Signals(number).name
+        stop.received, first = signal.Signals(number).name, time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS, POLL_SECONDS)
 
     def look(number: int, frame: FrameType | None) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import hypothesis
 import pytest
+
+# Tests run side by side, one to a core; so do the processes that they start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if not torch.cuda.is_available():
@@ -32,7 +37,18 @@ os.environ["COVEY_TRUST"] = (
 # Slow machines are no failure, and a failure must come back when the test is run again.
 hypothesis.settings.register_profile("covey", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("covey")
-torch.set_num_threads(1)  # tests run side by side, one to a core
+torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and collected tests out of every garbage collection: they stay to the end."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter free everything at its end; nanobind reports what is left as leaks."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +176,11 @@ def test_the_page_of_evaluation_names_every_field_of_a_line() -> None:
     text = (ROOT / "docs/evaluation.md").read_text()
     rows = text.partition("| field | meaning |")[2].partition("\n\n")[0].split("\n")[2:]
     cells = [re.findall(r"`(\w+)`", row) for row in rows]
-    completion = ItemCompletion(text="4", correct=True, reward=1.0, tokens=1, finish="stop")
+    completion = ItemCompletion(text="4", success=True, reward=1.0, tokens=1, finish="stop")
     messages = ({"role": "user", "content": "2+2?"},)
     prompt = Prompt(id="1", task="sums", messages=messages, target="4")
     line = Item(prompt=prompt, greedy=completion, samples=(completion,)).row()
-    assert {"model", *line, *completion.row()} == {name for cell in cells for name in cell}
+    assert {"model", *line, *asdict(completion)} == {name for cell in cells for name in cell}
 
 
 def test_the_lines_of_the_package_are_about_as_many_as_the_page_says() -> None:

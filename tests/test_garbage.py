@@ -1,5 +1,10 @@
+"""The garbage collector during training."""
+
 import gc
 import weakref
+from collections.abc import Iterator
+
+import pytest
 
 from covey.training.garbage import freeze_garbage_collector
 
@@ -11,11 +16,29 @@ class Knot:
         self.self = self
 
 
+@pytest.fixture(autouse=True)
+def unfrozen() -> Iterator[None]:
+    """Undo what conftest.py froze, for the time of a test."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 def test_old_objects_are_left_alone_until_the_end_and_no_longer() -> None:
+    assert gc.get_freeze_count() == 0
+    with freeze_garbage_collector():
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_caller_froze_stays_frozen() -> None:
+    gc.freeze()
     before = gc.get_freeze_count()
     with freeze_garbage_collector():
-        assert gc.get_freeze_count() > before + 10_000
-    assert gc.get_freeze_count() == 0
+        made = [[] for _ in range(1000)]
+        assert gc.get_freeze_count() <= before
+    assert gc.get_freeze_count() > before - 1000
+    assert len(made) == 1000
 
 
 def test_what_is_made_meanwhile_is_collected() -> None:

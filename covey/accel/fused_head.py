@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from covey.accel.fused_parameters import GradSink, sink_of
+from covey.accel.fused_parameters import GradHolder, GradSink, sink_of
 from covey.accel.head import LogitSettings
-from covey.accel.kernels.matmul import add_matmul, matmul
+from covey.accel.kernels.matmul import matmul
 from covey.accel.kernels.token_logp import logp_backward, logp_forward
 
 ROWS = 128
@@ -82,7 +82,8 @@ class _DeviceLogp(torch.autograd.Function):
         zero = torch.zeros_like(normalizer)
         by_logp, by_entropy = (zero if g is None else g.contiguous() for g in grads)
         hidden_grad = torch.empty_like(hidden)
-        weight_grad = _WeightGrad(weight, ctx.sink) if ctx.needs_input_grad[1] else None
+        # Without a sink of its own, the weight's gradient is still summed in float32.
+        sink = ctx.sink or GradSink([GradHolder(weight)])
         bias_grad = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         rounded = None
         for part, logits in _chunks(hidden, weight, ctx.settings.chunk):
@@ -95,36 +96,13 @@ class _DeviceLogp(torch.autograd.Function):
                 (by_logp[part], by_entropy[part]), grad, ctx.settings.scale, ctx.settings.softcap,
             )  # fmt: skip
             torch.mm(grad, weight, out=hidden_grad[part])
-            if weight_grad is not None:
-                weight_grad.add(grad.t(), hidden[part])
+            if ctx.needs_input_grad[1]:
+                sink.add_product(grad.t(), hidden[part])
             if bias_grad is not None:
                 bias_grad += grad.sum(dim=0, dtype=torch.float32)
-        whole = None if weight_grad is None else weight_grad.result()
+        weight_grad = None
+        if ctx.needs_input_grad[1] and ctx.sink is None:
+            total = sink.total
+            weight_grad = torch.zeros_like(weight) if total is None else total.to(weight.dtype)
         bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
-        return hidden_grad, whole, bias_grad, None, None
-
-
-class _WeightGrad:
-    """Sums the weight's gradient in float32, in its sink if it has one."""
-
-    def __init__(self, weight: torch.Tensor, sink: GradSink | None) -> None:
-        self.weight, self.sink = weight, sink
-        self.total = None if sink is None else sink.total
-
-    def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        if self.total is not None:
-            add_matmul(left, right, self.total)
-            return
-        if self.sink is not None:
-            self.total = self.sink.start()
-        else:
-            self.total = torch.empty_like(self.weight, dtype=torch.float32)
-        matmul(left, right, self.total)
-
-    def result(self) -> torch.Tensor | None:
-        """Return the gradient for autograd. None: it is in the sink."""
-        if self.sink is not None:
-            return None
-        if self.total is None:
-            return torch.zeros_like(self.weight)
-        return self.total.to(self.weight.dtype)
+        return hidden_grad, weight_grad, bias_grad, None, None

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.functional import linear
 
 from covey.accel.fused_parameters import GradSink, fused_view, sink_of
-from covey.accel.kernels.matmul import add_matmul, matmul
 from covey.accel.kernels.swiglu import silu_mul, silu_mul_backward
 from covey.accel.parity import is_silu
 
@@ -105,11 +104,7 @@ def _weight_grads(
     sink = sink_of(weights)
     if sink is None:
         return list((grad.t() @ values).split([len(w) for w in weights]))
-    total = sink.total
-    if total is None:
-        matmul(grad.t(), values, sink.start())
-    else:
-        add_matmul(grad.t(), values, total)
+    sink.add_product(grad.t(), values)
     return [None] * len(weights)
 
 

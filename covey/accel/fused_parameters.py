@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from covey.accel.kernels.matmul import add_matmul, matmul
+
 FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
 """Layers with the same input, in Llama-like models."""
 
@@ -111,6 +113,14 @@ class GradSink:
             self.start().copy_(grad)
         else:
             total.add_(grad)
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add left @ right, the gradient of all parameters, without rounding it."""
+        total = self.total
+        if total is None:
+            matmul(left, right, self.start())
+        else:
+            add_matmul(left, right, total)
 
     def add_part(self, number: int, grad: torch.Tensor) -> None:
         """Add the gradient of one parameter."""

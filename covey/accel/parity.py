@@ -9,12 +9,13 @@ float32.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from covey.types import Batch
+from covey.types import HostRows
 
 PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose angles depend on the position alone."""
@@ -23,6 +24,22 @@ TOKENS = 32
 """Checks use token ids below this."""
 NUMBERS = ("layer_idx", "layer_id", "layer_num", "layer_number")
 """Attributes for a layer's index, in which layers of one type differ."""
+FLOAT32_TOLERANCE = 1e-4
+FAILURES: tuple[type[Exception], ...] = (
+    AttributeError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    LookupError,
+    AssertionError,
+)
+"""What an implementation may raise for a model of another architecture."""
+try:
+    from triton.errors import TritonError
+except ImportError:  # without Triton no kernel can fail to compile
+    pass
+else:
+    FAILURES = (*FAILURES, TritonError)
 
 
 def plain_positions(config: Any) -> bool:
@@ -82,26 +99,32 @@ def _settings(layer: nn.Module) -> frozenset[tuple[str, type, str, float | str]]
     )
 
 
-def matches(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two float32 results of the same arithmetic are equal up to rounding."""
-    apart = (one - other).float().norm()
-    return float(apart) <= 1e-4 * float(other.float().norm())
+def attempt(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """Return what another implementation computes, without gradient. None: it fails."""
+    try:
+        with torch.no_grad():
+            return compute()
+    except FAILURES:
+        return None
 
 
-def parity_batch(prompt: torch.Tensor, lengths: torch.Tensor) -> Batch:
-    """Return a batch that repeats a prompt's tokens as completions of the given lengths."""
-    rows, longest = len(lengths), int(lengths.max())
-    mask = torch.arange(longest, device=prompt.device) < lengths[:, None]
-    zeros = torch.zeros(rows, device=prompt.device)
-    return Batch(
-        prompt_tokens=prompt.expand(rows, -1),
+def matches(
+    one: torch.Tensor | None, other: torch.Tensor, tolerance: float = FLOAT32_TOLERANCE
+) -> bool:
+    """Tell whether two results of the same arithmetic are equal up to rounding."""
+    if one is None:
+        return False
+    return float((one - other).float().norm()) <= tolerance * float(other.float().norm())
+
+
+def parity_rows(vocabulary: int) -> HostRows:
+    """Return rows for a parity check: three completions of different lengths of one prompt."""
+    prompt, lengths = torch.arange(2, 6) % vocabulary, torch.tensor([3, 1, 5])
+    mask = torch.arange(5) < lengths[:, None]
+    return HostRows(
+        prompt_tokens=prompt.repeat(3, 1),
         prompt_lengths=torch.full_like(lengths, len(prompt)),
-        tokens=prompt[torch.arange(longest, device=prompt.device) % len(prompt)].where(mask, 0),
+        tokens=prompt.repeat(2)[:5].where(mask, 0),
         lengths=lengths,
         mask=mask,
-        sampler_logp=zeros[:, None].expand(-1, longest),
-        rewards=zeros.double(),
-        success=zeros.bool(),
-        group=torch.zeros_like(lengths),
-        truncated=zeros.bool(),
     )

@@ -31,9 +31,11 @@ def algorithms_command(
         _show(name, Screen(soft_wrap=True))
     else:
         console = Screen()
-        table = Table(Column("name", no_wrap=True), "paper", box=SIMPLE, pad_edge=False)
+        table = Table(
+            Column("name", style="bold", no_wrap=True), "paper", box=SIMPLE, pad_edge=False
+        )
         for each, title in ALGORITHM_TITLES.items():
-            table.add_row(f"[bold]{each}[/]", title)
+            table.add_row(each, title)
         console.print(table)
         console.print("covey algorithms NAME shows the formula and the options.")
 
@@ -52,13 +54,13 @@ def _show(name: str, console: Console) -> None:
     from covey.objective.describe import describe, shared_options
 
     description = describe(name)
-    console.print(f"[bold]{name}[/]  ", end="")
-    console.print(description.title, markup=False, highlight=False)
-    console.print(f"\n{description.text}\n", markup=False, highlight=False)
+    console.print(f"{name}  ", style="bold", end="")
+    console.print(description.title)
+    console.print(f"\n{description.text}\n")
     for kind, piece in description.pieces.items():
-        console.print(f"{kind:10} {piece}", markup=False, highlight=False)
-    console.print(f"{'KL':10} {description.kl}", highlight=False)
-    console.print(f"{'needs':10} {', '.join(description.needs) or '-'}\n", highlight=False)
+        console.print(f"{kind:10} {piece}")
+    console.print(f"{'KL':10} {description.kl}")
+    console.print(f"{'needs':10} {', '.join(description.needs) or '-'}\n")
     own = {option.name for option in description.own}
     shared = [option for option in shared_options() if option.name not in own]
     for title, options in (("options", description.own), ("options of every algorithm", shared)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -150,8 +151,6 @@ def _print_design(folder: Path, design: Design) -> None:
         f"{count(runs, 'run')} of {design.amount} {design.budget}: "
         f"{count(len(design.arms), 'arm')}, seeds {seeds}, "
         f"{count(design.threads, 'thread')} each, in {folder}",
-        markup=False,
-        highlight=False,
     )
     table = Table("arm", "differences from the common configuration")
     for arm in design.arms:
@@ -180,9 +179,8 @@ def _run(prepared: Prepared, parallel: int | None, plan_only: bool) -> None:
     _print_design(folder, design)
     if plan_only:
         return
-    jobs = make_jobs(
-        folder, design
-    )  # loads the model: a bad model fails before anything is written
+    # This loads the model: a bad model fails before anything is written.
+    jobs = make_jobs(folder, design)
     folder.mkdir(parents=True, exist_ok=True)
     with RunFolder(folder).locked():
         if prepared.previous != design:
@@ -206,14 +204,15 @@ def _progress(design: Design) -> Iterator[Watch]:
     """Return a live table for a terminal, and plain lines for anything else."""
     from rich.live import Live
 
-    from covey.analysis.compare.progress import LiveProgress, PlainProgress
+    from covey.analysis.compare.progress import Progress
 
     console = Screen(soft_wrap=True)
+    progress = Progress(console=console, budget=design.budget, amount=design.amount)
     if not console.is_terminal:
-        yield PlainProgress(console=console, budget=design.budget, amount=design.amount)
+        yield progress
         return
     with Live(console=console, auto_refresh=False) as live:
-        yield LiveProgress(live=live, budget=design.budget, amount=design.amount)
+        yield replace(progress, live=live)
 
 
 def _write_report(folder: Path) -> None:
@@ -232,4 +231,4 @@ def _write_report(folder: Path) -> None:
         if run.state == "failed"
     ]
     for line in (*lines, f"report   {folder / 'report.html'}"):
-        console.print(line, markup=False, highlight=False)
+        console.print(line)

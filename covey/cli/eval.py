@@ -142,8 +142,8 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
             with Progress(console=Screen(stderr=True), disable=not show) as progress:
                 if show:
                     progress.console.print(f"sampling: {engine.info.backend}")
-                answers = len(prompts) * (1 + config.evaluate.samples)
-                task = progress.add_task("answering", total=answers)
+                completions = len(prompts) * (1 + config.evaluate.samples)
+                task = progress.add_task("completions", total=completions)
                 evaluation = evaluate(
                     prompts,
                     Collector(

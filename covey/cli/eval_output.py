@@ -48,7 +48,7 @@ def show_measured(
     """Print everything as text and tables."""
     for model, evaluation in zip(models, evaluations, strict=True):
         lead = f"{model}: " if len(models) > 1 else ""
-        console.print(f"{lead}{evaluation_line(evaluation)}", markup=False, highlight=False)
+        console.print(f"{lead}{evaluation_line(evaluation)}")
         if by is not None:
             console.print(_category_table(evaluation, by))
     if len(evaluations) > 1:
@@ -72,7 +72,7 @@ def _show_difference(comparison: Comparison, console: Console) -> None:
         table.add_row(
             cell(name),
             f"{value:+.1f}",
-            rf"\[{low:+.1f}, {high:+.1f}]",
+            f"[{low:+.1f}, {high:+.1f}]",
             str(difference.gained),
             str(difference.lost),
             f"{difference.p_value:.3g}",
@@ -80,8 +80,8 @@ def _show_difference(comparison: Comparison, console: Console) -> None:
     console.print(table)
     for what, ids in (("gained", comparison.gained), ("lost", comparison.lost)):
         shown = ", ".join(ids[:SHOWN]) + (", ..." if len(ids) > SHOWN else "")
-        console.print(f"{what} {len(ids)}: {shown or 'none'}", markup=False, highlight=False)
+        console.print(f"{what} {len(ids)}: {shown or 'none'}")
 
 
 def _interval(estimate: Estimate) -> str:
-    return rf"\[{estimate.low:.1%}, {estimate.high:.1%}]"  # rich parses brackets as markup
+    return f"[{estimate.low:.1%}, {estimate.high:.1%}]"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from covey.cli.explain_output import show_replay, show_rollout, show_step, wide_console
 from covey.cli.startup import STARTING, Trust, tell_edited, waiting
 from covey.errors import ConfigError
+from covey.escape import finite
 from covey.run.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -91,9 +92,7 @@ def explain_command(
         explained = explain_step(trainee, recorded)
     rollout = next((a for a in explained.rollouts if a.line == line), None)
     if as_json:
-        return typer.echo(json.dumps(_finite(_data(explained, rollout))))
-
-    from covey.cli.explain_output import show_rollout, show_step, wide_console
+        return typer.echo(json.dumps(finite(_data(explained, rollout))))
 
     if rollout is None:
         show_step(explained, wide_console())
@@ -148,19 +147,6 @@ def _replay(
         say(f"replaying step {step} with {len(built)} algorithms")
         found = replay(trainee, recorded, built, options)
     if as_json:
-        typer.echo(json.dumps(_finite({**asdict(found), "exact": found.origin.exact})))
+        typer.echo(json.dumps(finite({**asdict(found), "exact": found.origin.exact})))
         return
-
-    from covey.cli.explain_output import wide_console
-    from covey.cli.replay_output import show_replay
-
     show_replay(found, wide_console())
-
-
-def _finite(value: Any) -> Any:
-    """Replace numbers that are not finite by null: JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,24 +1,29 @@
-"""Terminal output of `covey explain`: tables of groups, rollouts and tokens."""
+"""Terminal output of `covey explain`: groups, rollouts, tokens, and algorithms side by side."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from covey.analysis.explain.explained_step import (
-    ExplainedGroup,
-    ExplainedRollout,
-    ExplainedToken,
-    Explanation,
-)
-from covey.analysis.explain.recorded import Origin
 from covey.cli.screen import Screen, cell
 from covey.escape import printable
+
+if TYPE_CHECKING:
+    from covey.analysis.explain.explained_step import (
+        ExplainedGroup,
+        ExplainedRollout,
+        ExplainedToken,
+        Explanation,
+    )
+    from covey.analysis.explain.families import Family
+    from covey.analysis.explain.recorded import Origin
+    from covey.analysis.explain.replay import Moment, Replay, Replayed
 
 CHECKED = ("loss/policy_avg", "policy/clipfrac_avg", "optim/grad_norm")
 """Metrics that are compared with the run's log."""
@@ -33,7 +38,7 @@ LEAST_WIDTH = 120
 
 def wide_console() -> Console:
     """Return a console that never cuts a table."""
-    console = Screen(soft_wrap=True, highlight=False)
+    console = Screen(soft_wrap=True)
     console.width = max(console.width, LEAST_WIDTH)
     return console
 
@@ -75,7 +80,7 @@ def show_step(explained: Explanation, console: Console) -> None:
     if explained.filtered_out:
         lines.append(f"{explained.filtered_out} more rollouts were filtered out of the step")
     for line in lines:
-        console.print(line, markup=False)
+        console.print(line)
     console.print(_group_table(explained))
     console.print("share: of the step's sum of |d loss / d logp|. --rollout K shows rollout K.")
 
@@ -86,16 +91,14 @@ def _head(explained: Explanation, console: Console) -> None:
         f"step {explained.step}: {explained.algorithm}, {len(explained.rollouts)} rollouts, "
         f"{count}",
         style="bold",
-        markup=False,
     )
-    console.print(weights_line(explained.origin), markup=False)
+    console.print(weights_line(explained.origin))
     metrics = explained.metrics
     if "debug/sampler_logp_diff_mean" in metrics:  # absent if all rollouts are masked
         console.print(
             "check: log-probs differ from the recorded ones by "
             f"{metrics['debug/sampler_logp_diff_mean']:.1e} on average, "
             f"{metrics['debug/sampler_logp_diff_max']:.1e} at most",
-            markup=False,
         )
     both = [
         f"{name} {metrics[name]:.6g} (logged {explained.logged[name]:.6g})"
@@ -103,7 +106,7 @@ def _head(explained: Explanation, console: Console) -> None:
         if metrics.get(name) is not None and explained.logged.get(name) is not None
     ]
     if both:
-        console.print("check: trained again, " + ", ".join(both) + "\n", markup=False)
+        console.print("check: trained again, " + ", ".join(both) + "\n")
 
 
 def _group_table(explained: Explanation) -> Table:
@@ -146,7 +149,7 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
     """Print a rollout: its text coloured by gradient, and a table of its tokens."""
     _head(explained, console)
     group = next(g for g in explained.groups if g.group == rollout.group)
-    console.print(group.prompt, style="bold", markup=False)
+    console.print(group.prompt, style="bold")
     console.print(_coloured(rollout.tokens))
     reward = "unscored" if rollout.reward is None else f"reward {rollout.reward:.3g}"
     total = sum(a.gradient for a in explained.rollouts)
@@ -155,7 +158,6 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
         f"{rollout.recorded_advantage:+.4g}), trained in optimizer step {rollout.update} of "
         f"{explained.updates}, {rollout.clipped:.1%} clipped, "
         f"{rollout.gradient / total if total else 0.0:.1%} of the step's gradient",
-        markup=False,
     )
     console.print(_token_table(rollout.tokens))
     console.print(
@@ -208,3 +210,90 @@ def _value(token: ExplainedToken, name: str) -> float | None:
         return None if token.gradient is None else 0.0 - token.gradient
     value: float | None = getattr(token, name)
     return value
+
+
+def show_replay(found: Replay, console: Console) -> None:
+    """Print families of algorithms, their gradients and their cosines."""
+    console.print(
+        f"step {found.step}: {found.rollouts} rollouts, {len(found.moments[0].algorithms)} "
+        "algorithms, each with one optimizer step over all rollouts",
+        style="bold",
+    )
+    console.print(weights_line(found.origin))
+    given = "".join(f", {key} = {value}" for key, value in found.options.items())
+    names = [a.name for a in found.moments[0].algorithms]
+    own = (
+        f"{found.run_algorithm} (*) has the run's options, " if found.run_algorithm in names else ""
+    )
+    console.print(f"options: {own}others their defaults{given}")
+    for moment in found.moments:
+        _moment(moment, found, console)
+    console.print("\nequal: = bit for bit, ~ up to rounding after division by the factor behind /")
+    console.print("zero: share of tokens with gradient 0")
+    console.print(
+        "by length: |d loss / d logp| per unit of advantage, relative to all tokens. 1 everywhere "
+        "means no length bias."
+    )
+
+
+def _moment(moment: Moment, found: Replay, console: Console) -> None:
+    when = "before the step: the policy is the one that generated"
+    if moment.updates:
+        when = f"after the run's {moment.updates} optimizer steps with {found.run_algorithm}"
+    console.print(f"\n{when}", style="bold")
+    for family in moment.families:
+        if len(family.members) > 1:
+            console.print(_family_line(family))
+    console.print(_algorithm_table(moment, found.run_algorithm))
+    console.print("cosines of the parameters' gradients, one algorithm of each family:")
+    for line in _cosines(moment):
+        console.print(line)
+
+
+def _family_line(family: Family) -> str:
+    """Return the line of a family: equal bit for bit, up to rounding, or up to a factor."""
+    exact = [m.name for m in family.members if m.identical]
+    rest = [m for m in family.members if not m.identical]
+    parts = [" = ".join(exact)]
+    for member in rest:
+        times = "" if abs(member.factor - 1) < 1e-5 else f" / {member.factor:.4g}"
+        parts.append(f"{member.name}{times}")
+    return "equal: " + " ~ ".join(parts)
+
+
+def _algorithm_table(moment: Moment, own: str) -> Table:
+    bins = moment.algorithms[0].lengths
+    columns = [f"{b.shortest}-{b.longest} tokens" for b in bins]
+    table = Table(
+        Column("algorithm", no_wrap=True),
+        *map(number_column, ["loss", "norm", "clipped", "zero", *columns]),
+        box=SIMPLE,
+    )
+    for algorithm in moment.algorithms:
+        table.add_row(
+            cell(f"{algorithm.name} (*)" if algorithm.name == own else algorithm.name),
+            f"{algorithm.loss:+.3g}",
+            f"{algorithm.grad_norm:.4g}",
+            f"{algorithm.clipped:.1%}",
+            f"{algorithm.zero_gradient:.1%}",
+            *_by_length(algorithm),
+        )
+    return table
+
+
+def _by_length(algorithm: Replayed) -> list[str]:
+    whole = algorithm.per_advantage
+    return [f"{b.per_advantage / whole:.2f}" if whole else "-" for b in algorithm.lengths]
+
+
+def _cosines(moment: Moment) -> list[str]:
+    names = [a.name for a in moment.algorithms]
+    leaders = [family.leader for family in moment.families]
+    places = [names.index(name) for name in leaders]
+    width = max(len(name) for name in leaders) + 4
+    lines = [" " * width + "".join(f"{n:>6}" for n in range(1, len(places) + 1))]
+    for number, place in enumerate(places, start=1):
+        cells = [moment.cosine[place][other] for other in places]
+        shown = "".join("     -" if cell is None else f"{cell:6.2f}" for cell in cells)
+        lines.append(f"{number:2} {names[place]:<{width - 3}}{shown}")
+    return lines

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Column, Table
 
-from covey.cli.screen import echo
+from covey.cli.explain_output import number_column, wide_console
+from covey.cli.screen import cell, echo
 from covey.cli.startup import (
     STARTING,
     Model,
@@ -49,6 +53,12 @@ Updates = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write one JSON object here.")]
 
+COLUMNS = ("mean", "p99", "max", "ratio", "outside", "effective")
+NOT_A_SUM = (
+    "Each line changes one thing at a time; the lines need not add up to the first: rounding "
+    "errors partly cancel, and staleness is no part of it."
+)
+
 
 def numerics_command(
     target: Target = None,
@@ -72,7 +82,7 @@ def numerics_command(
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     source = str(run.config_file) if run is not None else target or "arithmetic"
-    if run is not None and run.environment().get("kind") in ("sft", "warmup"):
+    if run is not None and run.is_sft:
         raise RunError(
             f"{run.path} is an SFT run; give a configuration, and its checkpoint as --model"
         )
@@ -86,11 +96,7 @@ def numerics_command(
     if as_json:
         typer.echo(json.dumps(report.row()))
         return
-
-    from covey.cli.explain_output import wide_console
-    from covey.cli.numerics_output import show_report  # imports torch, which takes seconds
-
-    show_report(report, wide_console())
+    _show(report, wide_console())
 
 
 def _measured(config: Config, run: RunFolder | None, updates: int | None, say: Say) -> Report:
@@ -106,8 +112,8 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
         if found is not None and found.checkpoint is not None:
             state = load(parts.policy, parts.reference, found.checkpoint, found.step)
         wanted = default_updates(config) if updates is None else updates
-        answers = config.rollout.prompts_per_step * config.rollout.group_size
-        return measure(parts, state, _Notes(say, answers), updates=wanted)
+        completions = config.rollout.prompts_per_step * config.rollout.group_size
+        return measure(parts, state, _Notes(say, completions), updates=wanted)
 
 
 class _Notes(Tracker):
@@ -116,14 +122,56 @@ class _Notes(Tracker):
     def __init__(self, say: Say, completions: int) -> None:
         self.say = say
         self.completions = completions
-        self.written = 0
+        self.done = 0
 
     def sampled(self, count: int) -> None:
         """Count completions; what comes after the last one is measuring."""
-        self.written += count
-        done = self.written >= self.completions
-        self.say("measuring" if done else f"completions: {self.written} of {self.completions}")
+        self.done += count
+        more = f"completions: {self.done} of {self.completions}"
+        self.say("measuring" if self.done >= self.completions else more)
 
     def note(self, text: str) -> None:
         """Print it on stderr."""
         echo(text, err=True)
+
+
+def _show(report: Report, console: Console) -> None:
+    """Print the table, and the meaning of each line."""
+    clip = report.clip
+    unit = "completions" if clip.per_completion else "tokens"
+    console.print(
+        f"{report.model} on {report.device} in {report.dtype}: {report.completions} completions, "
+        f"{report.causes[0].gap.tokens} tokens; {report.alone} also generated one at a time, of "
+        f"which {report.diverged} diverged",
+        style="bold",
+    )
+    console.print(_table(report))
+    console.print(
+        "mean, p99, max: |difference| in nats. ratio: mean of exp(difference). outside: share "
+        f"of {unit} whose ratio is not in [{clip.low:.4g}, {clip.high:.4g}], the clip range. "
+        f"effective: effective sample size, as a share of all {unit}.",
+    )
+    console.print(NOT_A_SUM)
+    for cause in report.causes:
+        row = cause.row()
+        console.print(f"\n{row['title']}: {row['severity']}", style="bold")
+        console.print(f"  {row['what']}.")
+        console.print(f"  What to do: {row['advice']}.")
+    for note in report.notes:
+        console.print(f"\n{note}")
+
+
+def _table(report: Report) -> Table:
+    columns = map(number_column, COLUMNS)
+    table = Table(Column("difference", no_wrap=True), *columns, "", box=SIMPLE)
+    for cause in report.causes:
+        gap = cause.gap
+        table.add_row(
+            cell(cause.title),
+            *(f"{value:.2e}" for value in (gap.mean, gap.p99, gap.max)),
+            f"{gap.ratio_mean:.5f}",
+            f"{gap.outside:.2%}",
+            f"{gap.effective:.2%}",
+            gap.severity,
+        )
+    return table

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from covey.cli.screen import Screen, cell
+from covey.cli.screen import Screen
 from covey.cli.startup import (
     STARTING,
     Model,
@@ -26,7 +25,6 @@ from covey.errors import CoveyError
 if TYPE_CHECKING:
     from covey.analysis.plan.finding import Finding
     from covey.analysis.plan.forecast import Forecast
-    from covey.analysis.plan.summary import Plan
     from covey.analysis.plan.task_facts import TaskFacts
 
 HEADINGS = {"same": "equivalent", "idle": "no effect", "risk": "may harm"}
@@ -40,12 +38,24 @@ Gpu = Annotated[
     ),
 ]
 
+Ranks = Annotated[
+    int,
+    typer.Option(
+        "--ranks",
+        min=1,
+        max=4096,
+        metavar="N",
+        help="Plan for training on N devices, one rank each; memory is that of one rank.",
+    ),
+]
+
 
 def plan_command(
     source: Source = None,
     overrides: Overrides = None,
     model: Model = None,
     gpu: Gpu = None,
+    ranks: Ranks = 1,
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -55,33 +65,35 @@ def plan_command(
     read.
     """
     settings = settings_of(overrides, model)
-    with waiting(STARTING) as say:
-        config = resolved(source or "arithmetic", settings, model=False, rendering=True)
+    from covey.analysis.plan.prompt_lengths import measuring
+
+    with waiting(STARTING) as say, measuring() as measure:
+        config = resolved(source or "arithmetic", settings, model=False)
 
         from covey.analysis.plan.findings import findings
         from covey.analysis.plan.summary import summarize
         from covey.analysis.plan.task_facts import task_facts
 
         say("reading the task")
-        facts = task_facts(config)
+        facts = task_facts(config, measure)
         plan, found = summarize(config, facts), findings(config, facts)
         say(f"measuring {config.model.path}")
-        memory, problem, more = _memory(config, facts, gpu)
+        memory, problem, more = _memory(config, facts, gpu, ranks)
         found = [*more, *found]
     if as_json:
         rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
         data = {"text": plan.paragraph(), "plan": plan.row(), "memory": memory and memory.row()}
         typer.echo(json.dumps({**data, "memory_unknown": problem, "findings": rows}))
         return
-    console = Screen(highlight=False)
-    _show_plan(plan, console)
+    console = Screen()
+    console.print(plan.paragraph(), "", sep="\n")
     text = memory.text() if memory else f"memory: unknown, {problem}"
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(text, soft_wrap=True)
     _show_findings(found, console)
 
 
 def _memory(
-    config: Config, facts: TaskFacts, gpu: float | None
+    config: Config, facts: TaskFacts, gpu: float | None, ranks: int
 ) -> tuple[Forecast | None, str, list[Finding]]:
     """Return the forecast, or why there is none, and what to do if the run does not fit."""
     from covey.analysis.plan.fit import memory_findings
@@ -92,25 +104,16 @@ def _memory(
     try:
         device = Device.here(config.model.device) if gpu is None else Device.gpu(gpu)
         shape = shape_of(config)
-        memory = forecast(config, device, facts, shape)
-        return memory, "", list(memory_findings(config, memory, facts, shape))
+        memory = forecast(config, device, facts, shape, ranks)
+        return memory, "", list(memory_findings(config, memory, facts, shape, ranks))
     except CoveyError as error:
         return None, str(error), []
-
-
-def _show_plan(plan: Plan, console: Console) -> None:
-    console.print(plan.paragraph(), markup=False)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in plan.table():
-        table.add_row(name, cell(value))
-    console.print("", table, "", sep="\n")
 
 
 def _show_findings(found: list[Finding], console: Console) -> None:
     if not found:
         console.print("\nNo findings: every setting has an effect, and none is known to harm.")
     for finding in found:
-        console.print(f"\n[bold]{HEADINGS[finding.kind]}[/]: ", end="")
-        console.print(finding.title, markup=False, style="bold")
-        console.print(f"  {finding.why}", markup=False)
-        console.print(f"  What to do: {finding.remedy} ({finding.docs}).", markup=False)
+        console.print(f"\n{HEADINGS[finding.kind]}: {finding.title}", style="bold")
+        console.print(f"  {finding.why}")
+        console.print(f"  What to do: {finding.remedy} ({finding.docs}).")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -28,15 +27,10 @@ Connections = Annotated[
         help="Open connections. Beyond that, idle and unfinished ones are closed.",
     ),
 ]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"], typer.Option(help="Compute dtype, as model.dtype.")
+]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-class Dtype(StrEnum):
-    """Compute dtypes."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 @app.callback()
@@ -55,7 +49,7 @@ def serve_command(
             metavar="NAME", help="Environment variable with the token that clients must send."
         ),
     ] = "",
-    dtype: Annotated[Dtype, typer.Option(help="Compute dtype, as model.dtype.")] = Dtype.auto,
+    dtype: Dtype = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto.")] = "auto",
     max_megabytes: Annotated[
         float, typer.Option(min=0.01, max=4096.0, help="Largest request body.")
@@ -83,7 +77,7 @@ def serve_command(
         # The server gets token ids, so the chat template does not matter.
         plain = Template(form="plain")
         say(f"loading {model}")
-        loaded = load_language_model(model, dtype=dtype.value, device=device, template=plain)
+        loaded = load_language_model(model, dtype=dtype, device=device, template=plain)
     settings = ServerSettings(
         name=model,
         token=token,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE
-from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
+from rich.text import Text
 
 from covey.cli.screen import Screen, cell, echo
 from covey.cli.startup import STARTING, Trust, resolved, waiting
@@ -74,17 +74,18 @@ def list_command(
         return
     console = Screen(soft_wrap=name is not None)
     if name is None:
-        table = Table(Column("name", no_wrap=True), "scores", box=SIMPLE)
+        table = Table(Column("name", style="bold", no_wrap=True), "scores", box=SIMPLE)
         for row in rows:
             known = gamed_by(REWARDS[row["name"]])
             games = f"\nGamed by: {'; '.join(known)}." if known else ""
-            table.add_row(f"[bold]{row['name']}[/]", escape(row["text"].partition("\n")[0] + games))
+            table.add_row(row["name"], row["text"].partition("\n")[0] + games)
         console.print(table)
         console.print("covey rewards list NAME shows the full description and the options.")
         return
-    console.print(f"[bold]{escape(name)}[/]\n\n{escape(rows[0]['text'])}\n", highlight=False)
+    console.print(name, style="bold")
+    console.print(f"\n{rows[0]['text']}\n")
     for option, default in rows[0]["options"].items():
-        console.print(f"reward.{option} = {escape(default)}", highlight=False)
+        console.print(f"reward.{option} = {default}")
 
 
 def _described(name: str, maker: Any) -> dict[str, Any]:
@@ -155,6 +156,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     scored = [row for row in rows if row["reward"] is not None]
     errors = [row["error"] for row in rows if "error" in row]
     names = sorted({name for row in scored for name in row["parts"]})
+    parts = {n: [row["parts"][n] for row in scored if n in row["parts"]] for n in names}
     count = max(1, len(scored))
     return {
         "completions": len(rows),
@@ -162,14 +164,8 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "first_error": errors[0] if errors else None,
         "mean_reward": sum(row["reward"] for row in scored) / count,
         "success": sum(row["success"] for row in scored) / count,
-        "parts": {
-            n: _mean([row["parts"][n] for row in scored if n in row["parts"]]) for n in names
-        },
+        "parts": {name: sum(values) / len(values) for name, values in parts.items()},
     }
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _summary_lines(summary: dict[str, Any]) -> str:
@@ -237,16 +233,16 @@ def _show(reward_id: str, config: Config, checks: list[Check], games: tuple[str,
         Column("", no_wrap=True), "check", "found", box=SIMPLE, title=title, title_justify="left"
     )
     for check in checks:
-        state = "[green]ok[/]" if check.passed else "[bold red]FAIL[/]"
+        state = Text("ok", "green") if check.passed else Text("FAIL", "bold red")
         table.add_row(state, cell(check.name), cell(check.figure))
     console.print(table)
     failed = [check for check in checks if not check.passed]
     for check in failed:
-        console.print(f"[bold]{escape(check.name)}[/]: {escape(check.why)}", highlight=False)
+        console.print(f"{check.name}: {check.why}", style="bold")
         for example in check.examples:
-            console.print(f"  {escape(example)}", highlight=False)
+            console.print(f"  {example}")
     passed = len(checks) - len(failed)
-    console.print(f"{passed} of {len(checks)} checks passed", highlight=False)
+    console.print(f"{passed} of {len(checks)} checks passed")
     if games:
         known = f"{config.reward.name} is kept as published; known to be gamed by: "
-        console.print(escape(known + "; ".join(games)), highlight=False)
+        console.print(known + "; ".join(games))

@@ -127,10 +127,8 @@ def _completions(run: RunFolder, step: int, console: Console, as_json: bool) -> 
     for row in rows:
         if row["prompt_id"] != prompt_id:
             prompt_id = row["prompt_id"]
-            console.print(
-                f"\n{row['prompt']}   (target: {row['target']})", style="bold", markup=False
-            )
+            console.print(f"\n{row['prompt']}   (target: {row['target']})", style="bold")
         reward = "unscored" if row["reward"] is None else f"reward {row['reward']:.2f}"
         advantage = "" if row["advantage"] is None else f"  advantage {row['advantage']:+.2f}"
         style = "green" if row["success"] else "default"
-        console.print(f"  {reward}{advantage}  {row['text']}", style=style, markup=False)
+        console.print(f"  {reward}{advantage}  {row['text']}", style=style)

@@ -14,13 +14,13 @@ from covey.escape import printable
 
 
 class Screen(Console):
-    """A rich console that escapes control characters in text.
+    """A rich console that shows text as it is: no markup, and control characters escaped.
 
     Rich's own control codes, for colours and progress bars, pass.
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(emoji=False, **options)
+        super().__init__(emoji=False, markup=False, highlight=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print, with control characters escaped before the layout."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,6 @@ from rich.markup import escape
 
 from covey.cli.screen import Screen, echo
 from covey.config import Config, load_config, load_smoke, toml_value
-from covey.errors import ConfigError
 from covey.models.model_path import check_model_path
 from covey.run.folder import edited_settings
 from covey.trust import trust
@@ -37,17 +37,6 @@ Model = Annotated[
     typer.Option(help="A folder, hub name, GGUF file, 'smollm2' or 'embedded'; sets model.path."),
 ]
 Smoke = Annotated[bool, typer.Option("--smoke", help="Shrink the run to one or two minutes.")]
-ResumeStep = Annotated[
-    int | None,
-    typer.Option(
-        "--step",
-        min=0,
-        metavar="N",
-        help="With --resume: resume from the checkpoint of this step; 0: from the start. Later "
-        "records move to RUN/superseded. Default: the newest checkpoint.",
-    ),
-]
-
 Trust = Annotated[
     list[str] | None,
     typer.Option(
@@ -72,14 +61,9 @@ def waiting(text: str) -> Iterator[Say]:
 
     Print results after it: while it is shown, everything printed goes to stderr.
     """
-    with Screen(stderr=True).status(escape(text)) as status:
+    quiet = os.environ.get("RANK", "0") != "0"  # of several ranks, the first one talks
+    with Screen(stderr=True, quiet=quiet).status(escape(text)) as status:
         yield lambda then: status.update(escape(then))
-
-
-def check_no_step(step: int | None) -> None:
-    """Refuse --step without --resume."""
-    if step is not None:
-        raise ConfigError(f"--step {step} needs --resume RUN; train.steps sets the number of steps")
 
 
 def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
@@ -104,19 +88,13 @@ def resolved(
     smoke: bool = False,
     model: bool = True,
     imports: bool = True,
-    rendering: bool = False,
 ) -> Config:
     """Load a configuration and fill in the default of every option.
 
     With `model` it has to name one: what can be seen to be none is refused before torch is loaded.
-    Without `imports` code of the user's own is not loaded, and its options stay as given. With
-    `rendering`, the process that renders chat templates starts while torch is imported.
+    Without `imports` code of the user's own is not loaded, and its options stay as given.
     """
     config = loaded(source, overrides, smoke=smoke)
-    if rendering and config.model.template in ("auto", "chat"):
-        from covey.models.template_process import start_rendering
-
-        start_rendering()
     if model:
         check_model_path(config.model.path)
 

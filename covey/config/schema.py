@@ -145,6 +145,11 @@ class Rollout(Section):
 class Engine(Section):
     """[engine]"""
 
+    kind: Literal["native", "process"] = "native"
+    """What generates: native (the trainer's process and weights) or process (the native engine in a
+    process of its own, with a copy of the weights)."""
+    device: Device = "auto"
+    """process: where it generates; auto: the trainer's device."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Completions generated at the same time."""
 
@@ -174,13 +179,20 @@ class Filter(Section):
     mask_truncated: bool = False
     """Do not train on truncated completions; statistics keep them."""
     skip_zero_gradient: bool = False
-    """Skip completions with advantage 0: faster, with the same gradient, but metrics over tokens
-    then leave them out."""
+    """Skip completions with advantage 0: the same gradient; metrics over tokens leave them out."""
 
 
 class Overlap(Section):
     """[overlap]"""
 
+    staleness: Annotated[int, Field(ge=0, le=64)] = 0
+    """Training steps that generation may be ahead of training; 0: each step generates first, then
+    trains."""
+    mode: Literal["ahead", "copy"] = "ahead"
+    """ahead: the prompts of staleness + 1 steps in one call, with the trainer's weights; copy: an
+    engine with a copy of the weights generates while the trainer trains."""
+    in_flight: bool = False
+    """copy: load new weights while completions are generated. Results then depend on timing."""
     max_staleness: Count = 0
     """Drop groups sampled more than this many optimizer steps ago; 0: keep all."""
 
@@ -247,8 +259,7 @@ class Train(Section):
     """Source of old_logp when a step has several optimizer steps; auto: the engine if it shares the
     trainer's float32 weights and samples from all tokens."""
     graphs: Literal["auto", "off"] = "auto"
-    """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
-    small models, but activations stay in memory between steps."""
+    """On a GPU, use CUDA graphs if the model allows it: faster, but activations stay in memory."""
 
     @model_validator(mode="before")
     @classmethod
@@ -276,6 +287,19 @@ class Train(Section):
     def updates(self) -> int:
         """Optimizer steps per training step."""
         return self.mini_batches * self.epochs
+
+
+class Parallel(Section):
+    """[parallel]: several ranks, as torchrun starts them."""
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: every rank has the whole model; fsdp: parameters, gradients and optimizer state are
+    divided among ranks (FSDP2)."""
+    shard_ranks: Count = 0
+    """fsdp: ranks that divide one model among them, such as those of a machine; each such set has
+    the whole model. 0: all ranks."""
+    timeout: Annotated[float, Field(gt=0, le=10**6)] = 600.0
+    """Seconds that a rank waits for the others: at the start, and in a step."""
 
 
 class Sft(Section):
@@ -349,6 +373,7 @@ class Config(Section):
     overlap: Overlap = Overlap()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
+    parallel: Parallel = Parallel()
     sft: Sft = Sft()
     evaluate: Evaluate = Evaluate()
     save: Save = Save()

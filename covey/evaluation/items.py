@@ -26,28 +26,22 @@ class ItemCompletion:
     """What an evaluation keeps of a completion."""
 
     text: str
-    correct: bool | None
-    """None if it could not be scored. It then counts as wrong."""
     reward: float | None
     tokens: int
     finish: str
+    success: bool | None
+    """None if it could not be scored. It then counts as wrong."""
 
     @staticmethod
     def of(rollout: Rollout) -> ItemCompletion:
         """Take the fields from a rollout."""
         return ItemCompletion(
             text=rollout.text,
-            correct=rollout.success,
             reward=rollout.reward,
             tokens=len(rollout.tokens),
             finish=rollout.finish,
+            success=rollout.success,
         )
-
-    def row(self) -> dict[str, Any]:
-        """Return plain data."""
-        row = asdict(self)
-        row["success"] = row.pop("correct")
-        return row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +54,10 @@ class Item:
 
     def values(self) -> dict[str, float]:
         """Return the value of each metric: `greedy`, `mean@k`, `pass@2`, `pass@4`, ..."""
-        values = {GREEDY: float(bool(self.greedy.correct))}
+        values = {GREEDY: float(bool(self.greedy.success))}
         count = len(self.samples)
         if count:
-            correct = sum(bool(sample.correct) for sample in self.samples)
+            correct = sum(bool(sample.success) for sample in self.samples)
             values[f"mean@{count}"] = correct / count
             for k in (2**power for power in range(1, count.bit_length())):
                 values[f"pass@{k}"] = pass_at_k(count, correct, k)
@@ -75,10 +69,10 @@ class Item:
             "prompt_id": self.prompt.id,
             "prompt": self.prompt.text,
             "target": self.prompt.target,
-            **{name: value for name, value in self.greedy.row().items() if name != "text"},
+            **{name: value for name, value in asdict(self.greedy).items() if name != "text"},
             "completion": self.greedy.text,
             "values": self.values(),
-            "samples": [sample.row() for sample in self.samples],
+            "samples": [asdict(sample) for sample in self.samples],
             "info": dict(self.prompt.info),
         }
 

@@ -75,10 +75,10 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
 
 
 def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
-    """Decorate a function that returns the pieces of an algorithm: it becomes one of its options.
+    """Turn a function that returns an algorithm's pieces into a function of its options.
 
-    `names` are its options, in the order in which they are shown. Each belongs to a piece, to the
-    KL, or to the function itself. The decorated function sets them in all pieces that have them.
+    `names` are the options, in the order in which they are shown. Each belongs to a piece, to the
+    KL, or to the function itself. An option is set in every piece that has it.
     """
 
     def decorate(pieces: Algorithm) -> Algorithm:
@@ -95,10 +95,9 @@ def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
             bound.apply_defaults()
             given = bound.arguments
             objective = pieces(**{k: given[k] for k in own})
-            settled = {k: _settled(f, given) for k, f in _parts(objective).items()}
-            with_kl = settled.pop("kl")
-            changed: Objective = with_kl(replace(objective, **settled))
-            return changed
+            settled: dict[str, Any] = {k: _settled(f, given) for k, f in _parts(objective).items()}
+            with_kl: Algorithm = settled.pop("kl")
+            return with_kl(replace(objective, **settled))
 
         inner = function_of(pieces)
         algorithm.__name__, algorithm.__doc__ = inner.__name__, inner.__doc__

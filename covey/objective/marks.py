@@ -1,9 +1,9 @@
-"""Tokens picked over a whole optimizer step by how their probability and advantage move together.
+"""Marked tokens of an optimizer step, by the covariance of log-probability and advantage.
 
     cov[i,t] = (A - mean A) (logp - mean logp)        means over all trained tokens of the step
 
-Few tokens with a large covariance are what makes entropy collapse (arXiv 2505.22617). The picks
-need the log-probabilities of the whole step at once, so they cost it a forward pass.
+A few tokens with a large covariance make the entropy collapse (arXiv 2505.22617). Marking them
+needs the log-probabilities of the whole step first, which costs one more forward pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def random_within_bounds(
 ) -> torch.Tensor:  # fmt: skip
     """Mark at random max(1, share T) of the tokens with cov_low < cov < cov_high. Clip-Cov.
 
-    Tokens that the clip already cuts are no candidates.
+    Tokens that the clip already cuts are not candidates.
     """
     assert batch.advantage is not None
     mask, advantage = scored_tokens(batch), batch.advantage
@@ -46,7 +46,7 @@ def random_within_bounds(
 def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.Tensor:
     """Mark the max(1, share T) tokens with the largest cov, if it is positive. KL-Cov.
 
-    In a step without any advantage all are 0, and there is none to pick.
+    In a step whose advantages are all 0, so is every cov, and no token is marked.
     """
     assert batch.advantage is not None
     mask = scored_tokens(batch)

@@ -4,8 +4,8 @@ The first two are the entropy-shaping pair of arXiv 2508.04349 (v5), GTPO and GR
 the other GTPO, arXiv 2508.03772. Entropy H is that of the policy that collected the batch.
 
 Correct completions form O+, wrong ones O-. A group that is all correct or all wrong has advantage 0
-and enters no statistic, as if dynamic sampling had dropped it: the paper's runs do drop it, and
-without that an all-wrong group is pushed about by its entropies alone.
+and enters no statistic, as if dynamic sampling had dropped it. The paper's runs do drop it.
+Otherwise entropies alone would decide the advantages of an all-wrong group.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import RewardError
@@ -14,14 +15,33 @@ from covey.scoring import Job, Pending, Scorer, ScoreResult
 from covey.stopping import may_be_given_up
 from covey.types import Group, Prompt, Rollout
 
+_T = TypeVar("_T")
+
+
+class Sharing(Protocol):
+    """The ranks among which prompts are divided."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def share(self, items: Sequence[_T]) -> list[_T]:
+        """Return this rank's share."""
+
+    def gather(self, item: _T) -> list[_T]:
+        """Return the item of every rank."""
+
+    def unshare(self, done: Sequence[_T]) -> list[_T]:
+        """Return what all ranks have made of their shares, in the order of the whole."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
     """Groups with their rewards, and how collecting them went."""
 
     groups: tuple[Group, ...] = ()
-    failures: tuple[str, ...] = ()
-    """One line for every rollout that could not be scored."""
+    errors: tuple[tuple[str, ...], ...] = ()
+    """For each group, one line for every rollout that could not be scored."""
     rollout_seconds: float = 0.0
     score_seconds: float = 0.0
 
@@ -29,6 +49,11 @@ class Collected:
     def rollouts(self) -> list[Rollout]:
         """All rollouts."""
         return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def failures(self) -> list[str]:
+        """One line for every rollout that could not be scored."""
+        return [line for lines in self.errors for line in lines]
 
     @property
     def tokens(self) -> int:
@@ -39,10 +64,35 @@ class Collected:
         """Return this and another round of the same step as one."""
         return Collected(
             groups=self.groups + more.groups,
-            failures=self.failures + more.failures,
+            errors=self.errors + more.errors,
             rollout_seconds=self.rollout_seconds + more.rollout_seconds,
             score_seconds=self.score_seconds + more.score_seconds,
         )
+
+    def of_all(self, ranks: Sharing) -> Collected:
+        """Return what all ranks have collected, in the order of the prompts."""
+        seconds = ranks.gather((self.rollout_seconds, self.score_seconds))
+        return Collected(
+            groups=tuple(ranks.unshare(self.groups)),
+            errors=tuple(ranks.unshare(self.errors)),
+            rollout_seconds=max(rollout for rollout, _ in seconds),
+            score_seconds=max(score for _, score in seconds),
+        )
+
+    def split(self, counts: Sequence[int]) -> list[Collected]:
+        """Return consecutive parts of so many groups each, with their share of the time."""
+        parts, start = [], 0
+        for count in counts:
+            share, here = count / len(self.groups), slice(start, start + count)
+            part = Collected(
+                groups=self.groups[here],
+                errors=self.errors[here],
+                rollout_seconds=self.rollout_seconds * share,
+                score_seconds=self.score_seconds * share,
+            )
+            parts.append(part)
+            start += count
+        return parts
 
 
 @dataclass(slots=True)
@@ -89,6 +139,8 @@ class Collector:
     scorer: Scorer
     progress: Callable[[int], None] = field(default=lambda count: None)
     """Called with the number of completions that have just ended."""
+    ranks: Sharing | None = None
+    """Several ranks each collect their share, and get all groups. None: there is one rank."""
 
     def collect(
         self,
@@ -104,11 +156,20 @@ class Collector:
         the order of the prompts, whichever ended first. `share` is the share of the run that is
         done, 0 to 1: the weights of a reward may depend on it.
         """
+        if self.ranks is None or self.ranks.size == 1:
+            return self._collect(prompts, sampling, step, share)
+        mine = self._collect(self.ranks.share(prompts), sampling, step, share)
+        return mine.of_all(self.ranks)
+
+    def _collect(
+        self, prompts: Sequence[EncodedPrompt], sampling: Sampling, step: int, share: float
+    ) -> Collected:
         scoring = _Scoring([p.prompt for p in prompts], sampling.group_size, self.scorer, share)
 
         def finished(number: int, rollout: Rollout) -> None:
             scoring.add(number, rollout)
-            self.progress(1)
+            # The other ranks are about as far.
+            self.progress(1 if self.ranks is None else self.ranks.size)
 
         started = time.perf_counter()
         generated = generate(
@@ -120,19 +181,20 @@ class Collector:
             finished=finished,
         )
         sampled = time.perf_counter()
-        groups, failures = [], []
+        groups, errors = [], []
         for number, group in enumerate(generated):
             pairs = list(zip(group.rollouts, scoring.results(number), strict=True))
             scored = [_scored(rollout, result, self.scorer.identity) for rollout, result in pairs]
             groups.append(replace(group, rollouts=tuple(scored)))
-            failures += [
+            failed = (
                 f"{rollout.prompt_id} sample {rollout.sample}: {result.error}"
                 for rollout, result in pairs
                 if result.score is None
-            ]
+            )
+            errors.append(tuple(failed))
         return Collected(
             groups=tuple(groups),
-            failures=tuple(failures),
+            errors=tuple(errors),
             rollout_seconds=sampled - started,
             score_seconds=time.perf_counter() - sampled,
         )

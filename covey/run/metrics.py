@@ -92,9 +92,22 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "debug/rho_mean": "Mean of rho, before the first update.",
         "debug/rho_min": "Smallest rho.",
         "debug/rho_max": "Largest rho.",
+        "overlap/staleness": "Mean over sampled tokens of the optimizer steps between the weights "
+        "that sampled and those that the step starts from. Only with overlap.staleness.",
+        "overlap/staleness_max": "The most of these optimizer steps.",
+        "overlap/version_min": "Optimizer steps of the oldest weights that sampled for the step.",
+        "overlap/version_max": "Optimizer steps of the newest weights that sampled for the step.",
+        "engine/restarts": "Engine processes that died and were started again since the last step. "
+        "Only with an engine in other processes.",
+        "scoring/restarts": "Scoring processes that died and were replaced since the last step. "
+        "Only if there were any.",
         "time/rollout": "Seconds spent sampling.",
         "time/score": "Seconds spent scoring.",
         "time/update": "Seconds spent on log-probabilities, gradients and optimizer steps.",
+        "time/wait_rollouts": "Seconds that training waited for rollouts. Only with overlap.mode = "
+        "'copy'.",
+        "time/wait_training": "Seconds that generation waited for training before it sampled for "
+        "this step. Only with overlap.mode = 'copy'.",
         "time/total": "Seconds of the whole step, without evaluation and saving.",
         "time/tokens_per_second": "Sampled tokens of the step per second; in SFT, tokens of its "
         "solutions.",

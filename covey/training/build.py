@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,7 +12,9 @@ from pathlib import Path
 
 from covey.config import Config
 from covey.config.schema import Adapter
-from covey.engines.native.engine import NativeEngine
+from covey.engines.native.engine import NativeCopy, NativeEngine
+from covey.engines.process.engine import ProcessEngine
+from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import ConfigError, DataError
 from covey.models.adapter import adapter_base, add_adapter, load_adapter
@@ -26,7 +31,11 @@ from covey.training.budget import Used
 from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
-from covey.training.parallel import OneRank, World
+from covey.training.parallel.gradients import GradientSums
+from covey.training.parallel.join import check_alike
+from covey.training.parallel.ranks import Ranks
+from covey.training.parallel.shard import shard_model
+from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.resolve import (
     held_out_of,
@@ -55,8 +64,10 @@ class Components:
     policy: Policy
     reference: Reference | None = None
     engine: Engine
+    engine_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held from loading weights into the engine until it has generated with them."""
     sampling: Sampling
-    world: World = field(default_factory=OneRank)
+    world: World = field(default_factory=World)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,27 +93,36 @@ class Parts(Components):
         return learner_at(base, self.config, state)
 
 
-def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
-    """Build the scorer, and start the processes that it needs."""
+def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
+    """Build the scorer, and start the processes that it needs: a share if a machine has ranks."""
     return make_scorer(
         config.reward.name,
         reward_of(config) if reward is None else reward,
-        workers=config.scoring.workers,
+        workers=config.scoring.workers or max(1, (os.cpu_count() or 1) // ranks),
         timeout=config.scoring.timeout,
         gigabytes=config.scoring.gigabytes,
     )
 
 
-def assemble(config: Config, reward: Reward | None = None, task: Task | None = None) -> Parts:
+def assemble(
+    config: Config,
+    reward: Reward | None = None,
+    task: Task | None = None,
+    world: World = World(),  # noqa: B008 - without state
+) -> Parts:
     """Build everything that a resolved configuration names; objects from Python replace theirs."""
     task = task_of(config) if task is None else task
     train_prompts, held_out = task.train(), held_out_of(config, task)
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
     objective = objective_of(config)
-    model = load_model(config)
-    reference = reference_of(config, model, objective)
-    engine, sampling, scorer = NativeEngine(model), sampling_of(config), scorer_of(config, reward)
+    model = load_model(config, world.device(config.model.device))
+    if world.size > 1:
+        check_ranks(config, world, _digest(model, train_prompts, held_out))
+    policy = policy_of(config, model, world)
+    reference = reference_of(config, policy.model, objective, world)
+    engine, sampling = make_engine(config, policy), sampling_of(config)
+    scorer = scorer_of(config, reward, world.local_size)
     return Parts(
         config=config,
         train_prompts=train_prompts,
@@ -113,37 +133,97 @@ def assemble(config: Config, reward: Reward | None = None, task: Task | None = N
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
             **config.length_penalty.options
         ),
-        policy=policy_of(config, model),
+        policy=policy,
         reference=reference,
-        teacher=teacher_of(config, model, objective),
+        teacher=teacher_of(config, policy.model, objective, world),
         engine=engine,
+        world=world,
         sampling=sampling,
         objective=objective,
-        step_settings=step_settings_of(config, sampling, exact_logp=engine.info.exact_logp),
+        step_settings=step_settings_of(
+            config, objective, sampling, exact_logp=engine.info.exact_logp
+        ),
     )
 
 
-def reference_of(config: Config, model: LanguageModel, objective: Objective) -> Reference | None:
+def check_ranks(config: Config, world: World, digest: str) -> None:
+    """Refuse ranks that differ in weights or data, and settings that several ranks do not have."""
+    if config.overlap.staleness and config.overlap.mode == "copy":
+        raise ConfigError(
+            "config: overlap.mode = 'copy' works on one rank; set it to 'ahead', or "
+            "overlap.staleness = 0"
+        )
+    check_alike(world, "weights or data", digest)
+
+
+def _digest(model: LanguageModel, *prompts: Sequence[Prompt]) -> str:
+    """Return a text in which ranks with other weights, or other prompts, would differ."""
+    ids = hashlib.sha256(repr([[p.id for p in some] for some in prompts]).encode()).hexdigest()
+    size = sum(float(p.detach().double().abs().sum()) for p in model.model.parameters())
+    return f"{ids} {size!r}"
+
+
+def make_engine(config: Config, policy: Policy) -> Engine:
+    """Build what generates for a policy."""
+    if config.engine.kind == "native":
+        return native_engine(policy)
+    here = policy.model.device.type == "cuda" and config.engine.device != "cpu"
+    shared = SharedWeights.allocate(policy.weights(), on_gpu=here)
+    shared.write(policy.weights())
+    return ProcessEngine("covey.training.engine_worker", config.model_dump(), shared)
+
+
+def native_engine(policy: Policy) -> NativeEngine:
+    """Return the engine in this process; of a sharded policy it has a whole copy."""
+    return NativeEngine(policy.model) if policy.whole is None else NativeCopy(policy.whole)
+
+
+def reference_of(
+    config: Config,
+    model: LanguageModel,
+    objective: Objective,
+    world: World = World(),  # noqa: B008 - without state
+) -> Reference | None:
     """Build the reference policy, if the objective needs one."""
     if "reference" not in objective.needs:
         return None
-    return make_reference(config, policy=model, load=partial(load_model, config))
+    offload = config.reference.kind == "offloaded"
+    load = partial(_load_frozen, config, model, world, offload=offload)
+    return make_reference(config, policy=model, load=load)
 
 
-def teacher_of(config: Config, model: LanguageModel, objective: Objective) -> Reference | None:
+def teacher_of(
+    config: Config,
+    model: LanguageModel,
+    objective: Objective,
+    world: World = World(),  # noqa: B008 - without state
+) -> Reference | None:
     """Load the teacher, if the objective learns from one."""
     if "teacher" not in objective.needs:
         return None
 
     def load(path: str) -> LanguageModel:
-        # An adapter is for the policy alone; the teacher is what it is.
+        # [adapter] is the policy's; a teacher has the adapter at its path, if any.
         section = config.model.model_copy(update={"path": path})
-        return load_model(config.model_copy(update={"model": section, "adapter": Adapter()}))
+        alone = config.model_copy(update={"model": section, "adapter": Adapter()})
+        return _load_frozen(alone, model, world, offload=config.teacher.offload)
 
     return make_teacher(config, policy=model, load=load)
 
 
-def load_model(config: Config) -> LanguageModel:
+def _load_frozen(
+    config: Config, policy: LanguageModel, world: World, *, offload: bool
+) -> LanguageModel:
+    """Load a model beside the policy, divided among the ranks if the policy is."""
+    found = load_model(config, world.device(config.model.device))
+    if not policy.sharded:
+        return found
+    found.model.requires_grad_(False)
+    offload = offload and found.device.type != "cpu"
+    return shard_model(found, config.parallel, world, offload=offload)
+
+
+def load_model(config: Config, device: str = "") -> LanguageModel:
     """Load the model. Checkpointing only acts in training mode, so references may have it too."""
     if config.model.deterministic:
         make_deterministic()
@@ -152,7 +232,7 @@ def load_model(config: Config) -> LanguageModel:
     model = load_language_model(
         path if base is None else base,
         dtype=config.model.dtype,
-        device=config.model.device,
+        device=device or config.model.device,
         gradient_checkpointing=config.model.gradient_checkpointing,
         template=template_of(config),
     )
@@ -183,14 +263,23 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
     return add_adapter(model, **wanted.model_dump(), seed=config.seed, base=config.model.path)
 
 
-def policy_of(config: Config, model: LanguageModel) -> Policy:
-    """Give a model its optimizer."""
+def policy_of(
+    config: Config,
+    model: LanguageModel,
+    world: World = World(),  # noqa: B008 - without state
+) -> Policy:
+    """Give a model its optimizer; on several ranks, divide it among them or sum its gradients."""
+    sharded = config.parallel.strategy == "fsdp" and isinstance(world, Ranks)
+    whole, model = model, shard_model(model, config.parallel, world) if sharded else model
+    optimizer = optimizer_of(config, model)
     return Policy(
         model=model,
-        optimizer=optimizer_of(config, model),
+        optimizer=optimizer,
         temperature=config.rollout.temperature,
         logits_megabytes=config.train.logits_megabytes,
-        graphs=config.records_passes,
+        graphs=config.records_passes and not sharded,
+        whole=whole if sharded else None,
+        sums=GradientSums(world, optimizer) if isinstance(world, Ranks) and not sharded else None,
     )
 
 
@@ -203,18 +292,28 @@ def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
     }
+    if settings.state == "compact" and model.sharded:
+        raise ConfigError(
+            "config: optimizer.state = 'compact' does not work with parallel.strategy = 'fsdp', "
+            "which divides the state among ranks; set it to 'float32'"
+        )
     if settings.state == "compact":
         return CompactAdamW(parameters, **options, seed=config.seed)
     return MasterAdamW(parameters, **options)
 
 
-def step_settings_of(config: Config, sampling: Sampling, *, exact_logp: bool) -> StepSettings:
+def step_settings_of(
+    config: Config, objective: Objective, sampling: Sampling, *, exact_logp: bool
+) -> StepSettings:
     """Return how a batch is turned into optimizer steps, with the learning rate of the first.
 
-    `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp.
+    `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp. Where
+    rollouts may be older than that, they may if the ratio itself has to correct for it.
     """
+    source, stale = config.train.old_logp, config.overlap.staleness > 0
     exact = exact_logp and not sampling.distribution.truncates
-    source = config.train.old_logp
+    if stale:
+        exact = not objective.corrects
     return StepSettings(
         mini_batches=config.train.mini_batches,
         epochs=config.train.epochs,
@@ -224,6 +323,7 @@ def step_settings_of(config: Config, sampling: Sampling, *, exact_logp: bool) ->
         seed=config.seed,
         skip_zero_gradient=config.filter.skip_zero_gradient,
         mask_truncated=config.filter.mask_truncated,
+        stale=stale,
     )
 
 

@@ -1,14 +1,14 @@
-"""AdamW that keeps little: 12 bytes for a trained parameter in bfloat16 instead of 18.
+"""Compact AdamW: 12 bytes per trained bfloat16 parameter instead of 18.
 
                        float32   compact
-    parameter             2         2      bfloat16, what the model computes with
-    master                4         2      compact: the lower half; the parameter is the upper one
+    parameter             2         2      bfloat16, which the model computes with
+    master                4         2      compact: the lower half; the parameter is the upper half
     sum of gradients      4         4      float32
-    moments               8         4      compact: bfloat16, rounded at random (adamw.py)
+    moments               8         4      compact: bfloat16, rounded at random (compact_step.py)
 
-Weights lose nothing: both halves together are the float32 master, bit for bit. A parameter in
-float32 stays as it is, and only its moments are compact. What is rounded up or down is addressed by
-(seed, storage, step, element), so a run that is stopped and resumed goes on as if it had not been.
+Weights lose nothing: both halves together are the float32 master, bit for bit. A float32 parameter
+stays as it is, and only its moments are compact. Random rounding is addressed by (seed, storage,
+step, element), so a resumed run gives the same numbers.
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ class CompactAdamW:
         norm = float(torch.nn.utils.get_total_norm([grad for _, grad in found]))
         finite = math.isfinite(norm)
         if finite:
-            # As torch's clip_grad_norm_ has it.
+            # As in torch's clip_grad_norm_.
             clip = min(1.0, self.settings["max_grad_norm"] / (norm + 1e-6))
             for store, grad in found:
                 store.steps += 1
-                store.step(grad, self._numbers(store.steps, rate, clip), self.seed)
+                numbers = numbers_of(self.settings, step=store.steps, rate=rate, clip=clip)
+                store.step(grad, numbers, self.seed)
         self.zero_grad()
         return Stepped(grad_norm=norm, skipped=not finite)
 
     @property
     def masters(self) -> Mapping[str, torch.Tensor]:
-        """The exact weights by name; those of parameters in bfloat16 are made one by one."""
+        """The exact weights by name; those of bfloat16 parameters are computed on access."""
         return _Masters(self.parameters, self._kept)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -105,19 +106,9 @@ class CompactAdamW:
             steps = [state.get(f"step.{name}") for name in store.names]
             store.steps = max((int(s) for s in steps if s is not None), default=0)
 
-    def _numbers(self, step: int, rate: float, clip: float) -> Numbers:
-        return numbers_of(
-            step=step,
-            rate=rate,
-            betas=self.settings["betas"],
-            eps=self.settings["eps"],
-            weight_decay=self.settings["weight_decay"],
-            clip=clip,
-        )
-
 
 class _Store:
-    """Parameters that have one storage, what is kept of them, and one step for them all."""
+    """Parameters that share one storage, with their state and one step for all of them."""
 
     def __init__(self, number: int, names: Sequence[str], parameters: Sequence[Any]) -> None:
         self.number, self.names, self.parameters = number, list(names), list(parameters)
@@ -127,19 +118,19 @@ class _Store:
         self.moments = torch.zeros_like(blank), torch.zeros_like(blank)
 
     def weight(self) -> torch.Tensor:
-        """Return all parameters as one; of bfloat16 the bits."""
+        """Return all parameters as one tensor; of bfloat16, the bits as int16."""
         found = fused_view(self.parameters)
         assert found is not None, "parameters were moved apart"
         return found.view(torch.int16) if found.dtype == torch.bfloat16 else found
 
     def gradient(self) -> torch.Tensor | None:
-        """Return the sum of gradients in float32. None: there is none."""
+        """Return the float32 sum of gradients, or None if there is none."""
         sink: GradSink | None = getattr(self.parameters[0], "grad_sink", None)
         grad: torch.Tensor | None = self.parameters[0].grad if sink is None else sink.total
         return grad
 
     def step(self, grad: torch.Tensor, numbers: Numbers, seed: int) -> None:
-        """Take a step where everything is."""
+        """Take a step in place, on the device of the tensors."""
         first, second = self.moments
         with torch.no_grad():
             _step_for(grad.device)(
@@ -152,7 +143,7 @@ class _Store:
             )
 
     def split(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return what is kept of each parameter, by its name; parts of the whole, not copies."""
+        """Return the state of each parameter by name, as views."""
         kept = dict(zip(MOMENTS, self.moments, strict=True))
         if self.low is not None:
             kept["low"] = self.low
@@ -164,7 +155,7 @@ class _Store:
 
 
 class _Masters(Mapping[str, torch.Tensor]):
-    """Float32 weights, put together when they are asked for."""
+    """Float32 weights, computed on access."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], kept: Mapping[str, Mapping[str, torch.Tensor]]
@@ -192,7 +183,7 @@ def _check(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
-    """Return what has one storage together, numbered by the order in which the model names it."""
+    """Group parameters by storage, numbered in the order of the model's parameters."""
     runs: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         sink: GradSink | None = getattr(parameter, "grad_sink", None)
@@ -208,7 +199,7 @@ def _stores(parameters: Mapping[str, nn.Parameter]) -> list[_Store]:
 
 
 def _holder(parameter: nn.Parameter) -> Any:
-    """Return what has the parameter's gradient: itself, unless that is added up in a sink."""
+    """Return the holder of a parameter's gradient: itself, or its master in a sink."""
     sink: GradSink | None = getattr(parameter, "grad_sink", None)
     part: int = getattr(parameter, "grad_part", 0)
     return parameter if sink is None else sink.masters[part]
@@ -223,7 +214,7 @@ def _step_for(device: torch.device) -> Step:
 
 
 def _write_halves(parameter: nn.Parameter, low: torch.Tensor, values: torch.Tensor) -> None:
-    """Write float32 values, a part at a time."""
+    """Write float32 values as two halves, a part at a time."""
     bits, low, values = parameter.data.view(torch.int16).view(-1), low.view(-1), values.reshape(-1)
     for start in range(0, len(bits), CHUNK):
         part = slice(start, start + CHUNK)

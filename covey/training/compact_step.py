@@ -1,10 +1,10 @@
-"""A step of AdamW on a compact state in torch operations, as in covey/accel/kernels/adamw.py.
+"""AdamW step on a compact state in torch operations, the same as covey/accel/kernels/adamw.py.
 
-A float32 weight is kept in two halves of 16 bits: the nearest bfloat16, which is what the model
-computes with, and what is to be added to its bits to have the weight back, all of it. Moments are
-kept in bfloat16 with stochastic rounding: up or down at random, and right on average. To the
-nearest would not do: with beta2 = 0.999 a step takes a thousandth off the second moment at most,
-which is less than half of bfloat16's steps of 1 in 128 to 256, and so it would never fall again.
+A float32 weight is stored in two halves of 16 bits. The upper half is the nearest bfloat16, which
+the model computes with. The lower half is the difference between the bits of the two, so together
+they are the exact weight. Moments are bfloat16 with stochastic rounding: up or down at random, and
+correct on average. Rounding to the nearest would freeze the second moment: with beta2 = 0.999 a
+step reduces it by a thousandth at most, and bfloat16 numbers are 1 in 128 to 256 apart.
 """
 
 from __future__ import annotations
@@ -15,57 +15,51 @@ from typing import NamedTuple
 
 import torch
 
+from covey.training.optimizer import AdamWSettings
+
 CHUNK = 1 << 17
-"""Elements at a time, so that what is computed with takes no memory to speak of."""
+"""Elements at a time, so that temporary tensors stay small."""
 
 
 class Numbers(NamedTuple):
-    """What is the same for every element in a step, in the order in which kernels take it."""
+    """Numbers that all elements of a step share, in the order of the kernel's arguments."""
 
     clip: float
-    """Factor of gradients, so that clipping needs no pass of its own."""
+    """Factor of gradients, so that clipping needs no separate pass."""
     beta1: float
     rest1: float
     """1 - beta1."""
     beta2: float
     rest2: float
     keep: float
-    """What weight decay leaves of a weight."""
+    """Factor of weights: 1 - rate * weight_decay."""
     size: float
-    """The rate, with the first moment's correction in it."""
+    """The rate, divided by the first moment's bias correction."""
     inverse_root: float
-    """The second moment's correction."""
+    """The second moment's bias correction, as a factor of its root."""
     eps: float
 
 
-def numbers_of(
-    *,
-    step: int,
-    rate: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    clip: float,
-) -> Numbers:
+def numbers_of(settings: AdamWSettings, *, step: int, rate: float, clip: float) -> Numbers:
     """Return the numbers of step number `step`, counted from 1."""
-    beta1, beta2 = betas
+    beta1, beta2 = settings["betas"]
     return Numbers(
         clip=clip,
         beta1=beta1,
         rest1=1 - beta1,
         beta2=beta2,
         rest2=1 - beta2,
-        keep=1 - rate * weight_decay,
+        keep=1 - rate * settings["weight_decay"],
         size=rate / (1 - beta1**step),
         inverse_root=1 / math.sqrt(1 - beta2**step),
-        eps=eps,
+        eps=settings["eps"],
     )
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the bits of the nearest bfloat16, ties away from 0, and the rest of float32's bits.
 
-    Both are int16. What is not a number stays so, and nothing else of it is kept.
+    Both are int16. A NaN stays a NaN, and its other bits are dropped.
     """
     bits = values.view(torch.int32)
     upper = (bits + 0x8000) >> 16
@@ -76,7 +70,7 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values whose halves these are."""
+    """Return the float32 values of two halves."""
     return (upper.int() << 16).add_(lower).view(torch.float32)
 
 
@@ -110,7 +104,7 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Return the bits of bfloat16, int16; `random` is from 0 to 2 ** 16 - 1 for each value.
 
-    Added to the bits that are cut off, it carries as often as they are near to the next number.
+    It is added to the bits that are cut off, and carries the more often, the larger they are.
     """
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
@@ -125,9 +119,10 @@ def adamw(
     numbers: Numbers,
     keys: tuple[int, int],
 ) -> None:
-    """Step in place. All are flat: `low` and moments as int16, and so is a weight that has `low`.
+    """Take a step in place, on flat tensors. Moments are the bits of bfloat16, as int16.
 
-    A weight without it is float32. The step sees the moments before they are rounded.
+    With `low`, weights are int16 halves; without, they are float32. The step uses the moments
+    before they are rounded.
     """
     n = numbers
     for start in range(0, weight.numel(), CHUNK):
@@ -138,7 +133,7 @@ def adamw(
         mean = first.view(torch.bfloat16).float().mul_(n.beta1).add_(pull * n.rest1)
         square = second.view(torch.bfloat16).float().mul_(n.beta2)
         square.add_(pull.mul_(pull).mul_(n.rest2))
-        # The nearest float32, by float64: torch's own root is one beside it now and then.
+        # The nearest float32, through float64: torch's float32 root is sometimes one bit off.
         root = square.double().sqrt_().float()
         move = mean / root.mul_(n.inverse_root).add_(n.eps)
         value.mul_(n.keep).sub_(move.mul_(n.size))

@@ -16,8 +16,12 @@ from contextlib import contextmanager
 def freeze_garbage_collector() -> Iterator[None]:
     """Leave objects that exist by now out of all collections; later ones are collected.
 
-    A full collection comes first, or garbage that exists already would stay, such as a model.
+    A full collection comes first, or garbage that exists already would stay, such as a model. If
+    the caller has frozen objects already, nothing is done: what stays frozen is its choice.
     """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
+from covey.errors import RunError
 from covey.evaluation.evaluate import Evaluation, evaluate
 from covey.rollout.collect import Collector
 from covey.run.folder import RunFolder
@@ -49,8 +52,17 @@ class Trainer(Protocol):
     def fresh(self) -> State:
         """Return the state of a run that begins."""
 
+    def begin(self, checkpoint: Path | None, log: Tracker) -> None:
+        """Prepare for the first step, after the given checkpoint. None: the run begins."""
+
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Take training step number `state.step`, and log it."""
+
+    def save(self, folder: Path, step: int) -> None:
+        """Add to the checkpoint of a step what resuming after it needs, beside the state."""
+
+    def close(self) -> None:
+        """End what works beside the loop."""
 
 
 def train(
@@ -78,17 +90,30 @@ def run_loop(
     start = start or start_of(run, save_every=parts.config.save.every)
     try:
         state = checkpoint.resume(
-            run, parts.policy, parts.reference, start, fresh=trainer.fresh(), note=log.note
+            run,
+            parts.policy,
+            parts.reference,
+            start,
+            fresh=trainer.fresh(),
+            note=log.note,
+            world=parts.world,
         )
+        trainer.begin(start.checkpoint, log)
         loop = _Loop(trainer=trainer, run=run, log=log, state=state, saved=state.step)
         steps = trainer.budget.settings.steps
         log.started(steps=steps, done=state.step, rollouts=trainer.rollouts)
         try:
             loop.run_steps(stop)
         except GivenUp:
+            if parts.world.size > 1:  # the others may be in the middle of a step: nothing is saved
+                raise RunError(
+                    f"step {state.step} was waiting for another process, and was given up; "
+                    "--resume continues from the last checkpoint"
+                ) from None
             log.note(f"step {state.step} was waiting for another process, and was given up")
         loop.save_last()
     finally:
+        trainer.close()
         log.close()
     return loop.saved
 
@@ -112,7 +137,9 @@ class _Loop:
         evaluate_every, save_every = trainer.evaluate_every, parts.config.save.every
         if state.step == 0 and evaluate_every:
             measure(parts, self.log, step=0)
-        while not trainer.budget.over(used := state.used(parts.policy)) and stop.received is None:
+        while not (
+            trainer.budget.over(used := state.used(parts.policy)) or parts.world.agree(stop)
+        ):
             state.step += 1
             try:
                 trainer.step(state, self.run, self.log)
@@ -134,24 +161,36 @@ class _Loop:
         parts, state = self.trainer.parts, self.complete
         if state is None or state.step <= self.saved:
             return
-        if parts.world.is_main:
-            keep = parts.config.save.keep
-            checkpoint.save(self.run, parts.policy, parts.reference, state, keep=keep)
-        parts.world.barrier()
+        checkpoint.save(
+            self.run,
+            parts.policy,
+            parts.reference,
+            state,
+            keep=parts.config.save.keep,
+            more=partial(self.trainer.save, step=state.step),
+            world=parts.world,
+        )
         self.saved = state.step
 
 
 def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
     """Evaluate the policy as it is after `step`, and log that."""
-    model = parts.policy.model
-    parts.engine.load_weights(model.model.named_parameters, parts.policy.version)
-    evaluation = evaluate(
-        parts.held_out_prompts,
-        Collector(engine=parts.engine, model=model, scorer=parts.eval_scorer, progress=log.sampled),
-        sampling=parts.sampling,
-        samples=parts.config.evaluate.samples,
-        temperature=parts.config.evaluate.temperature,
-    )
+    model, engine = parts.policy.model, parts.engine
+    with parts.engine_lock:
+        engine.load_weights(parts.policy.weights, parts.policy.version)
+        evaluation = evaluate(
+            parts.held_out_prompts,
+            Collector(
+                engine=engine,
+                model=model,
+                scorer=parts.eval_scorer,
+                progress=log.sampled,
+                ranks=parts.world,
+            ),
+            sampling=parts.sampling,
+            samples=parts.config.evaluate.samples,
+            temperature=parts.config.evaluate.temperature,
+        )
     # The rows first: a line in eval.jsonl means that they are there.
     log.table("evaluations", step, [item.row() for item in evaluation.items])
     log.evaluation(step, evaluation)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from covey.config import Config, parse_config
 from covey.config.algorithm_names import check_algorithm_name
 from covey.config.options import choose, resolve_options
+from covey.config.overlap_modes import check_overlap
 from covey.config.reference_kinds import check_reference, check_teacher
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
@@ -26,6 +27,11 @@ from covey.types import Prompt
 if TYPE_CHECKING:
     from covey.engines.protocol import Sampling
     from covey.objective import Objective
+
+
+STALE_CORRECTION = "token_truncate"
+"""The default of objective.correction where rollouts are older than the weights in training:
+truncated importance sampling, which with a recomputed old_logp is decoupled PPO."""
 
 
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
@@ -50,6 +56,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     named = {where: {"name": getattr(config, where).name, **o} for where, o in options.items()}
     resolved = parse_config({**config.model_dump(), **named})
     check_reference(resolved.reference)
+    check_overlap(resolved)
     template_of(resolved)
     if "objective" in options:
         objective = objective_of(resolved)
@@ -79,25 +86,43 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
                 )
 
 
-def _check_old_logp(resolved: Config, objective: Objective) -> None:
-    """Reject the engine's log-probs as old_logp where they differ from the trainer's."""
-    from_sampler = "sampler_as_old" in objective.needs
+def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
+    """Reject what an objective with ratios to the engine's log-probs cannot have."""
+    name = resolved.objective.name
     if sampling_of(resolved).distribution.truncates:
-        why = "the engine's log-probs are then those of a truncated distribution"
-        if resolved.train.old_logp == "sampler":
-            raise ConfigError(
-                "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p "
-                f"or min_p: {why}"
-            )
-        if from_sampler:
-            raise ConfigError(
-                f"config: {resolved.objective.name} takes ratios to the engine, which cannot be "
-                f"combined with rollout.top_k, top_p or min_p: {why}"
-            )
-    if from_sampler and objective.corrects:
         raise ConfigError(
-            f"config: {resolved.objective.name} takes ratios to the engine already: "
-            "objective.correction and objective.veto have nothing to correct"
+            f"config: {name} takes ratios to the engine, which cannot be combined with "
+            "rollout.top_k, top_p or min_p: the engine's log-probs are then those of a truncated "
+            "distribution"
+        )
+    if objective.corrects:
+        raise ConfigError(
+            f"config: {name} takes ratios to the engine already: objective.correction and "
+            "objective.veto have nothing to correct"
+        )
+
+
+def _check_old_logp(resolved: Config, objective: Objective) -> None:
+    """Reject the engine's log-probs as old_logp where they differ from the trainer's.
+
+    Reject old rollouts that nothing corrects for: with old_logp from the trainer the ratio starts
+    at 1, however old they are.
+    """
+    if "sampler_as_old" in objective.needs:
+        _check_ratios_to_engine(resolved, objective)
+        return
+    truncates = sampling_of(resolved).distribution.truncates
+    if resolved.train.old_logp == "sampler" and truncates:
+        raise ConfigError(
+            "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
+            "min_p: the engine's log-probs are then those of a truncated distribution"
+        )
+    blind = truncates or resolved.train.old_logp == "recompute" or "old_entropy" in objective.needs
+    if resolved.overlap.staleness and blind and not objective.corrects:
+        raise ConfigError(
+            f"config: overlap.staleness = {resolved.overlap.staleness} trains on completions of "
+            f"older weights, and nothing corrects for it: set objective.correction = "
+            f"{STALE_CORRECTION!r}"
         )
     taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
     if taken and objective.corrects:
@@ -122,8 +147,12 @@ def _length_penalty_options(config: Config) -> dict[str, object]:
 def _objective_options(config: Config) -> dict[str, object]:
     from covey.objective import algorithm
 
-    section = config.objective
+    section: Named = config.objective
     maker = algorithm(section.name, section.options)
+    corrected = config.overlap.staleness and config.train.old_logp != "sampler"
+    if corrected and "correction" not in section.options:
+        options = {**section.options, "correction": STALE_CORRECTION}
+        section = Named.model_validate({"name": section.name, **options})
     return resolve_options(maker, section, "objective", _length_defaults(config))
 
 

@@ -6,11 +6,13 @@ Collecting is in rollout/source.py, training on the groups in training/step.py.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from covey.rollout.in_flight import read_in_flight, write_in_flight
 from covey.rollout.metrics import rollout_metrics, selection_metrics
-from covey.rollout.source import SynchronousSource
+from covey.rollout.overlap import RolloutQueue, rollout_queue
 from covey.run.folder import RunFolder
 from covey.run.metrics import meaning
 from covey.run.samples import samples_page
@@ -18,6 +20,7 @@ from covey.run.trackers import Tracker
 from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.checkpoint import State
+from covey.training.overlap_report import overlap_metrics, overlap_note, restarts
 from covey.training.report import (
     FLAT_STEPS,
     flat_rewards,
@@ -27,11 +30,12 @@ from covey.training.report import (
 from covey.training.step import training_step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reinforcement:
     """Reinforcement learning: groups are collected, filtered and trained on."""
 
     parts: Parts
+    queue: RolloutQueue = field(init=False)
 
     @property
     def budget(self) -> Budget:
@@ -52,14 +56,45 @@ class Reinforcement:
         """Begin with the objective's own beta."""
         return State(beta=self.parts.objective.beta)
 
+    def begin(self, checkpoint: Path | None, log: Tracker) -> None:
+        """Continue with the rollouts that the checkpoint holds, and say what corrects for age."""
+        prompts, config = self.parts.train_prompts, self.parts.config
+        count = config.rollout.prompts_per_step
+        held = (
+            []
+            if checkpoint is None
+            else read_in_flight(checkpoint, prompts, seed=config.seed, count=count)
+        )
+        self.queue = rollout_queue(self.parts, log, held)
+        if self.parts.config.overlap.staleness:
+            log.note(overlap_note(self.parts))
+
+    def save(self, folder: Path, step: int) -> None:
+        """Save the rollouts that were generated ahead."""
+        held = self.queue.in_flight(after=step)  # which every rank may have to wait for
+        if self.parts.world.is_main:
+            write_in_flight(folder, held)
+
+    def close(self) -> None:
+        """End the generation that works beside the loop, and the processes of the engine."""
+        if hasattr(self, "queue"):
+            self.queue.source.close()
+        self.parts.engine.close()
+
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Collect and filter groups, train on them, and log."""
         parts, started = self.parts, time.perf_counter()
         learner = parts.learner_at(state)
         share = self.budget.spent(replace(state, step=state.step - 1).used(parts.policy))
-        rollouts = SynchronousSource(parts, log).groups(state.step, share=share)
+        rollouts = self.queue.take(state.step, share)
+        overlap = overlap_metrics(
+            parts, rollouts, time.perf_counter() - started, parts.policy.version
+        )
         collected = rollouts.collected
-        groups = parts.world.gather(rollouts.selected.groups)
+        events, deaths = restarts(parts)
+        for note in (*rollouts.notes, *(f"step {state.step}: {event}" for event in events)):
+            log.note(note)
+        groups = rollouts.selected.groups
         state.episode += len(collected.rollouts)
         state.tokens += collected.tokens
         training = time.perf_counter()
@@ -75,6 +110,8 @@ class Reinforcement:
             **rollout_metrics(collected),
             **selection_metrics(rollouts),
             **learned,
+            **overlap,
+            **deaths,
             "time/rollout": collected.rollout_seconds,
             "time/score": collected.score_seconds,
             "time/update": ended - training,

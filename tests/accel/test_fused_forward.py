@@ -37,15 +37,15 @@ SETTINGS = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "max_grad_no
 
 def shared_batch() -> Batch:
     """Three rows with one prompt, two with another, one alone; one has a completion of one token."""
-    batch = make_batch(rows=6, longest=5, seed=3)
+    batch = make_batch(rows=6, longest=3, seed=3)
     rows = [0, 4, 0, 3, 4, 0]
     lengths = batch.lengths.clone()
     lengths[2] = 1
     kept = torch.arange(batch.mask.shape[1]) < lengths[:, None]
     return replace(
         batch,
-        prompt_tokens=batch.prompt_tokens[rows],
-        prompt_lengths=batch.prompt_lengths[rows],
+        prompt_tokens=batch.prompt_tokens[rows, :4],  # kernels are interpreted token by token
+        prompt_lengths=batch.prompt_lengths[rows].clamp(max=4),
         lengths=lengths,
         mask=batch.mask & kept,
     )

@@ -1,5 +1,4 @@
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +6,7 @@ import torch
 from torch import nn
 
 from covey.accel.head import Head, chunk_rows, token_logp
+from tests.processes import forked
 
 
 def direct(head: Head, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float):
@@ -47,43 +47,39 @@ def test_values_and_gradients_equal_the_plain_computation(
             torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
-MEASURE = """
-import sys, torch
-from torch import nn
-from covey.accel.head import token_logp
-from covey.accel.head import Head
-tokens, hidden, vocabulary, megabytes = int(sys.argv[1]), 16, int(sys.argv[2]), float(sys.argv[3])
-torch.manual_seed(0)
-linear = nn.Linear(hidden, vocabulary, bias=False)
-h = torch.randn(tokens, hidden, requires_grad=True)
-ids = torch.randint(0, vocabulary, (tokens,))
-small = token_logp(Head(linear=linear), h[:2], ids[:2], temperature=1.0, megabytes=0.001)
-small[0].sum().backward()
-def status(field):
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(l.split()[1]) / 1024 for l in lines if l.startswith(field))
-open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
-before = status("VmRSS")
-logp, entropy = token_logp(Head(linear=linear), h, ids, temperature=1.0, megabytes=megabytes)
-logp.sum().backward()
-print(status("VmHWM") - before)
-"""
+def status_megabytes(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
-def peak_megabytes(tokens: int, vocabulary: int, megabytes: float) -> float:
-    arguments = [str(tokens), str(vocabulary), str(megabytes)]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True
-    )
-    return float(done.stdout)
+def measure(tokens: int, vocabulary: int, megabytes: float) -> int:
+    torch.manual_seed(0)
+    linear = nn.Linear(16, vocabulary, bias=False)
+    h = torch.randn(tokens, 16, requires_grad=True)
+    ids = torch.randint(0, vocabulary, (tokens,))
+    small = token_logp(Head(linear=linear), h[:2], ids[:2], temperature=1.0, megabytes=0.001)
+    small[0].sum().backward()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = status_megabytes("VmRSS")
+    logp, _ = token_logp(Head(linear=linear), h, ids, temperature=1.0, megabytes=megabytes)
+    logp.sum().backward()
+    print(status_megabytes("VmHWM") - before)
+    return 0
+
+
+def peak_megabytes(output: Path, *arguments: float) -> float:
+    """Return the peak of a process of its own."""
+    child = forked(lambda: measure(*arguments), output)
+    assert os.waitpid(child, 0)[1] == 0
+    return float(output.read_text())
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-def test_peak_memory_depends_on_the_chunk_and_not_on_the_vocabulary() -> None:
+def test_peak_memory_depends_on_the_chunk_and_not_on_the_vocabulary(tmp_path: Path) -> None:
     # All logits at once would be 300 x 150,000 x 4 bytes = 172 MB, several times over.
-    small_chunk = peak_megabytes(300, 150_000, 20)
-    large_chunk = peak_megabytes(300, 150_000, 80)
-    small_vocabulary = peak_megabytes(300, 15_000, 20)
+    small_chunk = peak_megabytes(tmp_path / "small_chunk", 300, 150_000, 20)
+    large_chunk = peak_megabytes(tmp_path / "large_chunk", 300, 150_000, 80)
+    small_vocabulary = peak_megabytes(tmp_path / "small_vocabulary", 300, 15_000, 20)
     assert small_chunk < 20 + 25
     assert large_chunk < 80 + 25
     assert large_chunk > small_chunk + 30

@@ -39,7 +39,7 @@ TEMPERATURE, MEGABYTES = 0.8, 0.05
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets of a few tokens, because the interpreter is slow."""
     monkeypatch.setattr(fused, "flash_attention", per_row)
-    monkeypatch.setattr(static, "STEP", 16)
+    monkeypatch.setattr(static, "STEP", 24)
     monkeypatch.setattr(static, "PADDING_ROW", 4)
 
 
@@ -104,7 +104,7 @@ def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert float((found[name] - grad).abs().max()) <= 1e-6 * scale, name
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "adapter"])
+@pytest.mark.parametrize("kind", ["qwen2", "adapter"])
 def test_values_and_gradients_equal_the_eager_pass(kind: str) -> None:
     model = fast(build("llama" if kind == "adapter" else kind))
     if kind == "adapter":
@@ -371,7 +371,7 @@ def test_an_update_with_graphs_equals_the_eager_update() -> None:
     objective = ALGORITHMS["grpo"](beta=0.0)
     batch = with_advantage(objective, shared_batch())
     settings = StepSettings(
-        mini_batches=1, epochs=2, micro_batch_tokens=30, old_logp_from_sampler=False,
+        mini_batches=1, epochs=2, micro_batch_tokens=16, old_logp_from_sampler=False,
         learning_rate=lambda _: 1e-3, seed=0,
     )  # fmt: skip
     weights, metrics = [], []

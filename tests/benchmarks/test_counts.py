@@ -30,8 +30,8 @@ def test_the_floor_reads_a_prompt_once_for_its_group_in_training_too() -> None:
     assert found["training"] == pytest.approx(3 * (found["sampling"] + head))
 
 
-class Told:
-    """A reward that keeps a note of what it has judged."""
+class Recorded:
+    """A reward that writes down what it has scored."""
 
     quick, version, bounds = False, 1, (0.0, 1.0)
     file = Path()
@@ -42,12 +42,12 @@ class Told:
         return Score(reward=1.0, success=True)
 
 
-def test_no_answer_is_judged_twice(tmp_path: Path) -> None:
+def test_no_completion_is_scored_twice(tmp_path: Path) -> None:
     import rewards
 
     kinds = (rewards.numbers, rewards.formulas, rewards.equations, rewards.intervals)
     for make in (*kinds, rewards.programs):
-        reward = Told()
+        reward = Recorded()
         reward.file = tmp_path / make.__name__
         found = rewards.rate(reward, make, 104, workers=2)
         lines = reward.file.read_text().splitlines()
@@ -58,7 +58,7 @@ def test_no_answer_is_judged_twice(tmp_path: Path) -> None:
 def test_a_step_of_an_algorithm_is_found_to_be_finite(tmp_path: Path) -> None:
     from every_algorithm import train
 
-    found = train("grpo", tmp_path, steps=1, seed=0)
+    found = train("grpo", tmp_path, steps=1, seed=0, more=["evaluate.prompts=16"])
     assert found["finite"]
     assert found["skipped_updates"] == 0
     assert found["low"] <= found["after"] <= found["high"]

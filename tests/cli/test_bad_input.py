@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import subprocess
-import sys
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 
 from covey.cli.main import run
+from tests.processes import forked
 
 QUICK = ("train.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2", "evaluate.every=0")
 
@@ -196,26 +198,20 @@ def test_a_run_folder_in_use_is_not_overwritten(
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious"]
 
 
-FULL_DISK = """
-import resource, signal, sys
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-from covey.cli.main import run
-import covey.training.loop
-resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
-sys.exit(run(sys.argv[1:]))
-"""
-
-
 def test_a_disk_that_fills_up_during_a_save_leaves_no_half_checkpoint(tmp_path: Path) -> None:
-    overrides = [word for setting in (*QUICK, "train.steps=2") for word in ("--set", setting)]
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, "train", "--run", str(tmp_path / "run"), *overrides],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "cannot write" in done.stderr
-    assert "checkpoints/000002" in done.stderr
+    def with_a_full_disk() -> int:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+        with errors.open("w") as file, contextlib.redirect_stderr(file):
+            return train(tmp_path / "run", "train.steps=2")
+
+    errors = tmp_path / "errors"
+    child = forked(with_a_full_disk, tmp_path / "output")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    error = errors.read_text()
+    assert error.count("\n") == 1
+    assert "cannot write" in error
+    assert "checkpoints/000002" in error
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
     assert len((tmp_path / "run/steps.jsonl").read_text().splitlines()) == 2
     # With room again, the run goes on.

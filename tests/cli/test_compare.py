@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
+import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from covey.analysis.compare import launch
+from covey.analysis.compare import launch, run_process
 from covey.analysis.compare.comparison import Comparison, RunResult
 from covey.analysis.compare.comparison_folder import (
     load_comparison,
@@ -26,7 +28,7 @@ from covey.analysis.compare.prepare import Prepared, checked, extend
 from covey.cli.main import run as covey
 from covey.errors import DataError
 from covey.run.folder import RunFolder
-from tests.processes import wait_until
+from tests.processes import forked, wait_until
 
 SETTINGS = (
     "model.device=cpu", "train.steps=6", "train.mini_batches=1", "save.every=2",
@@ -37,7 +39,43 @@ SETTINGS = (
 
 def command(folder: Path, *more: str) -> list[str]:
     overrides = [word for setting in SETTINGS for word in ("--set", setting)]
-    return ["compare", "--folder", str(folder), "--seeds", "1", *overrides, *more]
+    return ["compare", "--folder", str(folder), "--seeds", "1", "--threads", "1", *overrides, *more]
+
+
+class ForkedRun:
+    """The process of a run, like that of `launch.start`, but torch is imported already."""
+
+    def __init__(self, job: Job) -> None:
+        reading, writing = os.pipe()
+
+        def work() -> int:
+            os.setsid()
+            os.close(writing)
+            sys.stdin = os.fdopen(reading)
+            run_process.main()
+            return 1
+
+        self.returncode: int | None = None
+        self.pid = forked(work, log_path(job.path))
+        os.close(reading)
+        self.stdin = os.fdopen(writing, "wb")
+        self.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
+        self.stdin.flush()
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self) -> int | None:
+        return self.poll(options=0)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def arms(folder: Path) -> dict[str, RunResult]:
@@ -63,7 +101,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     frozen = "frozen: optimizer.learning_rate=0"
     form = "form: optimizer.learning_rate=0, reward.name=think_answer_form"
     more = ("--arm", frozen, "--arm", form)
-    assert covey(command(folder, "--algorithms", "grpo,gspo", *more)) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "start", ForkedRun)
+        assert covey(command(folder, "--algorithms", "grpo,gspo", *more)) == 0
     return folder
 
 
@@ -128,7 +168,7 @@ def test_arms_with_other_rewards_are_evaluated_with_the_common_one(finished: Pat
     found = {arm: arms(finished)[arm] for arm in ("frozen", "form")}
     assert [p.correct for p in found["form"].points] == [p.correct for p in found["frozen"].points]
     runs = [RunFolder(finished / run.folder) for run in found.values()]
-    judges = {run.environment()["judge"] for run in runs}
+    judges = {run.environment()["evaluation_reward"] for run in runs}
     rewards = {run.environment()["reward"] for run in runs}
     assert (len(judges), len(rewards)) == (1, 2)
     trained_on = [run.steps()[0]["objective/scores"] for run in runs]
@@ -178,13 +218,13 @@ def test_run_with_another_key_is_moved_aside(finished: Path, tmp_path: Path) -> 
     assert not (tmp_path / "seed-0").exists()
 
 
-def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, subprocess.Popen[bytes]]:
-    """Return the processes of runs by arm; filled as they start."""
-    processes: dict[str, subprocess.Popen[bytes]] = {}
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, subprocess.Popen[bytes] | ForkedRun]:
+    """Return the processes of runs by arm, filled as they start; only the first is not forked."""
+    processes: dict[str, subprocess.Popen[bytes] | ForkedRun] = {}
     start = launch.start
 
-    def remember(job: Job) -> subprocess.Popen[bytes]:
-        processes[job.arm] = start(job)
+    def remember(job: Job) -> subprocess.Popen[bytes] | ForkedRun:
+        processes[job.arm] = ForkedRun(job) if processes else start(job)
         return processes[job.arm]
 
     monkeypatch.setattr(launch, "start", remember)

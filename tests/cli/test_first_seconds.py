@@ -13,13 +13,37 @@ import pytest
 
 from covey.cli.startup import waiting
 
+# Reads lists of arguments from stdin; prints the exit code and what went to stderr for each.
 WITHOUT_TORCH = """
-import sys
+import contextlib, io, json, sys
 from covey.cli.main import run
-code = run(sys.argv[1:])
-assert not {"torch", "transformers"} & set(sys.modules)
-sys.exit(code)
+for arguments in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run(arguments)
+    imported = bool({"torch", "transformers"} & set(sys.modules))
+    print(json.dumps([code, err.getvalue(), imported]))
 """
+MISTAKES = {
+    "train --run full": "full already holds files; choose another --run",
+    "sft --run full": "full already holds files; choose another --run",
+    "export embedded full": "full already holds files; choose another folder",
+    "train --model train": "train is a run; give its newest checkpoint: train/checkpoints/",
+    "sft --model ./nothing-like-it": "there is no file or folder of that name",
+    "eval embedded --against ./nothing-like-it": "there is no file or folder of that name",
+    "export ./trian out": "did you mean 'train'?",
+    "numerics --model full": "full is a folder without config.json",
+    "train --resume train/checkpoints/000002": "give the run itself: train",
+    "train --set train=3": "config: train is a table: write [train]",
+    "runs train --step 100": "no completions of step 100; it has steps 1 to 2",
+    "explain train --step 100": "no completions of step 100; it has steps 1 to 2",
+    "explain sft --step 1": "sft is an SFT run, which samples no completions",
+    "rewards score nothere.jsonl": "cannot read nothere.jsonl: No such file or directory\n",
+    "algorithms gsop": "objective.name = 'gsop' is not known; did you mean 'gspo'?",
+    "train --set objective.name=gsop": "did you mean 'gspo'?",
+    "train --set task.name=arithmetics": "did you mean 'arithmetic'?",
+    "train --set reward.name=maths": "did you mean 'math'?",
+}
 
 
 @pytest.fixture
@@ -36,46 +60,28 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("train --run full", "full already holds files; choose another --run"),
-        ("sft --run full", "full already holds files; choose another --run"),
-        ("export embedded full", "full already holds files; choose another folder"),
-        ("train --model train", "train is a run; give its newest checkpoint: train/checkpoints/"),
-        ("sft --model ./nothing-like-it", "there is no file or folder of that name"),
-        ("eval embedded --against ./nothing-like-it", "there is no file or folder of that name"),
-        ("export ./trian out", "did you mean 'train'?"),
-        ("numerics --model full", "full is a folder without config.json"),
-        ("train --resume train/checkpoints/000002", "give the run itself: train"),
-        ("train --set train=3", "config: train is a table: write [train]"),
-        ("runs train --step 100", "no completions of step 100; it has steps 1 to 2"),
-        ("explain train --step 100", "no completions of step 100; it has steps 1 to 2"),
-        ("explain sft --step 1", "sft is an SFT run, which samples no completions"),
-        ("rewards score nothere.jsonl", "cannot read nothere.jsonl: No such file or directory\n"),
-        ("algorithms gsop", "objective.name = 'gsop' is not known; did you mean 'gspo'?"),
-        ("train --set objective.name=gsop", "did you mean 'gspo'?"),
-        ("train --set task.name=arithmetics", "did you mean 'arithmetic'?"),
-        ("train --set reward.name=maths", "did you mean 'math'?"),
-    ],
-)
-def test_mistakes_are_reported_before_torch_is_imported(
-    arguments: str, words: str, here: Path
-) -> None:
+def test_mistakes_are_reported_before_torch_is_imported(here: Path) -> None:
+    """One process makes all mistakes, because each would take half a second to start."""
     before = sorted(here.rglob("*"))
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *arguments.split()],
-        cwd=here, capture_output=True, text=True, check=False, timeout=60,
+        [sys.executable, "-c", WITHOUT_TORCH],
+        input=json.dumps([arguments.split() for arguments in MISTAKES]),
+        cwd=here, capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
-    assert done.returncode in (1, 2), done.stderr
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    for (arguments, words), (code, error, imported) in zip(MISTAKES.items(), results, strict=True):
+        assert not imported, arguments
+        assert code in (1, 2), (arguments, error)
+        assert words in error, arguments
+        assert error.count("\n") == 1, arguments
     assert sorted(here.rglob("*")) == before
 
 
 def test_a_terminal_shows_the_status_and_stdout_only_the_result() -> None:
     shows, stderr = pty.openpty()
-    code = "import sys; from covey.cli.main import run; sys.exit(run(sys.argv[1:]))"
+    # Another process measures the prompts, beside the import of torch.
+    code = "import sys; from covey.cli.main import run; code = run(sys.argv[1:]); "
+    code += "assert 'transformers' not in sys.modules; sys.exit(code)"
     with subprocess.Popen(
         [sys.executable, "-c", code, "plan", "--json"],
         env={**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"},

@@ -13,14 +13,16 @@ from covey.evaluation.items import Item, ItemCompletion
 from covey.types import Prompt
 
 
-def answer(right: bool | None) -> ItemCompletion:
-    return ItemCompletion(text=f"so {right}", correct=right, reward=None, tokens=3, finish="stop")
+def completion(success: bool | None) -> ItemCompletion:
+    return ItemCompletion(
+        text=f"so {success}", reward=None, tokens=3, finish="stop", success=success
+    )
 
 
 def item(name: str, right: bool | None, samples: Sequence[bool | None] = (), **info: Any) -> Item:
     asked = ({"role": "user", "content": f"{name}?"},)
     prompt = Prompt(id=name, task="sums", messages=asked, target="7", info=info)
-    return Item(prompt=prompt, greedy=answer(right), samples=tuple(map(answer, samples)))
+    return Item(prompt=prompt, greedy=completion(right), samples=tuple(map(completion, samples)))
 
 
 def test_the_values_of_a_prompt() -> None:

@@ -45,7 +45,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo, dual clip": ("grpo", {"dual": 1.6}),
     "dapo, equation 8": ("dapo", {"aggregation": "group_mean_token_mean"}),
-    "gpg, by answer": ("gpg", {"aggregation": "sequence_mean_token_mean"}),
+    "gpg, by completion": ("gpg", {"aggregation": "sequence_mean_token_mean"}),
     "gtpo, by polarity": ("gtpo", {"norm": "polarity"}),
     "gtpo, over the batch": ("gtpo", {"scope": "batch"}),
     "grpo_s, arithmetic": ("grpo_s", {"mean": "arithmetic"}),
@@ -60,7 +60,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CASES = {**{name: (name, {}) for name in ALGORITHMS}, **VARIANTS}
 
-# Those whose gain is of whole answers: there `top_entropy` is refused, rather than not obeyed.
+# Those whose gain is of whole completions: there `top_entropy` is refused, rather than not obeyed.
 OF_ANSWERS = {"gspo", "luspo", "gmpo", "rloo", "grpo_s", "vespo"}
 
 # Those that refuse a KL in the reward (gdpo, opd), or rewards that a KL makes negative.
@@ -109,7 +109,7 @@ def extras(case: str, *leave_out: str) -> st.SearchStrategy[dict[str, Any]]:
 
 def _legal(options: dict[str, Any]) -> dict[str, Any]:
     legal = dict(options)
-    # The k3 of a whole answer is refused in the reward, where it would count once a token.
+    # The k3 of a whole completion is refused in the reward, where it would count once a token.
     if legal.get("kl") == "k3_sequence":
         legal["kl_in"] = "loss"
     # A divergence of 0, which is agreement, must lie within the bounds.
@@ -128,9 +128,9 @@ class Step(NamedTuple):
 def make_step(
     seed: int, *, rows: int = 10, width: int = 6, groups: int = 3, empty: bool = True
 ) -> Step:
-    """Return a random float64 step, off policy, in which every group has right and wrong answers.
+    """Return a random float64 step, off policy, in which every group has correct and wrong completions.
 
-    Groups are of unequal size and interleaved; answers are ragged, one of them has an untrained
+    Groups are of unequal size and interleaved; completions are ragged, one of them has an untrained
     token in the middle and, with `empty`, one has no trained token at all.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -234,7 +234,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-12) -> None:
 
 
 def of_answer(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the value [B] that all trained tokens of each answer share, and check that they do."""
+    """Return the value [B] that all trained tokens of each completion share, and check that they do."""
     value = values.where(mask, -torch.inf).amax(dim=1)
     assert torch.equal(values, value[:, None].expand_as(mask).where(mask, 0.0))
     return value

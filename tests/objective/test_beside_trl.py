@@ -1,8 +1,8 @@
-"""The same answers through TRL's own trainers and through covey: the same loss and gradient.
+"""The same completions through TRL's own trainers and through covey: the same loss and gradient.
 
 TRL's side is a real trainer, built from a real configuration, for every row of the table below. It
 pads, scores, takes old and reference log-probabilities, advantages and importance ratios, and its
-`_compute_loss` makes the loss of them. Only sampling is left out: the answers are already there.
+`_compute_loss` makes the loss of them. Only sampling is left out: the completions are already there.
 Between that and the loss the weights are moved, so ratios are far from 1 and clips act on both
 sides. Where TRL means something else on purpose, the tests at the end put a number to it.
 
@@ -49,7 +49,7 @@ from covey.objective.masked import row_mean
 from covey.types import Batch
 
 pytest.importorskip("trl", minversion="1.16", reason="there is no TRL, or an older one")
-# A rollout_func is how the answers get in; TRL warns that it is experimental.
+# A rollout_func is how the completions get in; TRL warns that it is experimental.
 pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func':UserWarning")
 
 PROMPTS, SAMPLES = 3, 6
@@ -57,7 +57,7 @@ ROWS = PROMPTS * SAMPLES
 GROUP = torch.arange(ROWS) // SAMPLES
 LONGEST = 14
 BUDGET = 20
-"""max_completion_length; longer than any answer, so that dr_grpo's constant is not the width."""
+"""max_completion_length; longer than any completion, so that dr_grpo's constant is not the width."""
 TEMPERATURE = 2.0
 END = 1
 CUT_OFF = (4, 9)
@@ -117,12 +117,12 @@ CASES = {
         {"loss_type": "grpo", "delta": 1.3}, "grpo", {"beta": 0.0, "dual": 1.3, **EPS},
         (*CLIPS, "policy/clipfrac_dual"),
     ),
-    # Not scored: TRL's None. Such an answer is in no statistic, its advantage is 0, and it counts.
+    # Not scored: TRL's None. Such a completion is in no statistic, its advantage is 0, and it counts.
     "grpo, unscored": Case(
         {"loss_type": "grpo"}, "grpo", {"beta": 0.0, **EPS}, CLIPS,
         rewards=[None if row in (2, 13) else reward for row, reward in enumerate(REWARDS)],
     ),
-    # An answer that is left out keeps its place in the mean over answers, and in the advantages.
+    # A completion that is left out keeps its place in the mean over completions, and in the advantages.
     "grpo, truncated left out": Case(
         {"loss_type": "grpo", "mask_truncated_completions": True},
         "grpo", {"beta": 0.0, **EPS}, CLIPS,
@@ -153,11 +153,11 @@ CASES = {
     "lite_ppo": Case({"loss_type": "dapo", "scale_rewards": "batch"}, "lite_ppo", EPS, CLIPS),
     "gspo": Case({**SEQUENCE, **NARROW}, "gspo", OURS_NARROW, CLIPS),
     "gspo, k3": Case({**SEQUENCE, **NARROW, **K3}, "gspo", {**OURS_NARROW, "beta": 0.04}, CLIPS),
-    # TRL's is that of gspo: the same while all tokens of an answer have one advantage.
+    # TRL's is that of gspo: the same while all tokens of a completion have one advantage.
     "gspo_token": Case({**SEQUENCE, **NARROW}, "gspo_token", OURS_NARROW, CLIPS),
     "luspo": Case({**SEQUENCE, **NARROW, "loss_type": "luspo"}, "luspo", OURS_NARROW, CLIPS),
-    # Of which TRL says that it is not GSPO: answers weigh as much as they have tokens.
-    "dapo by answer": Case(
+    # Of which TRL says that it is not GSPO: completions weigh as much as they have tokens.
+    "dapo by completion": Case(
         {**SEQUENCE, **NARROW, "loss_type": "dapo"},
         "composed", {"ratio": "sequence", "weights": "token_mean", **OURS_NARROW}, CLIPS,
     ),
@@ -184,17 +184,17 @@ METRICS = {
     "kl": "objective/kl_avg",
     "entropy": "policy/entropy_avg",
 }
-"""What both count alike: over tokens, or over answers where a ratio is of an answer."""
+"""What both count alike: over tokens, or over completions where a ratio is of a completion."""
 
 
 @dataclass(frozen=True)
 class World:
-    """A small real model, its answers to three prompts, and its weights then and now."""
+    """A small real model, its completions to three prompts, and its weights then and now."""
 
     model: Any
     tokenizer: Any
     prompts: list[list[int]]
-    answers: list[list[int]]
+    completions: list[list[int]]
     trained: list[list[int]]
     sampler_logp: list[list[float]]
     then: dict[str, torch.Tensor]
@@ -215,7 +215,7 @@ def world() -> World:
                 weight += size * weight.std() * noise
         return {name: value.clone() for name, value in model.state_dict().items()}
 
-    def answer(prompt: list[int], length: int, end: bool) -> tuple[list[int], list[float]]:
+    def completion(prompt: list[int], length: int, end: bool) -> tuple[list[int], list[float]]:
         ids, logps = list(prompt), []
         for place in range(length):
             logits = model(torch.tensor([ids])).logits[0, -1] / TEMPERATURE
@@ -225,13 +225,13 @@ def world() -> World:
         return ids[len(prompt) :], logps
 
     then = moved(0.1)  # so that the reference, which TRL loads from the checkpoint, is another
-    questions = [tokenizer.encode(text) for text in ("1+2?", "47+8-6?", "3-1?")]
-    prompts = [questions[row // SAMPLES] for row in range(ROWS)]
+    prompt_ids = [tokenizer.encode(text) for text in ("1+2?", "47+8-6?", "3-1?")]
+    prompts = [prompt_ids[row // SAMPLES] for row in range(ROWS)]
     lengths = torch.randint(2, LONGEST + 1, (ROWS,), generator=generator).tolist()
     lengths[:SAMPLES] = [min(length, 5) for length in lengths[:SAMPLES]]
     lengths[7] = LONGEST
     with torch.no_grad():
-        drawn = [answer(prompts[row], lengths[row], row not in CUT_OFF) for row in range(ROWS)]
+        drawn = [completion(prompts[row], lengths[row], row not in CUT_OFF) for row in range(ROWS)]
     noise = lambda: 0.3 * float(torch.randn((), generator=generator))  # noqa: E731
     trained = [[1] * length for length in lengths]
     trained[7][4:7] = [0, 0, 0]  # as if a tool had said it
@@ -239,7 +239,7 @@ def world() -> World:
         model=model.train(),
         tokenizer=tokenizer,
         prompts=prompts,
-        answers=[tokens for tokens, _ in drawn],
+        completions=[tokens for tokens, _ in drawn],
         trained=trained,
         sampler_logp=[[logp + noise() for logp in logps] for _, logps in drawn],
         then=then,
@@ -269,14 +269,14 @@ def arguments(folder: Path, **settings: Any) -> dict[str, Any]:
 def grpo_trainer(
     world: World, folder: Path, settings: dict[str, Any], *rewards: list[float | None]
 ) -> Any:
-    """Build a GRPOTrainer that is given its answers; every list of rewards is a function's."""
+    """Build a GRPOTrainer that is given its completions; every list of rewards is a function's."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     def rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         return {
             "prompt_ids": world.prompts,
-            "completion_ids": world.answers,
+            "completion_ids": world.completions,
             "logprobs": world.sampler_logp,
             "env_mask": world.trained,
         }
@@ -295,7 +295,7 @@ def grpo_trainer(
 
 
 def collect(trainer: Any) -> dict[str, Any]:
-    """Let the trainer pad, score and compare the answers: what `_compute_loss` takes."""
+    """Let the trainer pad, score and compare the completions: what `_compute_loss` takes."""
     return trainer._generate_and_score_completions([{"prompt": "?"} for _ in range(ROWS)])
 
 
@@ -338,8 +338,8 @@ def own_logp(world: World, mask: torch.Tensor) -> LogProbs:
     batch = Batch(
         prompt_tokens=padded(world.prompts),
         prompt_lengths=torch.tensor([len(row) for row in world.prompts]),
-        tokens=padded(world.answers),
-        lengths=torch.tensor([len(row) for row in world.answers]),
+        tokens=padded(world.completions),
+        lengths=torch.tensor([len(row) for row in world.completions]),
         mask=mask,
         sampler_logp=torch.zeros(mask.shape),
         rewards=torch.zeros(ROWS, dtype=torch.float64),
@@ -448,11 +448,11 @@ def given() -> Given:
 
 @pytest.fixture(scope="module")
 def said(world: World, given: Given) -> World:
-    """The same answers, sampled by something near the given old policy."""
+    """The same completions, sampled by something near the given old policy."""
     generator = torch.Generator().manual_seed(2)
     near = given.old + 0.3 * torch.randn(ROWS, LONGEST, generator=generator, dtype=torch.float64)
-    pairs = zip(near.tolist(), world.answers, strict=True)
-    return replace(world, sampler_logp=[row[: len(answer)] for row, answer in pairs])
+    pairs = zip(near.tolist(), world.completions, strict=True)
+    return replace(world, sampler_logp=[row[: len(completion)] for row, completion in pairs])
 
 
 def hand_over(trainer: Any, given: Given, logp: torch.Tensor, entropy: torch.Tensor) -> None:
@@ -497,7 +497,7 @@ def test_every_token_has_the_gradient_of_trl(
 
 
 def rloo_trainer(world: World, folder: Path, beta: float) -> Any:
-    """Build an RLOOTrainer that is given its answers."""
+    """Build an RLOOTrainer that is given its completions."""
     from datasets import Dataset
     from trl import RLOOConfig, RLOOTrainer
 
@@ -508,8 +508,8 @@ def rloo_trainer(world: World, folder: Path, beta: float) -> Any:
         train_dataset=Dataset.from_dict({"prompt": ["?"]}),
         processing_class=world.tokenizer,
     )
-    # It has no rollout_func, and no mask within an answer.
-    trainer._generate = lambda prompts: (world.prompts, world.answers, [""] * ROWS)
+    # It has no rollout_func, and no mask within a completion.
+    trainer._generate = lambda prompts: (world.prompts, world.completions, [""] * ROWS)
     return trainer
 
 
@@ -586,7 +586,7 @@ def test_equal_rewards_teach_trl_something(world: World, tmp_path: Path) -> None
 def test_trl_divides_by_the_mean_tokens_of_a_step(
     said: World, given: Given, tmp_path: Path
 ) -> None:
-    """Tokens of a generation over its steps: as many to every step, however long its answers are.
+    """Tokens of a generation over its steps: as many to every step, however long its completions are.
 
     Ours are the step's own. If a generation is one optimizer step, the two are the same.
     """
@@ -635,7 +635,7 @@ def test_trl_weighs_the_kl_by_the_ratio_of_the_answer(
 
 
 def test_trl_leaves_no_token_of_an_answer_out(said: World, given: Given, tmp_path: Path) -> None:
-    """A token left out for its entropy still moves the ratio of its answer, and so has a gradient.
+    """A token left out for its entropy still moves the ratio of its completion, and so has a gradient.
 
     So we refuse that for `gspo`; in `gspo_token` what is left out has none.
     """
@@ -659,7 +659,7 @@ def test_what_is_counted_as_clipped(said: World, given: Given, tmp_path: Path) -
     inputs = step_of(trainer, given).inputs
     ours = through_covey(CASES["grpo, top entropy"], inputs, given.now, given.entropy).metrics
     assert ours["policy/clipfrac_avg"] < 0.6 * logged(trainer)["clip_ratio/region_mean"]
-    # Of CISPO's weights it counts those of good answers, though all are capped.
+    # Of CISPO's weights it counts those of good completions, though all are capped.
     trainer = of_case(said, tmp_path, CASES["cispo"])
     inputs = step_of(trainer, given).inputs
     out = through_covey(CASES["cispo"], inputs, given.now, given.entropy)
@@ -709,7 +709,7 @@ def test_trl_bounds_no_exponent(said: World, given: Given, tmp_path: Path) -> No
     for name, field in (("grpo", "old"), ("grpo, k3", "ref")):
         case = CASES[name]
         far = getattr(given, field).clone()
-        row = REWARDS.index(0)  # a bad answer, whose ratio no clip holds from above
+        row = REWARDS.index(0)  # a bad completion, whose ratio no clip holds from above
         far[row, 0] = given.now[row, 0] + (100.0 if field == "ref" else -100.0)
         moved = given._replace(**{field: far})
         theirs = step_of(of_case(said, tmp_path, case), moved)

@@ -23,7 +23,7 @@ NOT_ZERO_SUM = {
     "gtpo": "tokens have rewards of their own, normalized over the batch",
     "gtpo, by polarity": "the same",
     "gtpo, over the batch": "the same",
-    "gtpo_trajectory": "the entropy of each answer is taken off after centering",
+    "gtpo_trajectory": "the entropy of each completion is taken off after centering",
     "reinforce_pp": "has no groups; sums to 0 over the batch, as its own test says",
     "reinforce_pp, discounted": "the same",
     "reinforce_pp_baseline, by token": "centered anew, over the tokens of the batch",
@@ -34,10 +34,10 @@ NOT_ZERO_SUM = {
     "opd, with a task": "the same",
 }
 # What happens to A when rewards are multiplied by a positive number, with eps 0.
-NEVER_SEES_REWARDS = "invariant: it asks only which answers are right"
+NEVER_SEES_REWARDS = "invariant: it asks only which completions are correct"
 SCALE = {
     "dr_grpo": "proportional", "rloo": "proportional", "opo": "proportional",
-    "gpg": "proportional", "gpg, by answer": "proportional",
+    "gpg": "proportional", "gpg, by completion": "proportional",
     "gtpo_trajectory": "neither: an entropy that does not scale is taken off",
     "gtpo": NEVER_SEES_REWARDS, "gtpo, by polarity": NEVER_SEES_REWARDS,
     "gtpo, over the batch": NEVER_SEES_REWARDS,
@@ -162,7 +162,9 @@ def test_law_2_ddof_is_a_factor(case: str, seed: int) -> None:
     over = DEVIATION_OVER.get(case, "group")
     if over == "group":
         numbers = counts(batch.group)[:, None]
-        if case.startswith("grpo_s"):  # an answer without trained tokens has no entropy to shape by
+        if case.startswith(
+            "grpo_s"
+        ):  # a completion without trained tokens has no entropy to shape by
             numbers = group_sum(batch.mask.any(dim=1).double(), batch.group)[:, None]
             numbers = numbers.clamp(min=2)
     else:

@@ -28,7 +28,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 FAR = 50.0
 ALGORITHMS = {
     "token ratio": "dapo",
-    "answer ratio": "gspo",
+    "completion ratio": "gspo",
     "product of ratios": "rloo",
     "mean of ratios": "grpo_s, arithmetic",
     "no group": "reinforce_pp",

@@ -46,7 +46,7 @@ of_rewards_alone = pytest.mark.parametrize(
 
 
 # Metrics that ask for the sign of an advantage, where that may be 0 up to rounding. By polarity, a
-# token that only one right answer of its group reaches stands exactly at the mean.
+# token that only one correct completion of its group reaches stands exactly at the mean.
 SIGNS = {
     "gtpo, by polarity": (
         "policy/clipfrac_low", "policy/clipfrac_high", "policy/clipfrac_avg", "policy/off_policy_dropped",

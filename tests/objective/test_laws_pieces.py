@@ -89,7 +89,7 @@ def test_law_9_expected_gradients_over_a_categorical(
     z, logp = log_softmax(now, requires_grad=True)
     _, ref = log_softmax(reference)
     old = log_softmax(older)[1] if name in OFF_POLICY_TOO else logp.detach()
-    mask = torch.ones(4, 1, dtype=torch.bool)  # four answers of one token: all that there are
+    mask = torch.ones(4, 1, dtype=torch.bool)  # four completions of one token: all that there are
     values = PENALTIES[name]((logp - ref)[:, None], (logp - old)[:, None], mask).squeeze(1)
     expected = (old.exp() * values).sum()
     (gradient,) = torch.autograd.grad(expected, z, retain_graph=True)
@@ -109,7 +109,7 @@ def test_law_9_expected_gradients_over_a_categorical(
 def test_law_9_k3_of_answers_estimates_the_kl_of_answers(
     now: list[float], reference: list[float]
 ) -> None:
-    # All sixteen answers of two independent tokens: their KL is twice that of one.
+    # All sixteen completions of two independent tokens: their KL is twice that of one.
     (_, logp), (_, ref) = log_softmax(now), log_softmax(reference)
     first, second = torch.cartesian_prod(torch.arange(4), torch.arange(4)).T
     d = torch.stack([(logp - ref)[first], (logp - ref)[second]], dim=1)
@@ -215,7 +215,7 @@ def test_law_14_cispo_bounds_the_weight_and_never_cuts(x: float, advantage: floa
 @settings(max_examples=25)
 @given(seed=seeds)
 def test_law_15_preferences_push_as_much_down_as_up(form: str, seed: int) -> None:
-    # Two pairs; the answers of each have equally many trained tokens, at any place.
+    # Two pairs; the completions of each have equally many trained tokens, at any place.
     generator = torch.Generator().manual_seed(seed)
     logp, ref = -3 * torch.rand(2, 4, 6, generator=generator, dtype=torch.float64)
     mask = torch.zeros(4, 6, dtype=torch.bool)
@@ -226,10 +226,10 @@ def test_law_15_preferences_push_as_much_down_as_up(form: str, seed: int) -> Non
     loss = preference_loss(logp, ref.where(mask, torch.inf), mask, chosen, rejected, form=form)
     (gradient,) = torch.autograd.grad(loss, logp)
     assert (gradient[~mask] == 0).all()
-    per_answer = gradient.sum(dim=1)
-    close(per_answer[chosen], -per_answer[rejected])
+    per_completion = gradient.sum(dim=1)
+    close(per_completion[chosen], -per_completion[rejected])
     if form == "dpo":
-        assert (per_answer[chosen] < 0).all()  # chosen answers become more likely
+        assert (per_completion[chosen] < 0).all()  # chosen completions become more likely
         gain = (logp.detach() - ref).where(mask, 0.0).sum(dim=1)
         delta = gain[chosen] - gain[rejected]
         slope = -0.1 * torch.sigmoid(-0.1 * delta) / 2

@@ -36,9 +36,9 @@ from tests.objective.laws import (
 ALL = pytest.mark.parametrize("case", CASES)
 NAMED = pytest.mark.parametrize("case", ALGORITHMS)  # what does not depend on other options
 
-# Law 2 is about groups whose answers are all equally good. Where they have a gradient, and why.
+# Law 2 is about groups whose completions are all equally good. Where they have a gradient, and why.
 MOVED_WITHOUT_VARIANCE = {
-    "reinforce_pp": "has no groups: an answer is compared with all of the batch",
+    "reinforce_pp": "has no groups: a completion is compared with all of the batch",
     "reinforce_pp, discounted": "the same",
     "reinforce_pp_baseline, by token": "centered anew over tokens, which brings lengths in",
     "kl_cov": "marked tokens are held where they were, whatever their advantage; others obey",
@@ -49,7 +49,7 @@ MOVED_WITHOUT_VARIANCE = {
 
 # Law 3 says that on policy the gradient is -A weight. Where there is another factor, and why.
 def once_per_token(batch: Batch) -> torch.Tensor:
-    """T_i: each token moves the product, so the whole answer: 1/N instead of 1/(N T_i)."""
+    """T_i: each token moves the product, so the whole completion: 1/N instead of 1/(N T_i)."""
     return batch.mask.sum(dim=1, keepdim=True).double()
 
 
@@ -94,7 +94,7 @@ def by_hand(objective: Objective, batch: Batch, logp: torch.Tensor) -> tuple[tor
 
 
 def flat(step: Step) -> Step:
-    """Make the answers of one group equally good, but for rounding, and all right."""
+    """Make the completions of one group equally good, but for rounding, and all right."""
     rewards, success = step.batch.rewards.clone(), step.batch.success.clone()
     mine = step.batch.group == 0
     rewards[mine] = 0.3
@@ -190,7 +190,7 @@ def test_law_8_clip_fractions_count_where_the_clipped_loss_is_the_larger(
     plain, held, counted = by_hand(objective, batch, step.logp)
     assert batch.advantage is not None
     larger = plain > held
-    if objective.per_sequence:  # one vote an answer; its tokens agree
+    if objective.per_sequence:  # one vote a completion; its tokens agree
         larger, counted = larger.any(dim=1, keepdim=True), counted.any(dim=1, keepdim=True)
     good = (batch.advantage > 0)[:, : larger.shape[1]]
     if objective.per_sequence:

@@ -83,7 +83,7 @@ def test_geometric_clip_has_bounds_of_the_logarithm() -> None:
     up, down = 2 * math.exp((0.5 - 0.9 + 0.2) / 3), -2 * math.exp((0.6 - 0.4 + 0.2) / 3)
     assert good.value.tolist() == [pytest.approx([up] * 3)]
     assert bad.value.tolist() == [pytest.approx([down] * 3)]
-    # The value stands at every token, so the slope of their sum is that of the answer's own.
+    # The value stands at every token, so the slope of their sum is that of the completion's own.
     assert slope(good, x) == pytest.approx([0.0, up, up])
     assert slope(bad, x) == pytest.approx([down, 0.0, down])
 
@@ -148,7 +148,7 @@ def test_ratios_are_bounded(name: str, x: float) -> None:
     assert RATIOS[name](row(x, x, x), mask).tolist() == [pytest.approx([math.copysign(20, x)] * 3)]
 
 
-# The weights of the first token of each answer; the others of an answer are the same.
+# The weights of the first token of each completion; the others of a completion are the same.
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -216,10 +216,12 @@ def test_corrections_of_mean_one() -> None:
 
 @pytest.mark.parametrize(("kl", "expected"), [(0.1, 1.0), (0.11, 1.01), (5.0, 1.02), (0.0, 0.98)])
 def test_beta_follows_the_kl_by_a_fifth_at_most(kl: float, expected: float) -> None:
-    # A tenth of the horizon's answers: a KL that is a tenth too large raises beta by a hundredth.
+    # A tenth of the horizon's completions: a KL that is a tenth too large raises beta by a hundredth.
     assert adapted_beta(1.0, kl, target=0.1, horizon=1000, rollouts=100) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("answers", [1000, 5000, 100_000])
-def test_beta_keeps_its_sign_however_many_answers_a_step_has(answers: int) -> None:
-    assert adapted_beta(1.0, 0.0, target=0.1, horizon=1000, rollouts=answers) == pytest.approx(0.8)
+@pytest.mark.parametrize("completions", [1000, 5000, 100_000])
+def test_beta_keeps_its_sign_however_many_answers_a_step_has(completions: int) -> None:
+    assert adapted_beta(1.0, 0.0, target=0.1, horizon=1000, rollouts=completions) == pytest.approx(
+        0.8
+    )

@@ -30,8 +30,8 @@ def standardized_by_hand(batch: Batch) -> list[float]:
     return result
 
 
-def answers(step: Step, logp: torch.Tensor) -> Iterator[tuple[float, torch.Tensor]]:
-    """Yield the advantage and the log-ratios of the trained tokens of each answer."""
+def completions(step: Step, logp: torch.Tensor) -> Iterator[tuple[float, torch.Tensor]]:
+    """Yield the advantage and the log-ratios of the trained tokens of each completion."""
     batch = step.batch
     assert batch.old_logp is not None
     for row, advantage in enumerate(standardized_by_hand(batch)):
@@ -57,7 +57,7 @@ def test_gspo_is_autograd_through_the_geometric_mean(
     step = make_step(seed)
     logp = step.logp.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
-    for advantage, x in answers(step, logp):
+    for advantage, x in completions(step, logp):
         s = x.exp().prod() ** (1 / len(x))
         assume(min(abs(float(s.detach()) - edge) for edge in (1 - clip_low, 1 + clip_high)) > 1e-6)
         total = total + torch.minimum(
@@ -75,7 +75,7 @@ def test_gmpo_is_the_geometric_mean_of_ratios_clipped_one_by_one(
     step = make_step(seed)
     logp = step.logp.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
-    for advantage, x in answers(step, logp):
+    for advantage, x in completions(step, logp):
         product = torch.ones((), dtype=torch.float64)
         for each in x:
             value = float(each.detach())
@@ -199,7 +199,7 @@ def test_clip_cov_tells_answers_apart_that_begin_alike(seed: int, shared: int) -
     step = make_step(seed, empty=False)
     sampler = step.batch.sampler_logp.clone()
     sampler[:, :shared] = sampler[0, :shared]
-    # The last token of each differs: an answer that is another's beginning goes on where that ends.
+    # The last token of each differs: where one completion is the beginning of another.
     last = step.batch.lengths - 1
     sampler[torch.arange(len(last)), last] -= torch.arange(len(last)) / 100
     step = Step(replace(step.batch, sampler_logp=sampler), step.logp)

@@ -72,7 +72,7 @@ def test_the_mean_of_an_answer_has_the_value_and_gradient_of_a_mean() -> None:
     assert torch.equal(sequence_mean(values, mask), spread(row_mean(values, mask), mask))
     torch.testing.assert_close(found, wanted, atol=1e-15, rtol=1e-13)
     assert (found[~mask] == 0).all()
-    assert not mask.any(dim=1).all()  # an answer without trained tokens is among them
+    assert not mask.any(dim=1).all()  # a completion without trained tokens is among them
 
 
 def test_the_mean_of_an_answer_is_differentiated_right() -> None:

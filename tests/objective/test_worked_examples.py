@@ -1,6 +1,6 @@
 """Numbers worked out from the formulas by other code, gradients checked by finite differences.
 
-All is float64 and must agree to 1e-9. Six answers of two prompts run through most. What stands
+All is float64 and must agree to 1e-9. Six completions of two prompts run through most. What stands
 in worked_examples.json in `not_ours`, or under a name that begins with `wrong`, is what a mistake
 gives: there we must differ.
 """
@@ -222,15 +222,15 @@ def test_no_case_is_forgotten() -> None:
 @pytest.mark.parametrize(
     ("path", "algorithm", "options"),
     [
-        ("advantages.answers.standardized_eps_1e_4", "grpo", EPS),
-        ("advantages.answers.standardized_eps_1e_6", "grpo", {}),
-        ("advantages.answers.standardized_ddof_0", "grpo", {"ddof": 0, "eps": 1e-8}),
-        ("advantages.answers.centered", "dr_grpo", {"length": 8}),
-        ("advantages.answers.batch_of_rewards", "lite_ppo", EPS),
-        ("advantages.answers.batch_of_centered", "reinforce_pp_baseline", {}),
-        ("advantages.answers.leave_one_out", "rloo", {"beta": 0.0}),
-        ("advantages.answers.length_weighted", "opo", {}),
-        ("advantages.answers.best_of_group", "composed", {"advantage": "best_of_group"}),
+        ("advantages.completions.standardized_eps_1e_4", "grpo", EPS),
+        ("advantages.completions.standardized_eps_1e_6", "grpo", {}),
+        ("advantages.completions.standardized_ddof_0", "grpo", {"ddof": 0, "eps": 1e-8}),
+        ("advantages.completions.centered", "dr_grpo", {"length": 8}),
+        ("advantages.completions.batch_of_rewards", "lite_ppo", EPS),
+        ("advantages.completions.batch_of_centered", "reinforce_pp_baseline", {}),
+        ("advantages.completions.leave_one_out", "rloo", {"beta": 0.0}),
+        ("advantages.completions.length_weighted", "opo", {}),
+        ("advantages.completions.best_of_group", "composed", {"advantage": "best_of_group"}),
         ("advantages.tokens.whitened_by_token", "reinforce_pp_baseline", {"weighting": "token"}),
         ("advantages.tokens.whitened_returns", "reinforce_pp", {}),
         ("dapo.advantage", "dapo", {}),
@@ -238,7 +238,7 @@ def test_no_case_is_forgotten() -> None:
         ("entropy_shaping.cases.tokens_group_polarity.advantage", "gtpo", {"norm": "polarity"}),
         ("entropy_shaping.cases.tokens_batch_batch.advantage", "gtpo", {"scope": "batch"}),
         ("entropy_shaping.cases.tokens_batch_polarity.advantage", "gtpo", {"scope": "batch", "norm": "polarity"}),
-        ("entropy_shaping.answers.advantage", "grpo_s", {}),
+        ("entropy_shaping.completions.advantage", "grpo_s", {}),
         ("surrogates.cases.rloo.advantage", "rloo", {}),
     ],
 )  # fmt: skip
@@ -277,7 +277,7 @@ def test_gpg_makes_up_for_groups_without_variance_and_not_for_rewards_of_zero() 
     # Here no group lacks variance, so alpha is 1; the worked loss has another, and is linear in it.
     output, grad = run("gpg", {})
     other = at("advantages.scaled_up_no_flat_group")
-    close(output.advantage[:, 0], "advantages.answers.centered")
+    close(output.advantage[:, 0], "advantages.completions.centered")
     far(output.advantage[:, 0], other["wrong_advantage"])
     close(output.advantage[:, 0] * other["wrong_alpha"], other["wrong_advantage"])
     close(output.loss * other["wrong_alpha"], "surrogates.cases.gpg_alpha_2.loss")
@@ -315,7 +315,7 @@ def correction_of(batch: Batch, output: PolicyLoss) -> torch.Tensor:
     return batch.correction
 
 
-# Path, algorithm, options, what to read: [B, T], or [B] for what all tokens of an answer share.
+# Path, algorithm, options, what to read: [B, T], or [B] for what all tokens of a completion share.
 TABLES: list[tuple[str, str, dict[str, Any], Read]] = [
     ("grpo.ratio", "grpo", {}, ratio_of),
     ("grpo.clipped", "grpo", {}, clipped_of),
@@ -334,7 +334,7 @@ TABLES: list[tuple[str, str, dict[str, Any], Read]] = [
     ("surrogates.cases.kl_cov.marked", "kl_cov", TOY_KL_COV, marked_of),
     ("surrogates.cases.clip_cov.marked", "clip_cov", TOY_CLIP_COV, marked_of),
     ("surrogates.cases.top_entropy.kept", "dapo", {"top_entropy": 0.2}, lambda b, o: b.advantage != 0),
-    ("entropy_shaping.answers.entropy", "grpo_s", {}, lambda b, o: row_mean(b.entropy, MASK)),
+    ("entropy_shaping.completions.entropy", "grpo_s", {}, lambda b, o: row_mean(b.entropy, MASK)),
     ("penalties.d", "grpo", {"kl": "k1"}, lambda b, o: o.penalty),
     ("sampler.cases.token_truncate.correction", "dapo", {"correction": "token_truncate"}, correction_of),
     ("sampler.cases.token_mask.correction", "dapo", {"correction": "token_mask", "correction_low": 0.5}, correction_of),
@@ -475,7 +475,7 @@ def test_gspo_is_a_mean_over_answers() -> None:
     gspo, gspo_grad = run("gspo", EPS, "gspo")
     far(gspo.loss, wrong["loss"])
     far(gspo_grad, wrong["grad"])
-    # What a mean over tokens gives is LUSPO, in other units: answers per token.
+    # What a mean over tokens gives is LUSPO, in other units: completions per token.
     luspo, grad = run("luspo", {"clip_low": 3e-4, "clip_high": 4e-4, **EPS}, "gspo")
     close(luspo.loss * 6 / 23, wrong["loss"])
     close(grad * 6 / 23, wrong["grad"])
@@ -513,7 +513,7 @@ def test_rewards_of_tokens_are_shaped_and_conserved(scope: str) -> None:
 
 @pytest.mark.parametrize("scope", ["group", "batch"])
 def test_rewards_of_answers_are_shaped(scope: str) -> None:
-    shaped = tensor(f"entropy_shaping.answers.shaped_{scope}")
+    shaped = tensor(f"entropy_shaping.completions.shaped_{scope}")
     advantage = with_advantage(build("grpo_s", scope=scope), BATCH).advantage
     close(advantage, per_token(standardized(shaped, BATCH.group), MASK))
 
@@ -642,8 +642,8 @@ def test_diagnostics_however_the_step_is_split(parts: list[list[int]]) -> None:
         "policy/ratio_min": tensor("grpo.ratio")[MASK].min().item(),
         "policy/ratio_max": tensor("grpo.ratio")[MASK].max().item(),
         "reward/advantages_mean": step.advantage[MASK].mean().item(),
-        "reward/advantages_min": min(at("advantages.answers.standardized_eps_1e_4")),
-        "reward/advantages_max": max(at("advantages.answers.standardized_eps_1e_4")),
+        "reward/advantages_min": min(at("advantages.completions.standardized_eps_1e_4")),
+        "reward/advantages_max": max(at("advantages.completions.standardized_eps_1e_4")),
         "policy/correction_mean": tensor("sampler.cases.token_truncate.correction")[MASK]
         .mean()
         .item(),
@@ -668,8 +668,8 @@ def test_diagnostics_however_the_step_is_split(parts: list[list[int]]) -> None:
 )
 def test_perplexity_of_an_answer_under_trainer_and_sampler(row: int, gap: float) -> None:
     meter = Meter()
-    answer = BATCH.rows(torch.tensor([row]))
-    observe_sampler(meter, answer, answer.old_logp)
+    completion = BATCH.rows(torch.tensor([row]))
+    observe_sampler(meter, completion, completion.old_logp)
     close(math.log(summary(meter)["debug/sampler_ppl_ratio"]), gap)
 
 

@@ -76,7 +76,7 @@ def test_an_adapter_folder_is_a_model_whose_adapter_is_trained_further(whole: Pa
 def test_an_adapter_that_transformers_loads_by_itself_is_refused(
     whole: Path, tmp_path: Path
 ) -> None:
-    """As it does for a name on the hub: base and adapter, and nobody says which is trained."""
+    """As it does for a name on the hub: base and adapter, without saying which is trained."""
     shutil.copytree(CHECKPOINT, tmp_path / "base")
     folder = tmp_path / "both"
     shutil.copytree(whole / "checkpoints/000004", folder)

@@ -30,7 +30,7 @@ def make(model: LanguageModel, kind: type = CompactAdamW, **changes: object) -> 
 
 
 def learn(policy: Policy, steps: int, rate: float = 1e-3, first: int = 0) -> list[float]:
-    """Raise the probability of some answers; return the loss before each step."""
+    """Raise the probability of some completions; return the loss before each step."""
     losses = []
     for number in range(first, first + steps):
         batch = make_batch(rows=4, seed=number % 3)
@@ -108,9 +108,9 @@ def test_the_second_moment_does_not_freeze() -> None:
     second.view(torch.bfloat16).fill_(0.7)
     start = float(second.view(torch.bfloat16)[0])
     assert torch.tensor(start * 0.999).bfloat16() == torch.tensor(start).bfloat16()
-    options = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "clip": 1.0}
+    settings = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
     for step in range(1, 694):
-        numbers = numbers_of(step=step, rate=0.0, **options)
+        numbers = numbers_of(settings, step=step, rate=0.0, clip=1.0)
         none = torch.zeros(4000)
         step_of(torch.zeros(4000), None, none, (first, second), numbers, keys_of(0, 0, step))
     assert float(second.view(torch.bfloat16).double().mean()) == pytest.approx(start / 2, rel=0.01)

@@ -1,4 +1,4 @@
-"""An answer that cannot be scored is counted, shown, and never a zero."""
+"""A completion that cannot be scored is counted, shown, and never a zero."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUICK = ["train.steps=1", "rollout.prompts_per_step=4", "rollout.group_size=4", 
 
 
 class Fails:
-    """The usual reward, which for every n-th answer does something else."""
+    """The usual reward, which for every n-th completion does something else."""
 
     quick = True
     version = 1
@@ -52,11 +52,11 @@ def test_a_few_failures_are_counted_and_shown(how: str, tmp_path: Path) -> None:
     run, reporter = RunFolder.create(tmp_path / "run", "", {}), Notes()
     train(parts, run, [reporter], StopSignal())
     (metrics,) = run.steps()
-    answers = run.rollouts(1)
-    unscored = [a for a in answers if a["reward"] is None]
+    rollouts = run.rollouts(1)
+    unscored = [a for a in rollouts if a["reward"] is None]
     assert metrics["objective/unscored"] == len(unscored) == 2
     assert all(a["advantage"] == 0.0 and a["success"] is None for a in unscored)
-    scored = [a["reward"] for a in answers if a["reward"] is not None]
+    scored = [a["reward"] for a in rollouts if a["reward"] is not None]
     assert metrics["objective/scores"] == pytest.approx(sum(scored) / 14)
     assert "2 unscored" in reporter.notes[0]
     assert {"raises": "KeyError", "nan": "nan", "inf": "inf"}[how] in reporter.notes[0]

@@ -168,11 +168,11 @@ def test_the_end_is_learned_also_where_it_is_the_padding() -> None:
     assert losses[-1] < 0.05 < losses[0]
     assert policy.version == 40
     sampling = Sampling(group_size=1, max_tokens=30, distribution=Distribution(temperature=0.0))
-    answers = rollouts_of(
+    rollouts = rollouts_of(
         NativeEngine(model), encode_prompts(model, prompts), step=0, sampling=sampling
     )
-    told = [(a.text, a.finish) for (a,) in answers]
-    assert told == [("two", "stop"), ("a longer one", "stop")]
+    found = [(r.text, r.finish) for (r,) in rollouts]
+    assert found == [("two", "stop"), ("a longer one", "stop")]
 
 
 def test_every_epoch_is_a_new_order_of_all_solutions_without_gaps() -> None:

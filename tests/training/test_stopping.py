@@ -33,7 +33,7 @@ ANSWERS = 4
 
 @dataclass
 class NeverAnswers:
-    """A scorer whose server goes away after some answers."""
+    """A scorer whose server goes away after some completions."""
 
     scorer: Scorer
     left: int
@@ -84,7 +84,7 @@ def test_only_a_wait_for_others_is_given_up() -> None:
     with stop_signal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         ends = time.monotonic() + 3.5
-        while time.monotonic() < ends:  # work of our own goes on
+        while time.monotonic() < ends:  # work of our own continues
             pass
         with pytest.raises(GivenUp), may_be_given_up():
             time.sleep(60)

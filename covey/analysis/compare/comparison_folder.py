@@ -173,17 +173,13 @@ def load_comparison(folder: Path) -> Comparison:
     """Read everything that a report is made from."""
     design = read_design(folder)
     environment = folder / "environment.json"
+    shared = ("command", "arms", "seeds", "budget", "amount", "findings")
     return Comparison(
+        **{name: getattr(design, name) for name in shared},
         name=folder.resolve().name,
-        command=design.command,
-        arms=design.arms,
-        seeds=design.seeds,
-        budget=design.budget,
-        amount=design.amount,
         runs=tuple(
             _load_run(folder, arm.name, seed) for arm in design.arms for seed in design.seeds
         ),
-        findings=design.findings,
         environment=RunFolder(folder).environment() if environment.exists() else {},
         config_toml=to_toml(parse_config(design.common)),
     )
@@ -192,17 +188,10 @@ def load_comparison(folder: Path) -> Comparison:
 def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
     """Read one run, which may not have started."""
     path = run_path(folder, arm, seed)
-    ended = read_outcome(path) or RunOutcome(key="", state="unfinished")
-    return RunResult(
-        arm=arm,
-        seed=seed,
-        state=ended.state,
-        error=ended.error,
-        points=_points(RunFolder(path)),
-        folder=str(path.relative_to(folder)),
-        weights=ended.weights,
-        first_rollouts=ended.first_rollouts,
-    )
+    ended = asdict(read_outcome(path) or RunOutcome(key="", state="unfinished"))
+    del ended["key"]
+    where = str(path.relative_to(folder))
+    return RunResult(arm=arm, seed=seed, points=_points(RunFolder(path)), folder=where, **ended)
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:

@@ -9,6 +9,7 @@ docs/statistics.md describes the tests and intervals.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -112,14 +113,14 @@ def pair_results(
     corrected = iter(zip(p_values, statistics.holm(p_values), strict=True))
     checkpoints = _checkpoints(pairs)
     level = LEVEL / max(1, len(tested))
-    results = []
-    for pair in pairs:
-        p_value, p_holm = next(corrected) if pair.tested else (None, None)
-        result = _result(pair, p_value, p_holm, level)
-        lines = missing[pair.first] + missing[pair.second]
-        mine = checkpoints[pair.first, pair.second]
-        results.append(replace(result, missing=lines, checkpoints=mine))
-    return tuple(results)
+    return tuple(
+        replace(
+            _result(pair, next(corrected) if pair.tested else (None, None), level),
+            missing=missing[pair.first] + missing[pair.second],
+            checkpoints=tuple(checkpoints[pair.first, pair.second]),
+        )
+        for pair in pairs
+    )
 
 
 def _pair(runs: Mapping[str, Sequence[RunResult]], first: str, second: str) -> _Pair:
@@ -136,8 +137,11 @@ def _pair(runs: Mapping[str, Sequence[RunResult]], first: str, second: str) -> _
     return _Pair(first=first, second=second, seeds=seeds, a=a, b=b, same=same)
 
 
-def _result(pair: _Pair, p_value: float | None, p_holm: float | None, level: float) -> PairResult:
-    """Decide which algorithm is better."""
+def _result(
+    pair: _Pair, p_values: tuple[float, float] | tuple[None, None], level: float
+) -> PairResult:
+    """Decide which algorithm is better, given the p-value before and after correction."""
+    p_value, p_holm = p_values
     several = len(pair.seeds) >= 2
     differences = pair.differences if pair.seeds else np.zeros(0)
     items = pair.a.shape[1] if pair.seeds else 0
@@ -186,7 +190,7 @@ def _decide(pair: _Pair, p_holm: float | None) -> Decision:
     return "better" if p_holm < LEVEL else "cannot tell"
 
 
-def _checkpoints(pairs: Sequence[_Pair]) -> dict[tuple[str, str], tuple[CheckpointResult, ...]]:
+def _checkpoints(pairs: Sequence[_Pair]) -> Mapping[tuple[str, str], list[CheckpointResult]]:
     """Compare the final checkpoints of every pair by seed, with one correction over them all."""
     found = [
         (pair, seed, paired_difference(pair.a[row].tolist(), pair.b[row].tolist()))
@@ -195,18 +199,15 @@ def _checkpoints(pairs: Sequence[_Pair]) -> dict[tuple[str, str], tuple[Checkpoi
         if not pair.same
     ]
     corrected = statistics.holm([difference.p_value for _, _, difference in found])
-    results: dict[tuple[str, str], tuple[CheckpointResult, ...]] = {
-        (pair.first, pair.second): () for pair in pairs
-    }
+    results: dict[tuple[str, str], list[CheckpointResult]] = defaultdict(list)
     for (pair, seed, difference), p_holm in zip(found, corrected, strict=True):
-        results[pair.first, pair.second] += (
-            CheckpointResult(
-                seed=seed,
-                difference=difference.estimate,
-                gained=difference.gained,
-                lost=difference.lost,
-                p_value=difference.p_value,
-                p_holm=p_holm,
-            ),
+        result = CheckpointResult(
+            seed=seed,
+            difference=difference.estimate,
+            gained=difference.gained,
+            lost=difference.lost,
+            p_value=difference.p_value,
+            p_holm=p_holm,
         )
+        results[pair.first, pair.second].append(result)
     return results

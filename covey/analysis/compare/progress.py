@@ -51,56 +51,44 @@ def _last_row(file: Path) -> dict[str, Any]:
 
 
 @dataclass(slots=True, kw_only=True)
-class PlainProgress:
-    """Lines for logs and pipes: when a run starts and ends, and every ten seconds."""
+class Progress:
+    """A table in a terminal that updates in place; lines for logs and pipes."""
 
     console: Console
     budget: str
     amount: int
+    live: Live | None = None
     shown: dict[str, Status] = field(default_factory=dict)
     last: float = field(default_factory=time.monotonic)
 
     def __call__(self, running: Running) -> None:
-        """Print what has changed."""
+        """Show what has changed: a table twice a second, or lines of what started and ended."""
+        elapsed = time.monotonic() - self.last
+        if self.live is not None:
+            ended = not running.having("running") and not running.having("waiting")
+            if elapsed >= LIVE_SECONDS or ended:
+                self.last = time.monotonic()
+                self.live.update(self._table(running), refresh=True)
+            return
+        if again := elapsed > PLAIN_SECONDS:
+            self.last = time.monotonic()
         for job in running.jobs:
             status = running.status[job.folder]
-            if status != self.shown.get(job.folder, "waiting"):
+            changed = status != self.shown.get(job.folder, "waiting")
+            if changed or (again and status == "running"):
                 self.shown[job.folder] = status
                 self._print(job, status)
-        if time.monotonic() - self.last > PLAIN_SECONDS:
-            self.last = time.monotonic()
-            for job in running.having("running"):
-                self._print(job, "running")
 
     def _print(self, job: Job, status: Status) -> None:
         spent, step, accuracy = run_progress(job, self.budget, self.amount)
         outcome = read_outcome(job.path) if status == "failed" else None
         error = f": {outcome.error}" if outcome is not None else ""
         line = f"{job.arm} seed {job.seed}: {status}, {spent}, step {step}, accuracy {accuracy}"
-        self.console.print(line + error, markup=False, highlight=False)
-
-
-@dataclass(slots=True, kw_only=True)
-class LiveProgress:
-    """A table in the terminal that updates in place."""
-
-    live: Live
-    budget: str
-    amount: int
-    last: float = 0.0
-
-    def __call__(self, running: Running) -> None:
-        """Update the table, at most twice a second."""
-        ended = not running.having("running") and not running.having("waiting")
-        if time.monotonic() - self.last < LIVE_SECONDS and not ended:
-            return
-        self.last = time.monotonic()
-        self.live.update(self._table(running), refresh=True)
+        self.console.print(line + error)
 
     def _table(self, running: Running) -> Table:
-        table = Table(
-            title="stopping: each run saves its current step" if running.stopping else None
-        )
+        title = "stopping: each run saves its current step" if running.stopping else None
+        table = Table(title=title)
         for heading in ("arm", "seed", "", "spent", "step", "accuracy"):
             table.add_column(heading, justify="left" if heading in ("arm", "") else "right")
         for job in running.jobs:

@@ -39,6 +39,11 @@ HEALTH_POINTS = 200
 EXAMPLES = MappingProxyType({"arms differ": 3, "all correct": 1, "all incorrect": 2})
 """Number of prompts of each kind that are shown with every arm's completion."""
 
+COMPLETION = MappingProxyType(
+    {"text": "completion", "correct": "success", "tokens": "tokens", "finish": "finish"}
+)
+"""What an example shows of a completion, and its name in the evaluation's lines."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
@@ -136,20 +141,14 @@ def choose_examples(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tupl
                     prompt_id=prompt_id,
                     prompt=first["prompt"],
                     target=first["target"],
-                    completions={arm: _completion(row) for arm, row in mine.items()},
+                    completions={
+                        arm: {name: row[key] for name, key in COMPLETION.items()}
+                        for arm, row in mine.items()
+                    },
                 )
             )
     order = list(EXAMPLES)
     return tuple(sorted(chosen, key=lambda example: order.index(example.kind)))
-
-
-def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "text": row["completion"],
-        "correct": row["success"],
-        "tokens": row["tokens"],
-        "finish": row["finish"],
-    }
 
 
 def _health(folder: Path, comparison: Comparison) -> dict[str, tuple[Trend, ...]]:

@@ -18,10 +18,10 @@ from typing import Any
 
 from covey._version import __version__
 from covey.analysis.compare.comparison import Comparison, Point, RunResult
-from covey.analysis.compare.html_elements import finite
 from covey.analysis.compare.report_contents import ReportContents, report_contents
 from covey.analysis.compare.report_html import page
 from covey.analysis.compare.report_text import markdown
+from covey.escape import finite
 from covey.run.files import write_text
 
 SCHEMA = 2

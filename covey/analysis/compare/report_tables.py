@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from covey.analysis.compare.arm_results import ArmResult, TimeToAccuracy
 from covey.analysis.compare.comparison import Comparison, RunResult
 from covey.analysis.compare.conclusion import Conclusion, points
+from covey.analysis.compare.learning_curves import AXES, Curve
 from covey.analysis.compare.pair_results import PairResult
 from covey.analysis.compare.prompt_agreement import Agreement
+from covey.analysis.compare.report_contents import Trend
 from covey.evaluation.intervals import Estimate
 
 EMPTY = "-"
@@ -263,6 +265,38 @@ def contested_table(found: Agreement, texts: Mapping[str, tuple[str, str]]) -> T
             for prompt in found.most_different
         ],
         note="Number of an arm's finished seeds that solve the prompt.",
+    )
+
+
+def curve_table(curve: Curve) -> TextTable:
+    """Return the numbers of a learning curve."""
+    return TextTable(
+        title=curve.arm,
+        head=[*AXES, "mean", "lowest", "highest", *(f"seed {seed}" for seed in curve.seeds)],
+        rows=[
+            [
+                *(f"{curve.x[axis][at]:,.0f}" for axis in AXES),
+                *(f"{values[at]:.1%}" for values in (curve.mean, curve.low, curve.high)),
+                *(
+                    EMPTY if (v := seed[at]) is None else f"{v:.1%}"
+                    for seed in curve.seeds.values()
+                ),
+            ]
+            for at in range(len(curve.mean))
+        ],
+    )
+
+
+def health_table(health: Mapping[str, Sequence[Trend]]) -> TextTable:
+    """Return the first and last value of each training metric."""
+    return TextTable(
+        title="First and last of each metric",
+        head=["metric", "arm", "first", "last"],
+        rows=[
+            [f"{panel} ({t.metric})", t.arm, f"{t.values[0]:.4g}", f"{t.values[-1]:.4g}"]
+            for panel, trends in health.items()
+            for t in trends
+        ],
     )
 
 

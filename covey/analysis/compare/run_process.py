@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 import sys
 import threading
 import tomllib
@@ -18,9 +17,9 @@ import traceback
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from covey.analysis.compare.comparison_folder import FIRST_ROLLOUTS_FILE, RunOutcome, write_outcome
 from covey.analysis.compare.launch import Job
@@ -39,7 +38,6 @@ from covey.training.loop import train
 DONE, FAILED, STOPPED = 0, 1, 3
 """Exit codes; stopped: by a signal, after saving."""
 LONGEST_ERROR = 300
-CHUNK = 2**24
 
 
 class LogTracker(Tracker):
@@ -136,7 +134,7 @@ def _run_folder(job: Job, config: Config, parts: Parts) -> RunFolder:
     )
     environment |= {
         "reward": parts.scorer.identity,
-        "judge": parts.eval_scorer.identity,
+        "evaluation_reward": parts.eval_scorer.identity,
         "reference": parts.reference.identity if parts.reference else None,
         "arm": job.arm,
         "key": job.key,
@@ -151,33 +149,15 @@ def checkpoint_digest(folder: Path) -> str:
     nor a file's metadata matters.
     """
     files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model.safetensors")]
-    tensors = sorted(
-        ((name, file, size, about) for file in files for name, size, about in _tensors(file)),
-        key=lambda tensor: tensor[0],
-    )
-    digest = hashlib.sha256()
-    for name, file, header_size, about in tensors:
-        digest.update(f"{name} {about['dtype']} {about['shape']}\n".encode())
-        begin, end = about["data_offsets"]
-        with file.open("rb") as data:
-            data.seek(header_size + begin)
-            left = end - begin
-            while left:
-                part = data.read(min(CHUNK, left))
-                if not part:
-                    raise ValueError(f"{file} ends too early")
-                digest.update(part)
-                left -= len(part)
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
+        tensors = {name: file for file in opened for name in file.offset_keys()}
+        digest = hashlib.sha256()
+        for name, file in sorted(tensors.items()):
+            about, values = file.get_slice(name), file.get_tensor(name).reshape(-1)
+            digest.update(f"{name} {about.get_dtype()} {about.get_shape()}\n".encode())
+            digest.update(values.view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _tensors(file: Path) -> list[tuple[str, int, dict[str, Any]]]:
-    """Return name, size of the file's header, and description of each tensor."""
-    with file.open("rb") as data:
-        length = int(struct.unpack("<Q", data.read(8))[0])
-        header: dict[str, Any] = json.loads(data.read(length))
-    header.pop("__metadata__", None)
-    return [(name, 8 + length, about) for name, about in header.items()]
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ from covey.analysis.explain.recorded import (
 )
 from covey.analysis.explain.relearn import Watched, relearn
 from covey.objective.advantage import zero_variance
+from covey.types import Batch
+
+SEEN = ("logp", "old_logp", "ratio", "kl", "entropy", "weight", "gradient")
+"""What a token shows of its optimizer step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +78,6 @@ class ExplainedRollout:
     """Minus the sum of d loss / d logp: above 0, the completion becomes likelier."""
     tokens: tuple[ExplainedToken, ...]
 
-    @property
-    def length(self) -> int:
-        """Number of tokens, trained or not."""
-        return len(self.tokens)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedGroup:
@@ -126,23 +125,23 @@ class Explanation:
 def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
     """Train a recorded step again, and explain each token. This changes the policy."""
     check_trained(recorded)
-    watched, metrics = relearn(trainee, recorded)
-    rollouts = _rollouts(watched, recorded, trainee)
-    groups = _groups(watched, recorded)
-    size = watched.gradient.abs().sum(dim=1)
-    mask, silent = watched.batch.mask, (watched.gradient == 0) & (watched.entropy_gradient == 0)
+    batch, watched, metrics = relearn(trainee, recorded)
+    rollouts = _rollouts(batch, watched, recorded, trainee)
+    groups = _groups(batch, watched, recorded)
+    size = watched["gradient"].abs().sum(dim=1)
+    mask, silent = batch.mask, (watched["gradient"] == 0) & (watched["entropy_gradient"] == 0)
     return Explanation(
         step=recorded.step,
         algorithm=trainee.config.objective.name,
         origin=trainee.origin,
-        updates=int(watched.number.max()) + 1,
+        updates=int(watched["number"].max()) + 1,
         groups=groups,
         rollouts=rollouts,
         filtered_out=len(recorded.rollouts) - len(rollouts),
         tokens=int(mask.sum()),
         zero_gradient=int((silent & mask).sum()),
-        clipped=int((watched.clipped != 0).sum()),
-        share_raised=_share(-watched.gradient.clamp(max=0).sum(), size.sum()),
+        clipped=int((watched["clipped"] != 0).sum()),
+        share_raised=_share(-watched["gradient"].clamp(max=0).sum(), size.sum()),
         half_gradient_from=_half_gradient_from(size),
         metrics=metrics,
         logged={
@@ -154,23 +153,25 @@ def explain_step(trainee: Trainee, recorded: Recorded) -> Explanation:
 
 
 def _rollouts(
-    watched: Watched, recorded: Recorded, trainee: Trainee
+    batch: Batch, watched: Watched, recorded: Recorded, trainee: Trainee
 ) -> tuple[ExplainedRollout, ...]:
     decode = trainee.policy.model.tokenizer.decode
     texts: dict[int, str] = {}
     for one in recorded.learned:
         for token in one.rollout.tokens:
             texts.setdefault(token, decode([token]))
-    return tuple(_rollout(watched, row, one, texts) for row, one in enumerate(recorded.learned))
+    return tuple(
+        _rollout(batch, watched, row, one, texts) for row, one in enumerate(recorded.learned)
+    )
 
 
 def _rollout(
-    watched: Watched, row: int, recorded: RecordedRollout, texts: dict[int, str]
+    batch: Batch, watched: Watched, row: int, recorded: RecordedRollout, texts: dict[int, str]
 ) -> ExplainedRollout:
-    batch, rollout = watched.batch, recorded.rollout
+    rollout = recorded.rollout
     assert batch.advantage is not None
     assert recorded.advantage is not None
-    mask, gradient = batch.mask[row], watched.gradient[row]
+    mask, gradient = batch.mask[row], watched["gradient"][row]
     count = max(1, int(mask.sum()))
     return ExplainedRollout(
         line=recorded.line,
@@ -181,32 +182,21 @@ def _rollout(
         finish=rollout.finish,
         advantage=float(batch.advantage[row].where(mask, 0.0).sum()) / count,
         recorded_advantage=recorded.advantage,
-        update=int(watched.number[row]) + 1,
-        clipped=int((watched.clipped[row] != 0).sum()) / count,
+        update=int(watched["number"][row]) + 1,
+        clipped=int((watched["clipped"][row] != 0).sum()) / count,
         gradient=float(gradient.abs().sum()),
         push=-float(gradient.sum()),
-        tokens=_tokens(watched, row, rollout.tokens, texts),
+        tokens=_tokens(batch, watched, row, rollout.tokens, texts),
     )
 
 
 def _tokens(
-    watched: Watched, row: int, ids: Sequence[int], texts: dict[int, str]
+    batch: Batch, watched: Watched, row: int, ids: Sequence[int], texts: dict[int, str]
 ) -> tuple[ExplainedToken, ...]:
-    batch = watched.batch
-    columns = {
-        "sampler_logp": batch.sampler_logp,
-        "logp": watched.logp,
-        "old_logp": watched.old_logp,
-        "ref_logp": batch.ref_logp,
-        "advantage": batch.advantage,
-        "ratio": watched.ratio,
-        "kl": watched.kl,
-        "entropy": watched.entropy,
-        "weight": watched.weight,
-        "gradient": watched.gradient,
-    }
-    lists = {name: values[row].tolist() for name, values in columns.items() if values is not None}
-    clipped, mask = watched.clipped[row].tolist(), batch.mask[row].tolist()
+    given = {n: getattr(batch, n) for n in ("sampler_logp", "ref_logp", "advantage")}
+    seen = {n: watched[n] for n in SEEN if n in watched}
+    lists = {n: v[row].tolist() for n, v in {**given, **seen}.items() if v is not None}
+    clipped, mask = watched["clipped"][row].tolist(), batch.mask[row].tolist()
     return tuple(
         ExplainedToken(
             id=token,
@@ -220,8 +210,8 @@ def _tokens(
     )
 
 
-def _groups(watched: Watched, recorded: Recorded) -> tuple[ExplainedGroup, ...]:
-    batch, size = watched.batch, watched.gradient.abs()
+def _groups(batch: Batch, watched: Watched, recorded: Recorded) -> tuple[ExplainedGroup, ...]:
+    size = watched["gradient"].abs()
     flat = zero_variance(batch.rewards, batch.group)
     found = []
     for number in range(len(recorded.groups)):
@@ -234,7 +224,7 @@ def _groups(watched: Watched, recorded: Recorded) -> tuple[ExplainedGroup, ...]:
                 prompt=rollouts[0].prompt,
                 lines=tuple(one.line for one in rollouts),
                 zero_variance=bool(flat[rows[0]]),
-                clipped=int((watched.clipped[rows] != 0).sum()) / tokens,
+                clipped=int((watched["clipped"][rows] != 0).sum()) / tokens,
                 share=_share(size[rows].sum(), size.sum()),
             )
         )

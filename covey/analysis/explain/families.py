@@ -1,4 +1,4 @@
-"""Families of algorithms whose gradients on a batch are equal, or equal up to a factor.
+"""Families of algorithms whose gradients are equal up to a factor, and their length bias.
 
 An algorithm acts on a policy through one vector: the slope of its loss in each token's log-prob.
 Algorithms with equal slopes are the same on this batch. Proportional slopes are a difference in
@@ -12,8 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from covey.types import Batch
+
 ROUNDING = 1e-5
 """Deviation from proportional slopes, relative to the largest, that float32 sums may have."""
+BINS = 4
+"""Number of bins, with equally many completions each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +71,43 @@ def families(slopes: Mapping[str, torch.Tensor]) -> tuple[Family, ...]:
         else:
             found.append([Member(name=name, factor=1.0, identical=True)])
     return tuple(Family(members=tuple(members)) for members in found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthBin:
+    """Weight of the tokens in completions of similar length."""
+
+    shortest: int
+    longest: int
+    completions: int
+    gradient: float
+    """Mean |d loss / d logp| over their tokens."""
+    per_advantage: float
+    """Sum of |d loss / d logp| divided by the sum of |advantage|: the weight of a token apart from
+    its advantage. 0 if there is no advantage."""
+
+
+def length_bins(batch: Batch, gradient: torch.Tensor) -> tuple[LengthBin, ...]:
+    """Bin completions by their number of trained tokens, and measure the weight of those tokens."""
+    assert batch.advantage is not None
+    lengths = batch.mask.sum(dim=1)
+    trained = lengths[lengths > 0].sort().values
+    places = [len(trained) * n // BINS for n in range(1, BINS + 1)]
+    edges = sorted({int(trained[place - 1]) for place in places if place})
+    found, low = [], 0
+    for edge in edges:
+        rows = (lengths > low) & (lengths <= edge)
+        mask = batch.mask[rows]
+        size = float(gradient[rows].abs()[mask].double().sum())
+        worth = float(batch.advantage[rows].abs()[mask].double().sum())
+        found.append(
+            LengthBin(
+                shortest=int(lengths[rows].min()),
+                longest=edge,
+                completions=int(rows.sum()),
+                gradient=size / int(mask.sum()),
+                per_advantage=size / worth if worth else 0.0,
+            )
+        )
+        low = edge
+    return tuple(found)

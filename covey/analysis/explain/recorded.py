@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from covey.config import Config, load_config
@@ -71,7 +70,7 @@ class Recorded:
 
 
 def read_step(run: RunFolder, step: int) -> Recorded:
-    """Read the answers of a step back."""
+    """Read the recorded rollouts of a step."""
     rows = run.require_rollouts(step)
     numbered = list(zip(rows, itertools.accumulate(_begins(rows)), itertools.count(1)))
     rollouts = tuple(
@@ -128,8 +127,8 @@ _RECORDED = (
 def _rollout(row: dict[str, Any]) -> Rollout:
     lacking = [name for name in _RECORDED if name not in row]
     if lacking or len(row["tokens"]) != len(row["sampler_logp"]):
-        what = f"lacks {lacking[0]}" if lacking else "has more or fewer tokens than probabilities"
-        raise RunError(f"an answer of the step, to {row['prompt_id']}, {what}")
+        what = f"lacks {lacking[0]}" if lacking else "has more or fewer tokens than log-probs"
+        raise RunError(f"a recorded rollout of the step, of prompt {row['prompt_id']}, {what}")
     values = {name: row[name] for name in _RECORDED}
     for name in ("prompt_tokens", "tokens", "sampler_logp"):
         values[name] = tuple(row[name])
@@ -183,42 +182,24 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     """
     config = load_config(str(run.config_file))
     found = last_good(run, before=step, note=to_stderr)
-    trainee = _at_start(config, step)
-    if found.checkpoint is not None:
-        trainee = _at_checkpoint(trainee, found.step, found.checkpoint, step)
-    if exact:
-        trainee = _caught_up(trainee, run, step)
-    return trainee
-
-
-def _at_start(config: Config, step: int) -> Trainee:
     model, objective = load_model(config), objective_of(config)
     learner = Learner(
         policy=policy_of(config, model),
         objective=objective,
-        settings=step_settings_of(config, sampling_of(config), exact_logp=has_exact_logp(model)),
+        settings=step_settings_of(
+            config, objective, sampling_of(config), exact_logp=has_exact_logp(model)
+        ),
         reference=reference_of(config, model, objective),
         teacher=teacher_of(config, model, objective),
     )
-    return Trainee(
-        config=config,
-        learner=learner,
-        state=State(beta=objective.beta),
-        origin=Origin(
-            checkpoint=0, path=config.model.path, replayed_steps=0, steps_behind=max(0, step - 1)
-        ),
-    )
-
-
-def _at_checkpoint(trainee: Trainee, number: int, folder: Path, step: int) -> Trainee:
-    learner = trainee.learner
-    return replace(
-        trainee,
-        state=checkpoint.load(learner.policy, learner.reference, folder, number),
-        origin=Origin(
-            checkpoint=number, path=str(folder), replayed_steps=0, steps_behind=step - 1 - number
-        ),
-    )
+    state, number, path = State(beta=objective.beta), 0, config.model.path
+    if found.checkpoint is not None:
+        number, path = found.step, str(found.checkpoint)
+        state = checkpoint.load(learner.policy, learner.reference, found.checkpoint, number)
+    behind = max(0, step - 1 - number)
+    origin = Origin(checkpoint=number, path=path, replayed_steps=0, steps_behind=behind)
+    trainee = Trainee(config=config, learner=learner, state=state, origin=origin)
+    return _caught_up(trainee, run, step) if exact else trainee
 
 
 def _caught_up(trainee: Trainee, run: RunFolder, step: int) -> Trainee:

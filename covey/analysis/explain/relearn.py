@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -12,64 +12,13 @@ from covey.objective import Objective
 from covey.training.step import Seen, training_step
 from covey.types import Batch
 
-
-@dataclass(slots=True, kw_only=True)
-class Watched:
-    """Observations of every row of a batch in its last optimizer step, [B, T]."""
-
-    batch: Batch
-    objective: Objective
-    number: torch.Tensor
-    """[B]: which optimizer step, from 0."""
-    logp: torch.Tensor
-    entropy: torch.Tensor
-    weight: torch.Tensor
-    gradient: torch.Tensor
-    entropy_gradient: torch.Tensor
-    old_logp: torch.Tensor
-    ratio: torch.Tensor
-    clipped: torch.Tensor
-    kl: torch.Tensor | None = None
-
-    @staticmethod
-    def blank(batch: Batch, objective: Objective) -> Watched:
-        """Return observations without any values yet."""
-        zeros = torch.zeros(batch.mask.shape, dtype=torch.float64, device=batch.mask.device)
-        return Watched(
-            batch=batch,
-            objective=objective,
-            number=torch.zeros_like(batch.lengths),
-            logp=zeros.clone(),
-            entropy=zeros.clone(),
-            weight=zeros.clone(),
-            gradient=zeros.clone(),
-            entropy_gradient=zeros.clone(),
-            old_logp=zeros.clone(),
-            ratio=zeros.clone(),
-            clipped=zeros.long(),
-        )
-
-    def see(self, seen: Seen) -> None:
-        """Record the effect of a micro-batch."""
-        found = effect(self.objective, seen.micro, seen.now)
-        width = seen.micro.mask.shape[1]
-        self.number[seen.rows] = seen.number
-        values = {
-            "logp": seen.now.logp,
-            "entropy": seen.now.entropy,
-            "weight": seen.micro.weight,
-            **found._asdict(),
-        }
-        if found.kl is not None and self.kl is None:
-            self.kl = torch.zeros_like(self.logp)
-        for name, value in values.items():
-            if value is not None and name != "loss":
-                target = getattr(self, name)
-                target[seen.rows, :width] = value.to(target.dtype)
+Watched = dict[str, torch.Tensor]
+"""Each token in the last optimizer step that trains it, [B, T]: logp, entropy, weight, and the
+fields of `Effect`. `number` [B]: which optimizer step, from 0."""
 
 
-def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Watched, dict[str, float]]:
-    """Repeat the optimizer steps of a recorded step; return observations and metrics."""
+def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[str, float]]:
+    """Repeat the optimizer steps of a recorded step; return its batch, observations and metrics."""
     state = trainee.state
     state.step = recorded.step
     beta = recorded.metrics.get("objective/beta")
@@ -85,7 +34,19 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Watched, dict[str, fl
         learner, recorded.groups, recorded.step, watch=seen.append
     )
     assert batch is not None, "there are groups"
-    watched = Watched.blank(batch, learner.objective)
+    watched: Watched = {"number": torch.zeros_like(batch.lengths)}
     for one in seen:
-        watched.see(one)
-    return watched, metrics
+        _record(watched, learner.objective, batch, one)
+    return batch, watched, metrics
+
+
+def _record(watched: Watched, objective: Objective, batch: Batch, seen: Seen) -> None:
+    """Record the effect of a micro-batch."""
+    watched["number"][seen.rows] = seen.number
+    found = effect(objective, seen.micro, seen.now)
+    now = {"logp": seen.now.logp, "entropy": seen.now.entropy, "weight": seen.micro.weight}
+    for name, value in {**now, **found._asdict()}.items():
+        if value is not None and name != "loss":
+            dtype = torch.int64 if name == "clipped" else torch.float64
+            blank = torch.zeros_like(batch.mask, dtype=dtype)
+            watched.setdefault(name, blank)[seen.rows, : value.shape[1]] = value.to(dtype)

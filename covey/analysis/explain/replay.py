@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from covey.analysis.explain.effect import Effect, whole_effect
-from covey.analysis.explain.families import Family, families
+from covey.analysis.explain.families import Family, LengthBin, families, length_bins
 from covey.analysis.explain.gradients import parameter_gradients
-from covey.analysis.explain.lengths import LengthBin, length_bins
 from covey.analysis.explain.recorded import Origin, Recorded, Trainee, check_trained
 from covey.analysis.explain.relearn import relearn
 from covey.config import load_config
@@ -130,10 +129,10 @@ def replay(
     assert base.entropy is not None
     before = LogProbs(logp=base.old_logp, entropy=base.entropy)
     first = _moment(policy, algorithms, batches, before, budget, updates=0)
-    watched, _ = relearn(trainee, recorded)
+    _, watched, _ = relearn(trainee, recorded)
     with torch.no_grad():
         after = whole_batch(base, budget, policy.logp)
-    updates = int(watched.number.max()) + 1
+    updates = int(watched["number"].max()) + 1
     second = _moment(policy, algorithms, batches, after, budget, updates=updates)
     return Replay(
         step=recorded.step,
@@ -158,14 +157,14 @@ def _with_own_beta(
 def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objective]) -> Batch:
     """Fill in all that any of the algorithms may ask for, from the policy as it is."""
     model, reference = trainee.policy.model, trainee.learner.reference
-    hungry = next((o for o in algorithms.values() if "reference" in o.needs), None)
-    if hungry is not None and reference is None:
-        reference = reference_of(trainee.config, model, hungry)
+    penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
+    if penalized is not None and reference is None:
+        reference = reference_of(trainee.config, model, penalized)
     taught = next((o for o in algorithms.values() if "teacher" in o.needs), None)
     teacher = trainee.learner.teacher
     if taught is not None and teacher is None:
         teacher = teacher_of(trainee.config, model, taught)
-    some = hungry or next(iter(algorithms.values()))
+    some = penalized or next(iter(algorithms.values()))
     reads = {"old_entropy", *(["teacher"] if taught else [])}
     objective = replace(some, reads=(some.reads | reads) - {"sampler_as_old"})
     learner = replace(trainee.learner, objective=objective, reference=reference, teacher=teacher)

@@ -157,7 +157,7 @@ def _diverged(few: Sequence[Group], solo: Sequence[Group]) -> int:
 def _over_all(
     parts: Parts, groups: Sequence[Group], few: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure what needs the answers as they are; and of the few, the trainer's batch shape."""
+    """Measure over all completions; the trainer's batch shape only over the few."""
     policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     batch = collate(groups, policy.model.device)
     now = trainer_logp(policy, batch, budget)
@@ -182,7 +182,7 @@ def _over_all(
 def _over_solo(
     parts: Parts, few: Sequence[Group], solo: Sequence[Group], clip: ClipRange
 ) -> dict[str, Gap]:
-    """Measure what needs answers that were written alone."""
+    """Measure over completions that were generated one at a time."""
     policy, budget = parts.policy, parts.step_settings.micro_batch_tokens
     single, many = (collate(groups, policy.model.device) for groups in (solo, few))
     width = min(single.tokens.shape[1], many.tokens.shape[1])
@@ -200,7 +200,7 @@ def _stale(
     updates: int,
     clip: ClipRange,
 ) -> tuple[list[Cause], tuple[str, ...]]:
-    """Take real optimizer steps on the answers, and measure after each how far they are."""
+    """Take real optimizer steps on the completions, and measure the difference after each."""
     policy = parts.policy
     once, notes = _learning(parts, parts.learner_at(state))
     twice = replace(once, settings=replace(once.settings, epochs=2))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -47,12 +47,17 @@ class Finding:
         return f"{self.title}: {self.remedy}"
 
 
-def found(
-    kind: Kind, section: str, settings: Iterable[str], *, title: str, why: str, remedy: str
-) -> Iterator[Finding]:
-    """Yield a finding about these settings that a section of docs/plan.md explains."""
-    docs, names = f"{PAGE}#{section}", tuple(settings)
-    yield Finding(kind=kind, title=title, why=why, remedy=remedy, docs=docs, settings=names)
+class Said(NamedTuple):
+    """What a rule says about settings; its kind and its section of docs/plan.md are the rule's."""
+
+    settings: tuple[str, ...]
+    title: str
+    why: str
+    remedy: str
+
+    def finding(self, kind: Kind, section: str) -> Finding:
+        """Return the finding, explained in a section of docs/plan.md."""
+        return Finding(kind=kind, docs=f"{PAGE}#{section}", **self._asdict())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +70,11 @@ class Setup:
 
     @property
     def one_update(self) -> bool:
-        """Whether a rollout batch is used for one optimizer step, so that every ratio is 1."""
-        return self.config.train.updates == 1
+        """Whether a rollout batch is used for one optimizer step, so that every ratio is 1.
+
+        It is not with rollouts of older weights.
+        """
+        return self.config.train.updates == 1 and not self.config.overlap.staleness
 
     @property
     def on_policy(self) -> bool:
@@ -98,7 +106,19 @@ class Setup:
         return self.config.objective.options.get(name, otherwise)
 
 
-Rule = Callable[[Setup], Iterator[Finding]]
+Rule = Callable[[Setup], Iterator[Said]]
+RULES: list[Callable[[Setup], Iterator[Finding]]] = []
+"""All rules about one configuration, in the order of their findings."""
+
+
+def rule(kind: Kind, section: str) -> Callable[[Rule], Rule]:
+    """Register a rule: its kind, and the section of docs/plan.md that explains it."""
+
+    def register(function: Rule) -> Rule:
+        RULES.append(lambda setup: (said.finding(kind, section) for said in function(setup)))
+        return function
+
+    return register
 
 
 def setup_of(config: Config, facts: TaskFacts | None = None) -> Setup:

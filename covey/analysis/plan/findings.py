@@ -7,16 +7,14 @@ is loaded; facts about the data are passed in.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from covey.analysis.plan import idle_settings, risky_settings
+from covey.analysis.plan import idle_settings, risky_settings  # noqa: F401 (they add rules)
 from covey.analysis.plan.equivalence import normal_form, up_to_a_factor
-from covey.analysis.plan.finding import Finding, Rule, Setup, found, setup_of
+from covey.analysis.plan.finding import RULES, Finding, Said, Setup, setup_of
 from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import Config
-
-RULES: tuple[Rule, ...] = (*idle_settings.RULES, *risky_settings.RULES)
 
 
 def findings(config: Config, facts: TaskFacts | None = None) -> list[Finding]:
@@ -40,18 +38,18 @@ def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
         alike = [n for n in configs if forms[n] == forms[name] and others[n] == others[name]]
         if len(alike) > 1 and frozenset(alike) not in reported:
             reported.add(frozenset(alike))
-            results += _equal_runs(setups, alike)
+            results.append(_equal_runs(setups, alike))
     scaled = {name: up_to_a_factor(form) for name, form in forms.items()}
     for name in configs:
         alike = [n for n in configs if scaled[n] == scaled[name] and others[n] == others[name]]
         distinct = [n for i, n in enumerate(alike) if all(forms[n] != forms[m] for m in alike[:i])]
         if len(distinct) > 1 and frozenset(distinct) not in reported:
             reported.add(frozenset(distinct))
-            results += _proportional_runs(distinct)
+            results.append(_proportional_runs(distinct))
     return results
 
 
-def _equal_runs(setups: Mapping[str, Setup], names: list[str]) -> Iterator[Finding]:
+def _equal_runs(setups: Mapping[str, Setup], names: list[str]) -> Finding:
     differences = _differences([setups[name].config for name in names])
     one_update = all(setups[name].one_update for name in names)
     why, remedy = "", "drop all but one"
@@ -60,26 +58,24 @@ def _equal_runs(setups: Mapping[str, Setup], names: list[str]) -> Iterator[Findi
         remedy = "take several updates per rollout, such as train.mini_batches = 4, or drop all "
         remedy += "but one"
     what = f"{', '.join(differences)}, which changes no gradient here" if differences else "nothing"
-    yield from found(
-        "same",
-        "one-update-per-rollout" if one_update else "arms-of-a-comparison",
+    said = Said(
         (*differences,),
         title=f"{_listed(names)} are the same algorithm here",
         why=f"{why}They differ in {what}: any difference between their results is chance.",
         remedy=remedy,
     )
+    return said.finding("same", "one-update-per-rollout" if one_update else "arms-of-a-comparison")
 
 
-def _proportional_runs(names: list[str]) -> Iterator[Finding]:
-    yield from found(
-        "same",
-        "a-constant-factor",
+def _proportional_runs(names: list[str]) -> Finding:
+    said = Said(
         ("objective.name",),
         title=f"{_listed(names)} differ only by a constant factor of the loss",
         why="Their gradients have the same direction in every optimizer step. AdamW divides a "
         "constant factor out; only max_grad_norm and optimizer.eps make a difference.",
         remedy="drop all but one, or compare algorithms whose advantages or weights differ in more",
     )
+    return said.finding("same", "a-constant-factor")
 
 
 def _other_settings(setup: Setup) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from covey.analysis.plan.equivalence import (
     equivalent_algorithms,
     reference_is_policy,
 )
-from covey.analysis.plan.finding import Finding, Rule, Setup, found
+from covey.analysis.plan.finding import Said, Setup, rule
 from covey.analysis.plan.run_length import most_steps
 from covey.config import Config
 from covey.config.schema import Section
@@ -54,16 +54,15 @@ def changed_options(setup: Setup, *names: str) -> dict[str, str]:
     }
 
 
-def one_update_equivalence(setup: Setup) -> Iterator[Finding]:
+@rule("same", "one-update-per-rollout")
+def one_update_equivalence(setup: Setup) -> Iterator[Said]:
     """One update per batch makes algorithms equal that differ in ratio and clip."""
     others = equivalent_algorithms(setup) if setup.one_update else []
     if others:
         name, prompts = setup.config.objective.name, setup.config.rollout.prompts_per_step
         # More mini-batches than prompts would split groups.
         more = "train.epochs = 2" if prompts == 1 else f"train.mini_batches = {min(4, prompts)}"
-        yield from found(
-            "same",
-            "one-update-per-rollout",
+        yield Said(
             ("objective.name", *UPDATES),
             title=f"with one update per rollout {name} is the same as {', '.join(others)}",
             why="The policy that is trained is the one that generated, so every ratio is exactly "
@@ -73,7 +72,8 @@ def one_update_equivalence(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def off_policy_only(setup: Setup) -> Iterator[Finding]:
+@rule("idle", "one-update-per-rollout")
+def off_policy_only(setup: Setup) -> Iterator[Said]:
     """Settings for a policy that has moved since it generated, where it has not."""
     if not setup.one_update:
         return
@@ -89,9 +89,7 @@ def off_policy_only(setup: Setup) -> Iterator[Finding]:
     if names:
         settings = ", ".join(f"objective.{n} = {setup.option(n)!r}" for n in names)
         have = "has" if len(names) == 1 else "have"
-        yield from found(
-            "idle",
-            "one-update-per-rollout",
+        yield Said(
             (*(f"objective.{name}" for name in names), "objective.name", "model.dtype", *UPDATES),
             title=f"{settings} {have} no effect with one update per rollout",
             why="It acts where the policy has moved since it generated; here it has not, and the "
@@ -100,7 +98,8 @@ def off_policy_only(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def old_logp_unread(setup: Setup) -> Iterator[Finding]:
+@rule("idle", "one-update-per-rollout")
+def old_logp_unread(setup: Setup) -> Iterator[Said]:
     """`train.old_logp` where nothing reads it, or where it comes from elsewhere."""
     source, objective = setup.config.train.old_logp, setup.objective
     if source == "auto":
@@ -112,9 +111,7 @@ def old_logp_unread(setup: Setup) -> Iterator[Finding]:
         why = "With one update per rollout old_logp is logp itself."
     else:
         return
-    yield from found(
-        "idle",
-        "one-update-per-rollout",
+    yield Said(
         ("train.old_logp", "objective.name", *UPDATES),
         title=f"train.old_logp = {source!r} has no effect",
         why=why,
@@ -122,7 +119,8 @@ def old_logp_unread(setup: Setup) -> Iterator[Finding]:
     )
 
 
-def clip_never_acts(setup: Setup) -> Iterator[Finding]:
+@rule("idle", "the-clip-of-a-sequence-ratio")
+def clip_never_acts(setup: Setup) -> Iterator[Said]:
     """The clip range of tokens on a sequence-level ratio."""
     low, high = (setup.option(name, 0.0) for name in ("clip_low", "clip_high"))
     per_sequence = setup.objective.ratio in (ratio.sequence, ratio.sequence_token, ratio.arithmetic)
@@ -132,9 +130,7 @@ def clip_never_acts(setup: Setup) -> Iterator[Finding]:
     if setup.surrogate is not surrogates.clipped or not per_sequence or not near:
         return
     if min(low, high) >= TOKEN_SIZED_CLIP and setup.config.rollout.max_tokens > 1:
-        yield from found(
-            "idle",
-            "the-clip-of-a-sequence-ratio",
+        yield Said(
             ("objective.clip_low", "objective.clip_high", "optimizer.learning_rate", *UPDATES),
             title=f"objective.clip_low = {low}, clip_high = {high} hardly ever clip a "
             "sequence-level ratio",
@@ -145,14 +141,13 @@ def clip_never_acts(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def penalty_settings(setup: Setup) -> Iterator[Finding]:
+@rule("idle", "penalty-and-reference")
+def penalty_settings(setup: Setup) -> Iterator[Said]:
     """Settings of a KL penalty or its reference without effect."""
     if not setup.objective.beta:
         idle = changed(setup.config.reference) | changed_options(setup, "kl", "kl_in")
         if idle:
-            yield from found(
-                "idle",
-                "penalty-and-reference",
+            yield Said(
                 (*idle, "objective.beta"),
                 title=f"{', '.join(idle.values())}: no effect, because objective.beta is 0",
                 why="Without a weight there is no penalty, and no reference is loaded.",
@@ -168,9 +163,7 @@ def penalty_settings(setup: Setup) -> Iterator[Finding]:
             "so a KL that is subtracted from the reward is lost, though a reference is loaded."
         )
         remedy = "raise reference.every" if renewed else "set objective.kl_in = 'loss'"
-        yield from found(
-            "idle",
-            "penalty-and-reference",
+        yield Said(
             (
                 "objective.beta",
                 *(
@@ -185,7 +178,8 @@ def penalty_settings(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def adaptive_beta(setup: Setup) -> Iterator[Finding]:
+@rule("idle", "penalty-and-reference")
+def adaptive_beta(setup: Setup) -> Iterator[Said]:
     """An adaptation horizon without a target, or one that is too long for the run."""
     config, objective = setup.config, setup.objective
     if not objective.kl_target:
@@ -203,9 +197,7 @@ def adaptive_beta(setup: Setup) -> Iterator[Finding]:
         why += f"of {NOTICEABLE_BETA} takes {needed:,.0f} steps, and the run has {most:,}."
         what, remedy = "hardly moves beta", "lower objective.kl_horizon"
     for title in idle.values():
-        yield from found(
-            "idle",
-            "penalty-and-reference",
+        yield Said(
             ("objective.kl_target", "objective.kl_horizon", "train.steps"),
             title=f"{title} {what}",
             why=why,
@@ -213,7 +205,8 @@ def adaptive_beta(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def correction_bounds(setup: Setup) -> Iterator[Finding]:
+@rule("idle", "sampling")
+def correction_bounds(setup: Setup) -> Iterator[Said]:
     """Bounds of a correction where none is chosen."""
     if setup.option("correction", "none") != "none":
         return
@@ -221,9 +214,7 @@ def correction_bounds(setup: Setup) -> Iterator[Finding]:
     names += [] if setup.objective.corrects else ["correction_mean_one"]
     idle = changed_options(setup, *names)
     if idle:
-        yield from found(
-            "idle",
-            "sampling",
+        yield Said(
             (*idle, "objective.correction"),
             title=f"{', '.join(idle.values())}: no effect, because objective.correction is 'none'",
             why="They bound a correction, and none is chosen.",
@@ -231,13 +222,12 @@ def correction_bounds(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def nothing_to_correct(setup: Setup) -> Iterator[Finding]:
+@rule("idle", "sampling")
+def nothing_to_correct(setup: Setup) -> Iterator[Said]:
     """Corrections of an engine whose log-probs are exact."""
     idle = changed_options(setup, "correction", "veto")
     if idle and setup.exact:
-        yield from found(
-            "idle",
-            "sampling",
+        yield Said(
             (*idle, "model.dtype"),
             title=f"{', '.join(idle.values())}: there is nothing to correct",
             why="Engine and trainer share their float32 weights and agree to 1e-5.",
@@ -245,7 +235,8 @@ def nothing_to_correct(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def filters(setup: Setup) -> Iterator[Finding]:
+@rule("idle", "filters")
+def filters(setup: Setup) -> Iterator[Said]:
     """Filters that drop nothing."""
     chosen, overlap = setup.config.filter, setup.config.overlap
     cases = [
@@ -268,23 +259,29 @@ def filters(setup: Setup) -> Iterator[Finding]:
             overlap.max_staleness > 0,
             ("overlap.max_staleness",),
             f"overlap.max_staleness = {overlap.max_staleness} drops nothing",
-            "A step trains the weights that generated its completions: none is stale.",
+            "overlap.staleness decides how old completions are: none is older.",
             "remove it",
+        ),
+        (
+            overlap.mode == "copy" and not overlap.staleness,
+            ("overlap.mode", "overlap.staleness"),
+            "overlap.mode = 'copy' overlaps nothing with overlap.staleness = 0",
+            "Each step waits for the completions of the weights before it.",
+            "set overlap.staleness = 1, or remove it",
         ),
     ]
     for holds, settings, title, why, remedy in cases:
         if holds:
-            yield from found("idle", "filters", settings, title=title, why=why, remedy=remedy)
+            yield Said(settings, title=title, why=why, remedy=remedy)
 
 
-def length_penalty_unread(setup: Setup) -> Iterator[Finding]:
+@rule("idle", "rewards")
+def length_penalty_unread(setup: Setup) -> Iterator[Said]:
     """A length penalty that the advantage ignores, or that starts beyond the longest completion."""
     section, longest = setup.config.length_penalty, setup.config.rollout.max_tokens
     if section.name != "none" and setup.advantage in IGNORES_REWARD:
         algorithm_name = setup.config.objective.name
-        yield from found(
-            "idle",
-            "rewards",
+        yield Said(
             ("length_penalty.name", "objective.name"),
             title=f"length_penalty.name = {section.name!r} has no effect with {algorithm_name}",
             why="Its advantage depends on which completions are correct and not on their reward.",
@@ -292,9 +289,7 @@ def length_penalty_unread(setup: Setup) -> Iterator[Finding]:
         )
     options = section.options
     if section.name == "soft" and Soft(**options).of(longest) == 0.0:
-        yield from found(
-            "idle",
-            "rewards",
+        yield Said(
             ("length_penalty.limit", "length_penalty.cache", "rollout.max_tokens"),
             title=f"length_penalty.limit = {options['limit']}, cache = {options['cache']} never "
             "apply",
@@ -303,39 +298,40 @@ def length_penalty_unread(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def kept_or_single(setup: Setup) -> Iterator[Finding]:
-    """Options of a group or of parts that leave GRPO's advantage as it is."""
+@rule("idle", "groups")
+def keeps_all(setup: Setup) -> Iterator[Said]:
+    """A filter of completions that is as large as the group."""
     size, keep = setup.config.rollout.group_size, setup.option("keep", 0)
     if keep >= size:
-        yield from found(
-            "idle",
-            "groups",
+        yield Said(
             ("objective.keep", "rollout.group_size"),
             title=f"objective.keep = {keep} keeps all completions of a group of {size}",
             why="Nothing is filtered, and the advantage is GRPO's.",
             remedy=f"set objective.keep = {max(1, size // 2)}, or raise rollout.group_size",
         )
+
+
+@rule("idle", "rewards")
+def one_part(setup: Setup) -> Iterator[Said]:
+    """Parts of a reward that are one."""
     if len(setup.objective.parts) == 1:
-        yield from found(
-            "idle",
-            "rewards",
+        name = setup.config.objective.name
+        yield Said(
             ("objective.parts", "objective.name"),
-            title=f"objective.parts names one part: {setup.config.objective.name} is grpo times a "
-            "number",
+            title=f"objective.parts names one part: {name} is grpo times a number",
             why="A single part is standardized in its group as in grpo, and then divided by one "
             "deviation for the whole step.",
             remedy="name several parts, or use grpo",
         )
 
 
-def groups_of_two(setup: Setup) -> Iterator[Finding]:
+@rule("idle", "groups")
+def groups_of_two(setup: Setup) -> Iterator[Said]:
     """Groups of two, standardized."""
     if setup.advantage is not advantage.group_standardized or setup.config.rollout.group_size != 2:
         return
     size = 1.0 if setup.option("ddof", 1) == 0 else math.sqrt(0.5)
-    yield from found(
-        "idle",
-        "groups",
+    yield Said(
         ("rollout.group_size", "objective.name"),
         title=f"rollout.group_size = 2: every advantage is +-{size:.2f}, whatever the rewards are",
         why="Two rewards divided by their own deviation only show which one is larger.",
@@ -344,14 +340,13 @@ def groups_of_two(setup: Setup) -> Iterator[Finding]:
     )
 
 
-def unused_sections(setup: Setup) -> Iterator[Finding]:
+@rule("idle", "other-settings")
+def unused_sections(setup: Setup) -> Iterator[Said]:
     """Settings of an adapter or of scoring processes that the run does not have."""
     config = setup.config
     idle = changed(config.adapter, "alpha", "targets") if not config.adapter.rank else {}
     if idle:
-        yield from found(
-            "idle",
-            "other-settings",
+        yield Said(
             (*idle, "adapter.rank"),
             title=f"{', '.join(idle.values())}: no effect, because adapter.rank is 0",
             why="Without a rank all weights are trained, and there is no adapter.",
@@ -360,9 +355,7 @@ def unused_sections(setup: Setup) -> Iterator[Finding]:
     idle = changed(config.scoring, "workers", "timeout", "gigabytes")
     if idle and _is_quick(config):
         reward = f"reward.name = {config.reward.name!r}"
-        yield from found(
-            "idle",
-            "other-settings",
+        yield Said(
             (*idle, "reward.name"),
             title=f"{', '.join(idle.values())}: no effect with {reward}",
             why="It is quick, and scores in the main process.",
@@ -375,20 +368,3 @@ def _is_quick(config: Config) -> bool:
         return reward_of(config).quick
     except CoveyError:  # reported when the run is assembled
         return False
-
-
-RULES: tuple[Rule, ...] = (
-    one_update_equivalence,
-    off_policy_only,
-    old_logp_unread,
-    clip_never_acts,
-    penalty_settings,
-    adaptive_beta,
-    correction_bounds,
-    nothing_to_correct,
-    filters,
-    length_penalty_unread,
-    kept_or_single,
-    groups_of_two,
-    unused_sections,
-)

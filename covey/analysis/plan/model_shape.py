@@ -16,15 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils.hub import cached_file
 
 from covey.accel.parity import plain_positions
 from covey.config import Config
 from covey.embedded import CHECKPOINT
 from covey.errors import ConfigError, ModelError
 from covey.models.adapter import CONFIG_FILE, CONV, adapter_base
-from covey.models.from_pretrained import NO_CODE
-from covey.models.gguf import find_gguf
 from covey.models.model_path import check_model_path
 
 FUSED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -94,9 +91,11 @@ def source_of(path: str) -> tuple[str, dict[str, str]]:
     path = adapter_base(path) or path
     if path == "embedded":
         return str(CHECKPOINT), {}
-    gguf = find_gguf(path)
-    if gguf is not None:
-        return str(gguf.parent), {"gguf_file": gguf.name}
+    if not (Path(path) / "config.json").is_file():
+        from covey.models.gguf import find_gguf  # imports transformers, which takes a second
+
+        if (gguf := find_gguf(path)) is not None:
+            return str(gguf.parent), {"gguf_file": gguf.name}
     check_model_path(path)
     return path, {}
 
@@ -120,6 +119,8 @@ def shape_of(config: Config) -> Shape:
 def _meta_model(source: str, more: dict[str, str]) -> Any:
     import transformers
 
+    from covey.models.from_pretrained import NO_CODE
+
     model_config = transformers.AutoConfig.from_pretrained(source, **more, **NO_CODE)
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(model_config, **NO_CODE)
@@ -127,8 +128,12 @@ def _meta_model(source: str, more: dict[str, str]) -> Any:
 
 def _llama_config(source: str) -> Any:
     """Read config.json; None: only transformers knows what this model is made of."""
-    file = cached_file(source, "config.json")
-    data = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    file = Path(source) / "config.json"
+    if not file.is_file():
+        from transformers.utils.hub import cached_file
+
+        file = Path(cached_file(source, "config.json"))
+    data = json.loads(file.read_text(encoding="utf-8"))
     kind, rope = data.get("model_type"), data.get("rope_scaling") or data.get("rope_parameters")
     rope = rope or {}
     known = kind in LLAMA_FAMILY and all(isinstance(data.get(key), int) for key in REQUIRED)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from covey.analysis.plan.equivalence import active_penalty
-from covey.analysis.plan.finding import Finding, Rule, Setup, found
+from covey.analysis.plan.finding import Said, Setup, rule
 from covey.objective import advantage, penalty, ratio
 from covey.objective import surrogate as surrogates
 from covey.training.schedule import total_updates
@@ -32,13 +32,12 @@ FORMAT_REWARDS = frozenset(
 """Rewards for form: their `success` does not mean that the final answer is correct."""
 
 
-def learning_rate_too_low(setup: Setup) -> Iterator[Finding]:
+@rule("risk", "learning-rate")
+def learning_rate_too_low(setup: Setup) -> Iterator[Said]:
     """A learning rate of 0, or a warm-up that is longer than the run."""
     optimizer, updates = setup.config.optimizer, total_updates(setup.config.train)
     if optimizer.learning_rate == 0:
-        yield from found(
-            "risk",
-            "learning-rate",
+        yield Said(
             ("optimizer.learning_rate",),
             title="optimizer.learning_rate = 0: no weight changes",
             why="The run generates, scores and evaluates, and learns nothing.",
@@ -46,9 +45,7 @@ def learning_rate_too_low(setup: Setup) -> Iterator[Finding]:
         )
     elif optimizer.warmup_steps >= updates:
         reached = updates / optimizer.warmup_steps
-        yield from found(
-            "risk",
-            "learning-rate",
+        yield Said(
             ("optimizer.warmup_steps", "train.steps", "train.mini_batches", "train.epochs"),
             title=f"optimizer.warmup_steps = {optimizer.warmup_steps} is longer than the run of "
             f"{updates} optimizer steps",
@@ -58,7 +55,8 @@ def learning_rate_too_low(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def equal_completions(setup: Setup) -> Iterator[Finding]:
+@rule("risk", "sampling")
+def equal_completions(setup: Setup) -> Iterator[Said]:
     """Sampling so sharp that the completions of a prompt are equal."""
     rollout = setup.config.rollout
     if rollout.top_k == 1:
@@ -71,9 +69,7 @@ def equal_completions(setup: Setup) -> Iterator[Finding]:
         why = "Completions of a prompt are mostly equal, and equal rewards teach nothing."
     else:
         return
-    yield from found(
-        "risk",
-        "sampling",
+    yield Said(
         (setting,),
         title=f"{setting} = {value} makes the completions of a group equal",
         why=why,
@@ -81,12 +77,11 @@ def equal_completions(setup: Setup) -> Iterator[Finding]:
     )
 
 
-def truncated_sampling(setup: Setup) -> Iterator[Finding]:
+@rule("risk", "sampling")
+def truncated_sampling(setup: Setup) -> Iterator[Said]:
     """Completions from one distribution, trained on as if they came from another."""
     if setup.truncates and setup.objective.correction is None and setup.config.rollout.top_k != 1:
-        yield from found(
-            "risk",
-            "sampling",
+        yield Said(
             ("rollout.top_k", "rollout.top_p", "rollout.min_p", "objective.correction"),
             title="rollout.top_k, top_p or min_p truncate the distribution without a correction",
             why="Tokens come from a truncated distribution, and the loss treats them as samples of "
@@ -96,16 +91,15 @@ def truncated_sampling(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def success_of_format(setup: Setup) -> Iterator[Finding]:
+@rule("risk", "rewards")
+def success_of_format(setup: Setup) -> Iterator[Said]:
     """Algorithms and filters that read `success`, with a reward for form alone."""
     config = setup.config
     users = ["filter.dynamic_sampling = True"] if config.filter.dynamic_sampling else []
     if "success" in setup.objective.needs:
         users.append(f"objective.name = {config.objective.name!r}")
     if users and config.reward.name in FORMAT_REWARDS:
-        yield from found(
-            "risk",
-            "rewards",
+        yield Said(
             ("reward.name", "objective.name", "filter.dynamic_sampling"),
             title=f"{' and '.join(users)} needs correct completions, and reward.name = "
             f"{config.reward.name!r} only checks their form",
@@ -115,15 +109,14 @@ def success_of_format(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def penalty_without_pull(setup: Setup) -> Iterator[Finding]:
+@rule("risk", "penalty-and-reference")
+def penalty_without_pull(setup: Setup) -> Iterator[Said]:
     """KL penalties whose gradient does not point to the reference, or is not beta's."""
     objective = setup.objective
     if active_penalty(setup) is None:
         return
     if objective.kl_in == "loss" and objective.penalty is penalty.k1:
-        yield from found(
-            "risk",
-            "penalty-and-reference",
+        yield Said(
             ("objective.kl", "objective.kl_in", "objective.beta"),
             title="objective.kl = 'k1' in the loss does not pull towards the reference",
             why="The gradient of logp - ref_logp is that of logp, whose mean over sampled tokens "
@@ -131,9 +124,7 @@ def penalty_without_pull(setup: Setup) -> Iterator[Finding]:
             remedy="set objective.kl = 'k2' or 'k3', or objective.kl_in = 'reward'",
         )
     if objective.kl_in == "reward" and setup.advantage is advantage.group_standardized:
-        yield from found(
-            "risk",
-            "penalty-and-reference",
+        yield Said(
             ("objective.kl_in", "objective.beta", "objective.name"),
             title=f"objective.beta = {objective.beta} is divided by the deviation of the rewards",
             why="The KL is part of the reward, and the reward is standardized. In a group of only "
@@ -142,14 +133,13 @@ def penalty_without_pull(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def split_groups(setup: Setup) -> Iterator[Finding]:
+@rule("risk", "groups")
+def split_groups(setup: Setup) -> Iterator[Said]:
     """Mini-batches smaller than a group."""
     rollout, parts = setup.config.rollout, setup.config.train.mini_batches
     completions = rollout.prompts_per_step * rollout.group_size
     if "groups" in setup.objective.needs and parts > rollout.prompts_per_step:
-        yield from found(
-            "risk",
-            "groups",
+        yield Said(
             ("train.mini_batches", "rollout.prompts_per_step", "rollout.group_size"),
             title=f"train.mini_batches = {parts} splits groups: a mini-batch has "
             f"{completions / parts:.3g} completions, a group {rollout.group_size}",
@@ -160,14 +150,13 @@ def split_groups(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def tight_clip(setup: Setup) -> Iterator[Finding]:
+@rule("risk", "the-clip-of-a-sequence-ratio")
+def tight_clip(setup: Setup) -> Iterator[Said]:
     """The clip range of a sequence-level ratio on token-level ratios."""
     low, high = (setup.option(name, 1.0) for name in ("clip_low", "clip_high"))
     of_tokens = setup.objective.ratio is ratio.token and setup.surrogate is surrogates.clipped
     if not setup.one_update and of_tokens and max(low, high) < TIGHT_CLIP:
-        yield from found(
-            "risk",
-            "the-clip-of-a-sequence-ratio",
+        yield Said(
             ("objective.clip_low", "objective.clip_high", "objective.name", "train.mini_batches"),
             title=f"objective.clip_low = {low}, clip_high = {high} clip token ratios at the first "
             "update",
@@ -178,7 +167,8 @@ def tight_clip(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def few_held_out(setup: Setup) -> Iterator[Finding]:
+@rule("risk", "evaluation")
+def few_held_out(setup: Setup) -> Iterator[Said]:
     """Evaluations on too few prompts."""
     config = setup.config
     known = (
@@ -189,9 +179,7 @@ def few_held_out(setup: Setup) -> Iterator[Finding]:
     prompts = next((number for number in known if number), None)
     if config.evaluate.every and isinstance(prompts, int) and 0 < prompts < FEWEST_PROMPTS:
         shown = FEWEST_PAIRS / prompts
-        yield from found(
-            "risk",
-            "evaluation",
+        yield Said(
             ("evaluate.prompts",),
             title=f"{prompts} held-out prompts cannot show a difference of {POINTS:.0%} between "
             "two checkpoints",
@@ -201,15 +189,14 @@ def few_held_out(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def too_short(setup: Setup) -> Iterator[Finding]:
+@rule("risk", "sampling")
+def too_short(setup: Setup) -> Iterator[Said]:
     """A max_tokens that truncates correct completions."""
     lengths, limit = setup.facts.solution_tokens, setup.config.rollout.max_tokens
     cut = sum(length > limit for length in lengths)
     if lengths and cut / len(lengths) >= UNFINISHED:
         median = sorted(lengths)[len(lengths) // 2]
-        yield from found(
-            "risk",
-            "sampling",
+        yield Said(
             ("rollout.max_tokens",),
             title=f"rollout.max_tokens = {limit} truncates the solutions of {cut} of "
             f"{len(lengths)} prompts",
@@ -217,16 +204,3 @@ def too_short(setup: Setup) -> Iterator[Finding]:
             "at most; a truncated completion has no final answer and no reward.",
             remedy=f"set rollout.max_tokens to {max(lengths)} or more",
         )
-
-
-RULES: tuple[Rule, ...] = (
-    learning_rate_too_low,
-    equal_completions,
-    truncated_sampling,
-    success_of_format,
-    penalty_without_pull,
-    split_groups,
-    tight_clip,
-    few_held_out,
-    too_short,
-)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 
+from covey.analysis.plan.model_shape import source_of
+from covey.analysis.plan.prompt_lengths import UNREADABLE, Measure, first_line, measure
 from covey.config import Config
-from covey.errors import CoveyError, DataError
+from covey.errors import DataError
 from covey.training.resolve import held_out_of, task_of, template_of
 from covey.training.sft_data import write_solution
 from covey.types import Prompt
 
 SAMPLE = 64
 """Prompts that are measured."""
-UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
-"""What reading data or a tokenizer may raise. A plan goes on without the facts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,58 +33,57 @@ class TaskFacts:
     """Why prompts could not be measured."""
 
 
-def task_facts(config: Config) -> TaskFacts:
+def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
     """Read the task and the tokenizer of a resolved configuration, as far as they can be read."""
     try:
         task = task_of(config)
         prompts, held_out = task.train(), len(held_out_of(config, task))
     except UNREADABLE as error:
-        return TaskFacts(problem=_first_line(error))
+        return TaskFacts(problem=first_line(error))
+    some = _sample(prompts)
     try:
-        tokenizer = _tokenizer(config)
+        source, options = source_of(config.model.path)
+        job = {
+            "path": config.model.path,
+            "source": source,
+            "options": options,
+            "template": asdict(template_of(config)),
+            "solutions": _solutions(config, some),
+            "prompts": [prompt.messages for prompt in some],
+        }
+        found = measure(job)
     except UNREADABLE as error:
-        return TaskFacts(held_out=held_out, problem=_first_line(error))
-    facts = facts_of(config, prompts, held_out, tokenizer.encode)
-    try:
-        from covey.models.chat_template import make_renderer
-
-        rendering = make_renderer(tokenizer, template_of(config), config.model.path)
-        lengths = [len(rendering.tokens(prompt.messages)) for prompt in _sample(prompts)]
-    except UNREADABLE as error:
-        return replace(facts, problem=_first_line(error))
-    return replace(facts, longest_prompt=max(lengths), measured=len(lengths))
+        return TaskFacts(held_out=held_out, problem=first_line(error))
+    return TaskFacts(
+        held_out=held_out,
+        solution_tokens=_with_end(found.get("solutions", ())),
+        longest_prompt=max(found.get("prompts", ()), default=None),
+        measured=len(found.get("prompts", ())),
+        problem=found.get("problem", ""),
+    )
 
 
 def facts_of(
     config: Config, prompts: Sequence[Prompt], held_out: int, encode: Callable[..., Sequence[int]]
 ) -> TaskFacts:
     """Return the facts of prompts that are loaded already, by a tokenizer's `encode`."""
-    texts = [_solution(prompt, config) for prompt in _sample(prompts)]
-    # The end token is generated too.
-    lengths = (len(encode(text, add_special_tokens=False)) + 1 for text in texts if text)
-    return TaskFacts(held_out=held_out, solution_tokens=tuple(lengths))
+    texts = _solutions(config, _sample(prompts))
+    lengths = _with_end(len(encode(text, add_special_tokens=False)) for text in texts)
+    return TaskFacts(held_out=held_out, solution_tokens=lengths)
 
 
-def _tokenizer(config: Config) -> Any:
-    from transformers.utils.hub import cached_file
-
-    from covey.analysis.plan.model_shape import source_of
-    from covey.models.from_pretrained import NO_CODE, read_tokenizer
-
-    source, more = source_of(config.model.path)
-    plain = {"_raise_exceptions_for_missing_entries": False}
-    if more or not cached_file(source, "tokenizer.json", **plain):
-        return read_tokenizer(source, **more)
-    # AutoTokenizer imports transformers' model code, which takes two seconds.
-    from transformers import TokenizersBackend
-
-    return TokenizersBackend.from_pretrained(source, **NO_CODE)
+def _with_end(lengths: Iterable[int]) -> tuple[int, ...]:
+    return tuple(length + 1 for length in lengths)  # the end token is generated too
 
 
 def _sample(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return prompts from the whole task: a data file may be sorted by length."""
     stride = max(1, len(prompts) // SAMPLE)
     return [prompts[at] for at in range(0, len(prompts), stride)][:SAMPLE]
+
+
+def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:
+    return [text for prompt in prompts if (text := _solution(prompt, config))]
 
 
 def _solution(prompt: Prompt, config: Config) -> str:
@@ -95,7 +93,3 @@ def _solution(prompt: Prompt, config: Config) -> str:
     except DataError:
         return write_solution(prompt, "{solution}")
     return text.removeprefix(config.model.prefill)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

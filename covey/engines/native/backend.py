@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 from transformers import DynamicCache
 
+from covey.accel.parity import FAILURES
 from covey.engines.draw import pick_tokens
-from covey.engines.native.decoder_parity import FAILURES, decoder_for, first_error_line
+from covey.engines.native.decoder_parity import decoder_for, first_error_line
 from covey.engines.native.kv_cache import KVShape, SlotCache
 from covey.engines.native.llama_decoder import Decoder, LlamaDecoder, UnsupportedModel
 from covey.engines.native.slots import Slots
@@ -42,6 +43,9 @@ class DecodeBackend(Protocol):
         The weights are those at the time of this call.
         """
 
+    def refresh(self) -> None:
+        """Go on with weights that have changed since `begin`."""
+
     def advance(self, slots: Slots, width: int, most: int) -> None:
         """Generate 1 to `most` tokens in each unfinished slot among the first `width`."""
 
@@ -58,6 +62,7 @@ class EagerBackend:
     sampling: Sampling | None = None
     spare: SlotCache | None = field(init=False, default=None)
     """A small cache on the CPU is kept for the next call: fresh memory is slow to touch."""
+    capacity: int = field(init=False, default=0)
 
     def width_for(self, completions: int) -> int:
         """Return the same number: any number of slots is equally fast."""
@@ -72,9 +77,14 @@ class EagerBackend:
         self.spare = None
         if cache.place.device.type == "cpu" and cache.bytes <= SPARE_BYTES:
             self.spare = cache
-        self.decoder.begin(capacity)
+        self.capacity = capacity
+        self.refresh()
         self.sampling = sampling
         return Slots.make(cache.emptied(), sampling.max_tokens, self.model.stop_ids)
+
+    def refresh(self) -> None:
+        """Let the decoder prepare the weights."""
+        self.decoder.begin(self.capacity)
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
         """Generate one token in every unfinished slot."""

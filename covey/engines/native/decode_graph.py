@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 
 from covey.accel.kernels.sample import SlotState, sample_tokens
+from covey.accel.parity import FAILURES
 from covey.engines.draw import Distribution, pick_tokens
-from covey.engines.native.decoder_parity import FAILURES, checked_decoder, first_error_line
+from covey.engines.native.decoder_parity import checked_decoder, first_error_line
 from covey.engines.native.fused_decoder import FusedDecoder
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
@@ -77,9 +78,13 @@ class GraphBackend:
         if room not in self.slots:
             self.slots[room] = Slots.make(cache, room, self.model.stop_ids)
         cache.emptied()
-        self.decoder.begin(self.sizes["capacity"] + self.sizes["prompt_capacity"])
+        self.refresh()
         self.distribution = sampling.distribution
         return self.slots[room]
+
+    def refresh(self) -> None:
+        """Let the decoder prepare the weights, at the addresses that graphs hold."""
+        self.decoder.begin(self.sizes["capacity"] + self.sizes["prompt_capacity"])
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
         """Enqueue some tokens for every unfinished slot; does not wait for them."""

@@ -13,29 +13,13 @@ from types import SimpleNamespace
 import torch
 from transformers import DynamicCache
 
-from covey.accel.parity import first_layers, matches
+from covey.accel.parity import FAILURES, first_layers, matches
 from covey.engines.native.kv_cache import KVCache, KVShape, SlotCache
 from covey.engines.native.llama_decoder import Decoder, LlamaDecoder, UnsupportedModel
 from covey.engines.native.prefill import cache_states
 from covey.engines.native.transformers_decoder import RecomputeDecoder, TransformersDecoder
 from covey.models.adapter import perturbed_adapter
 from covey.models.language_model import LanguageModel
-
-FAILURES: tuple[type[Exception], ...] = (
-    AttributeError,
-    TypeError,
-    ValueError,
-    RuntimeError,
-    LookupError,
-    AssertionError,
-)
-"""What a decoder may raise for a model of another architecture."""
-try:
-    from triton.errors import TritonError
-except ImportError:  # without Triton no kernel can fail to compile
-    pass
-else:
-    FAILURES = (*FAILURES, TritonError)
 
 LENGTHS = [5, 2, 4]
 """Prompt lengths of the check."""

@@ -11,18 +11,12 @@ import torch
 from torch.nn.functional import embedding
 
 from covey.accel.fused_forward import gain, rope_table
-from covey.accel.fused_parameters import fused_view
 from covey.accel.kernels.decode_attention import SMALLEST_HEAD, decode_attention
 from covey.accel.kernels.rms_norm import add_norm_in_place
 from covey.accel.kernels.swiglu import silu_mul
 from covey.accel.parity import is_silu
 from covey.accel.varlen_attention import HALF
-from covey.engines.native.llama_decoder import (
-    Block,
-    FusedWeights,
-    LlamaDecoder,
-    UnsupportedModel,
-)
+from covey.engines.native.llama_decoder import Block, LlamaDecoder, UnsupportedModel
 from covey.engines.native.shared_prompt_cache import SharedPromptCache
 from covey.models.language_model import LanguageModel
 
@@ -46,25 +40,18 @@ class FusedDecoder(LlamaDecoder):
             weight = self.embedding.weight
             places = torch.arange(positions, device=weight.device)
             self.rope = rope_table(self.rotary, weight[:1, None].float(), places)
-        if not self.fuses:
-            return
-        if self.fused[0] is None:
-            self.fused = [_in_place(block) or block.fuse() for block in self.blocks]
-        for block, fused in zip(self.blocks, self.fused, strict=True):
-            if fused is not None and _in_place(block) is None:
-                # A captured graph holds the addresses, so copies stay where they are.
-                for old, new in zip(fused, block.fuse(), strict=True):
-                    if old is not None and new is not None:
-                        old.copy_(new)
+        if self.fuses:
+            for block in self.blocks:
+                block.fuse()
 
     def step(self, tokens: torch.Tensor, cache: SharedPromptCache) -> torch.Tensor:
         """Run all layers."""
         hidden = embedding(tokens, self.embedding.weight).float()
         delta = None
-        for number, (block, fused) in enumerate(zip(self.blocks, self.fused, strict=True)):
+        for number, block in enumerate(self.blocks):
             normed = add_norm_in_place(hidden, delta, *gain(block.input_norm))
             attended = decode_attention(
-                block.qkv(normed, fused),
+                block.qkv.together(normed),
                 cache.layer(number),
                 rope=self.rope,
                 scale=block.scaling,
@@ -72,21 +59,8 @@ class FusedDecoder(LlamaDecoder):
             )
             delta = block.output(attended)
             normed = add_norm_in_place(hidden, delta, *gain(block.post_norm))
-            delta = block.down(silu_mul(*block.gate_up(normed, fused)))
+            delta = block.down(silu_mul(*block.gate_up.apart(normed)))
         return add_norm_in_place(hidden, delta, *gain(self.final_norm))
-
-
-def _in_place(block: Block) -> FusedWeights | None:
-    """Return the fused parameters of the model itself. None: some are not fused."""
-    found: list[torch.Tensor | None] = []
-    for parts in (block.qkv_layers, block.gate_up_layers):
-        biases = [part.layer.bias for part in parts if part.layer.bias is not None]
-        weight = fused_view([part.layer.weight for part in parts])
-        bias = fused_view(biases) if biases else None
-        if weight is None or (biases and bias is None):
-            return None
-        found += [weight, bias]
-    return FusedWeights(*found)  # type: ignore[arg-type] # weights were found
 
 
 def _head_norms(block: Block) -> tuple[torch.Tensor, torch.Tensor, float] | None:

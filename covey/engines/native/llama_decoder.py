@@ -10,15 +10,15 @@ Shapes: W slots in use, H heads, K key-value heads, D head size, L positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention
 
 from covey.accel.attention import SHORT, short_attention, short_bias
+from covey.accel.fused_parameters import fused_view
 from covey.accel.parity import plain_positions
 from covey.engines.native.kv_cache import SlotCache
 from covey.models.adapter import NAME
@@ -41,20 +41,29 @@ class Decoder(Protocol):
     """Runs a model for one token per slot."""
 
     def begin(self, positions: int) -> None:
-        """Prepare for sequences of up to `positions` tokens, with the current weights."""
+        """Prepare for sequences of up to `positions` tokens, with the current weights.
+
+        A decoder that keeps no copies of weights has nothing to prepare.
+        """
+        return
 
     def step(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
         """Return hidden states [W, hidden size] after `tokens` [W], and write to the cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    """A linear layer, optionally with LoRA's two matrices."""
+class Linear:
+    """A linear layer of the model, optionally with LoRA's two matrices."""
 
-    layer: nn.Linear
-    down: nn.Linear | None = None
-    up: nn.Linear | None = None
-    scale: float = 1.0
+    def __init__(self, module: Any) -> None:
+        adapted = hasattr(module, "lora_A")
+        self.layer: nn.Linear = module.base_layer if adapted else module
+        self.down: nn.Linear | None = module.lora_A[NAME] if adapted else None
+        self.up: nn.Linear | None = module.lora_B[NAME] if adapted else None
+        self.scale: float = module.scaling[NAME] if adapted else 1.0
+        parts = [part for part in (self.layer, self.down, self.up) if part is not None]
+        hooks = any(part._forward_hooks for part in (module, *parts))
+        if hooks or any(type(part) is not nn.Linear for part in parts):  # quantized, for example
+            raise UnsupportedModel
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """Return W x + b + scale * B A x."""
@@ -65,86 +74,86 @@ class _Linear:
         return torch.addmm(result, thin, self.up.weight.t(), alpha=self.scale)
 
 
-class FusedWeights(NamedTuple):
-    """Query, key and value weights of a layer in one matrix, and gate and up in another."""
+class LinearGroup:
+    """Linear layers with the same input, which are one product once they are fused."""
 
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
+    def __init__(self, *modules: Any) -> None:
+        self.layers = [Linear(module) for module in modules]
+        self.widths = [each.layer.out_features for each in self.layers]
+        self.fused: list[torch.Tensor] = []
+        """The weight of all layers, and the bias if they have one. Empty: not fused."""
+        self._copies: list[torch.Tensor] = []
+
+    def fuse(self) -> None:
+        """Fuse the current weights: in place if the model's parameters are, else as copies."""
+        layers = [each.layer for each in self.layers]
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        parts = [[layer.weight.detach() for layer in layers], *([biases] if biases else [])]
+        views = [fused_view(each) for each in parts]
+        self.fused = [view for view in views if view is not None]
+        if len(self.fused) == len(parts):
+            return
+        if not self._copies:
+            self._copies = [
+                each[0].new_empty(sum(self.widths), *each[0].shape[1:]) for each in parts
+            ]
+        for copy, each in zip(self._copies, parts, strict=True):
+            torch.cat(each, out=copy)  # a captured graph holds the addresses of the copies
+        self.fused = self._copies
+
+    def together(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the results of all layers side by side."""
+        if self.fused:
+            return linear(values, *self.fused)
+        return torch.cat([layer(values) for layer in self.layers], dim=-1)
+
+    def apart(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the result of each layer."""
+        if not self.fused:
+            return [layer(values) for layer in self.layers]
+        parts: Sequence[torch.Tensor] = self.together(values).split(self.widths, dim=-1)
+        return parts
 
 
-@dataclass(frozen=True, slots=True)
 class Block:
     """Modules of one layer, so that weights are always the current ones."""
 
-    input_norm: nn.Module
-    query: _Linear
-    key: _Linear
-    value: _Linear
-    output: _Linear
-    query_norm: nn.Module | None
-    key_norm: nn.Module | None
-    post_norm: nn.Module
-    gate: _Linear
-    up: _Linear
-    down: _Linear
-    activation: Callable[[torch.Tensor], torch.Tensor]
-    head_size: int
-    scaling: float
-
-    @property
-    def qkv_layers(self) -> tuple[_Linear, _Linear, _Linear]:
-        """The layers that read the first norm."""
-        return self.query, self.key, self.value
-
-    @property
-    def gate_up_layers(self) -> tuple[_Linear, _Linear]:
-        """The layers that read the second norm."""
-        return self.gate, self.up
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.input_norm: nn.Module = layer.input_layernorm
+        self.qkv = LinearGroup(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.query_norm: nn.Module | None = getattr(attention, "q_norm", None)
+        self.key_norm: nn.Module | None = getattr(attention, "k_norm", None)
+        self.output = Linear(attention.o_proj)
+        self.post_norm: nn.Module = layer.post_attention_layernorm
+        self.gate_up = LinearGroup(mlp.gate_proj, mlp.up_proj)
+        self.down = Linear(mlp.down_proj)
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = mlp.act_fn
+        self.head_size: int = attention.head_dim
+        self.scaling: float = attention.scaling
 
     @property
     def adapted(self) -> bool:
         """Whether any of the layers has an adapter."""
-        parts = (*self.qkv_layers, *self.gate_up_layers, self.output, self.down)
+        parts = (*self.qkv.layers, *self.gate_up.layers, self.output, self.down)
         return any(part.down is not None for part in parts)
 
-    def qkv(self, normed: torch.Tensor, fused: FusedWeights | None) -> torch.Tensor:
-        """Return queries, keys and values [W, (H + 2 K) * D]."""
-        if fused is not None:
-            return linear(normed, fused.qkv, fused.qkv_bias)
-        return torch.cat([part(normed) for part in self.qkv_layers], dim=-1)
-
-    def gate_up(
-        self, normed: torch.Tensor, fused: FusedWeights | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gate and up projections."""
-        if fused is None:
-            return self.gate(normed), self.up(normed)
-        gate, up = linear(normed, fused.gate_up, fused.gate_up_bias).chunk(2, dim=-1)
-        return gate, up
-
-    def fuse(self) -> FusedWeights:
-        """Copy weights that are applied to the same input into one matrix."""
-
-        def stacked(*parts: _Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-            biases: list[torch.Tensor] = [m.layer.bias for m in parts if m.layer.bias is not None]
-            return torch.cat([m.layer.weight for m in parts]), torch.cat(biases) if biases else None
-
-        return FusedWeights(*stacked(*self.qkv_layers), *stacked(*self.gate_up_layers))
+    def fuse(self) -> None:
+        """Fuse the layers that have the same input."""
+        self.qkv.fuse()
+        self.gate_up.fuse()
 
 
-class LlamaDecoder:
+class LlamaDecoder(Decoder):
     """The arithmetic of a Llama-like model without the model's Python code."""
 
     def __init__(self, model: LanguageModel) -> None:
         backbone: Any = model.backbone
         self.embedding: nn.Embedding = backbone.embed_tokens
-        self.blocks = [_block(layer) for layer in backbone.layers]
+        self.blocks = [Block(layer) for layer in backbone.layers]
         self.final_norm: nn.Module = backbone.norm
         self.rotary: nn.Module = backbone.rotary_emb
         self.cosine = self.signed_sine = torch.empty(0)
-        self.fused: list[FusedWeights] | list[None] = [None] * len(self.blocks)
         self.fuses = _fuses(self.blocks)
         if type(self.embedding) is not nn.Embedding or not plain_positions(model.model.config):
             raise UnsupportedModel
@@ -159,7 +168,8 @@ class LlamaDecoder:
         sign = torch.cat([-torch.ones_like(sine[0, 0, :half]), torch.ones_like(sine[0, 0, half:])])
         self.cosine, self.signed_sine = cosine[0][:, None], (sine[0] * sign)[:, None]
         if self.fuses:
-            self.fused = [block.fuse() for block in self.blocks]
+            for block in self.blocks:
+                block.fuse()
 
     def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         """Run all layers."""
@@ -170,8 +180,8 @@ class LlamaDecoder:
         rows = _rows(place, heads, cache.layer_keys[0].shape[2])
         attend = _attention(seen, heads, self.blocks[0], self.embedding.weight)
         hidden = embedding(tokens, self.embedding.weight)
-        for number, (block, fused) in enumerate(zip(self.blocks, self.fused, strict=True)):
-            qkv = block.qkv(_norm(block.input_norm, hidden), fused)
+        for number, block in enumerate(self.blocks):
+            qkv = block.qkv.together(_norm(block.input_norm, hidden))
             query, key, value = _heads(block, qkv, heads, rope)
             keys, values = cache.layer_keys[number], cache.layer_values[number]
             keys.view(-1, block.head_size).index_copy_(0, rows, key.flatten(0, 1))
@@ -179,43 +189,9 @@ class LlamaDecoder:
             width, reach = cache.width, cache.reach
             attended = attend(query, keys[:width, :, :reach], values[:width, :, :reach])
             hidden = hidden + block.output(attended)
-            gate, up = block.gate_up(_norm(block.post_norm, hidden), fused)
+            gate, up = block.gate_up.apart(_norm(block.post_norm, hidden))
             hidden = hidden + block.down(block.activation(gate) * up)
         return _norm(self.final_norm, hidden)
-
-
-def _block(layer: Any) -> Block:
-    attention, mlp = layer.self_attn, layer.mlp
-    return Block(
-        input_norm=layer.input_layernorm,
-        query=_linear(attention.q_proj),
-        key=_linear(attention.k_proj),
-        value=_linear(attention.v_proj),
-        output=_linear(attention.o_proj),
-        query_norm=getattr(attention, "q_norm", None),
-        key_norm=getattr(attention, "k_norm", None),
-        post_norm=layer.post_attention_layernorm,
-        gate=_linear(mlp.gate_proj),
-        up=_linear(mlp.up_proj),
-        down=_linear(mlp.down_proj),
-        activation=mlp.act_fn,
-        head_size=attention.head_dim,
-        scaling=attention.scaling,
-    )
-
-
-def _linear(module: Any) -> _Linear:
-    """Take a linear layer apart; quantized layers and layers with hooks are not supported."""
-    if not hasattr(module, "lora_A"):
-        found = _Linear(module)
-    else:
-        down, up = module.lora_A[NAME], module.lora_B[NAME]
-        found = _Linear(module.base_layer, down, up, module.scaling[NAME])
-    parts = [part for part in (found.layer, found.down, found.up) if part is not None]
-    hooks = any(part._forward_hooks for part in (module, *parts))
-    if hooks or any(type(part) is not nn.Linear for part in parts):
-        raise UnsupportedModel
-    return found
 
 
 def _norm(module: Any, values: torch.Tensor) -> torch.Tensor:
@@ -244,7 +220,7 @@ def _heads(
 
 def _fuses(blocks: list[Block]) -> bool:
     """Tell whether the weights are small enough to copy, and plain linear layers."""
-    parts = [m for b in blocks for m in (*b.qkv_layers, *b.gate_up_layers)]
+    parts = [m for b in blocks for m in (*b.qkv.layers, *b.gate_up.layers)]
     size = sum(m.layer.weight.numel() * m.layer.weight.element_size() for m in parts)
     adapted = any(b.adapted for b in blocks)
     return size <= FUSED_COPY_BYTES and not blocks[0].query_norm and not adapted
@@ -267,7 +243,7 @@ def _attention(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return a function from query [W, H, D], keys and values [W, K, L, D] to [W, H * D]."""
     mask = seen[:, None, None]
-    shared = block.query.layer.out_features // (key_heads * block.head_size)
+    shared = block.qkv.widths[0] // (key_heads * block.head_size)
     if weight.device.type == "cpu" and seen.shape[1] <= SHORT:
         bias = short_bias(mask, weight.dtype, key_heads, shared)
 

@@ -18,7 +18,7 @@ from transformers import Cache
 
 from covey.accel.attention import NAME
 from covey.engines.native.kv_cache import SlotCache, attention_mask
-from covey.engines.native.llama_decoder import UnsupportedModel
+from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
 from covey.engines.native.shared_prompt_cache import SharedPromptCache
 from covey.models.language_model import LanguageModel
 
@@ -27,7 +27,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
-class TransformersDecoder:
+class TransformersDecoder(Decoder):
     """The model's forward pass over slots."""
 
     model: LanguageModel
@@ -36,9 +36,6 @@ class TransformersDecoder:
         # GPT-Neo's windows end at the last key, which is where the longest slot ends.
         if "local" in (getattr(self.model.model.config, "attention_layers", None) or ()):
             raise UnsupportedModel("its local layers assume that all slots have the same length")
-
-    def begin(self, positions: int) -> None:
-        """Nothing to prepare."""
 
     def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         """Run the model on one token per slot."""
@@ -54,7 +51,7 @@ class TransformersDecoder:
         return hidden[:, 0]
 
 
-class SharedPromptDecoder:
+class SharedPromptDecoder(Decoder):
     """The model's forward pass over a shared-prompt cache; it can be captured as a CUDA graph.
 
     It never synchronizes with the host, unless the model's own code does.
@@ -66,9 +63,6 @@ class SharedPromptDecoder:
         if model.model.config._attn_implementation != NAME:
             raise UnsupportedModel("its attention is not transformers' standard attention")
         self.windows = _windows(config)
-
-    def begin(self, positions: int) -> None:
-        """Nothing to prepare."""
 
     def step(self, tokens: torch.Tensor, cache: SharedPromptCache) -> torch.Tensor:
         """Run the model on one token per slot."""
@@ -152,13 +146,10 @@ def _windows(config: Any) -> list[int | None] | int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class RecomputeDecoder:
+class RecomputeDecoder(Decoder):
     """The model's forward pass over all tokens so far, without a KV cache."""
 
     model: LanguageModel
-
-    def begin(self, positions: int) -> None:
-        """Nothing to prepare."""
 
     def step(self, tokens: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         """Append the new tokens and run the model on everything up to them."""

@@ -57,3 +57,5 @@ ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
         )
     }
 )
+
+__all__ = ["ALGORITHMS", "Objective"]

@@ -54,7 +54,7 @@ def dr_grpo() -> Objective:
         advantage=advantage.group_centered,
         ratio=ratio.token,
         surrogate=surrogate.clipped,
-        weights=weights.sequence_mean_token_sum_norm,
+        weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
     )
 
 
@@ -107,7 +107,7 @@ def opo() -> Objective:
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
     The baseline weighs completions by their length, which minimises the variance if the gradient of
-    an completion grows with its length; so every token has the same weight here.
+    a completion grows with its length; so every token has the same weight here.
 
     Departure: the paper takes one optimizer step per batch, where the clip never acts. It is here
     for those who take more.
@@ -128,8 +128,8 @@ def reinforce_pp() -> Objective:
         A    = (U - mean U) / sqrt(var U + eps), over all tokens of the batch
         loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Since the baseline is that of the batch, prompts of different difficulty are pushed as wholes;
-    `reinforce_pp_baseline` corrects that.
+    Since the baseline is that of the batch, it reinforces most completions of an easy prompt and
+    few of a hard one; `reinforce_pp_baseline` corrects that.
     """
     return Objective(
         advantage=advantage.returns_whitened,

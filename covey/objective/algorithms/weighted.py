@@ -55,8 +55,8 @@ def gpg(
         loss = - 1/T sum_i sum_t A logp
 
     Neither ratio nor clip: with several optimizer steps per batch nothing holds the policy back.
-    alpha makes up for groups that teach nothing; it is 0 / 0 in no case. verl counts non-zero
-    rewards instead, which is something else.
+    alpha makes up for groups without variance; if no group has any, all advantages are 0. verl
+    counts non-zero rewards instead, which gives another alpha.
     """
     return Objective(
         advantage=advantage.scaled_up,

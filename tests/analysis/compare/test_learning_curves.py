@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import re
-
 from covey.analysis.compare.comparison import Arm, Comparison, Point, RunResult
 from covey.analysis.compare.learning_curves import learning_curve
-from covey.analysis.compare.report_html import _curve_table
+from covey.analysis.compare.report_tables import curve_table
 
 
 def point(step: int, correct: int, tokens: int | None = None) -> Point:
@@ -71,9 +69,8 @@ def test_table_shows_each_seed_at_the_steps_of_the_mean() -> None:
         ),
         "a",
     )
-    rows = re.findall("<tr>(.*?)</tr>", _curve_table(drawn))
-    cells = [re.findall("<t[hd][^>]*>(.*?)</t[hd]>", row)[4:] for row in rows]
-    assert cells == [
+    table = curve_table(drawn)
+    assert [row[4:] for row in (table.head, *table.rows)] == [
         ["mean", "lowest", "highest", "seed 1", "seed 2", "seed 3", "seed 4"],
         ["16.7%", "0.0%", "25.0%", "0.0%", "25.0%", "25.0%", "50.0%"],
         ["50.0%", "25.0%", "75.0%", "75.0%", "50.0%", "25.0%", "-"],

@@ -76,7 +76,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if not {"script", "style"}.intersection(self.open):
+        if data.strip() and not {"script", "style"}.intersection(self.open):
             self.texts.append(data)
 
     @property

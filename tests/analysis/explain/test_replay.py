@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from covey.analysis.explain.effect import effect, whole_effect
-from covey.analysis.explain.families import families, multiple
+from covey.analysis.explain.families import families, length_bins, multiple
 from covey.analysis.explain.gradients import parameter_gradients
-from covey.analysis.explain.lengths import length_bins
 from covey.analysis.explain.recorded import policy_before, read_step
 from covey.analysis.explain.replay import objectives, replay
 from covey.errors import ConfigError

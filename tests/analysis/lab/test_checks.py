@@ -60,6 +60,7 @@ def test_a_good_reward_passes() -> None:
         assert int(throughput.figure.split()[0].replace(",", "")) > 100
 
 
+@pytest.mark.usefixtures("without_walls")
 def test_a_reward_that_searches_the_whole_text_fails() -> None:
     with lab_of(Faulty(fault="contains")) as lab:
         solution, form = check_correct(lab, PROMPTS)
@@ -73,6 +74,7 @@ def test_a_reward_that_searches_the_whole_text_fails() -> None:
     } <= set(found)
 
 
+@pytest.mark.usefixtures("without_walls")
 def test_a_reward_for_an_empty_text_fails() -> None:
     paying = as_mix(correct_first=False)
     with lab_of(paying) as lab:
@@ -185,6 +187,7 @@ def test_bad_files_are_named_by_line(tmp_path: Path, text: str, message: str) ->
         read_cases(tmp_path / "answers.jsonl")
 
 
+@pytest.mark.usefixtures("without_walls")
 def test_the_command_fails_for_a_bad_reward(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["rewards", "lab", "arithmetic", "--prompts", "4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

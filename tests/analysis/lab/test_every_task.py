@@ -20,7 +20,6 @@ from covey.analysis.lab.checks import (
     check_hacks,
     check_order,
 )
-from covey.analysis.lab.hacks import HACKS
 from covey.config.schema import Named
 from covey.errors import ConfigError
 from covey.rewards import Reward
@@ -48,25 +47,20 @@ def formed(accuracy: str) -> Reward:
     return reward_of("mix", parts=parts, robust=True)
 
 
-@pytest.fixture
-def without_walls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the longest hacks for rewards that another test tries them on."""
-    short = tuple(hack for hack in HACKS if not hack.name.startswith("100,000"))
-    monkeypatch.setattr("covey.analysis.lab.checks.HACKS", short)
-
-
 @contextmanager
-def lab_of(reward: Reward, timeout: float = 20.0) -> Iterator[Lab]:
-    pool = Pool(reward, "r", workers=2, timeout=timeout)
+def lab_of(reward: Reward, timeout: float = 20.0, workers: int = 2) -> Iterator[Lab]:
+    pool = Pool(reward, "r", workers=workers, timeout=timeout)
     try:
         yield Lab(reward=reward, scorer=pool)
     finally:
         pool.close()
 
 
-def faults(reward: Reward, prompts: Sequence[Prompt], hacked: int = 1) -> list[Check]:
+def faults(
+    reward: Reward, prompts: Sequence[Prompt], hacked: int = 1, workers: int = 2
+) -> list[Check]:
     """Run every check but the throughput, and return those that fail."""
-    with lab_of(reward) as lab:
+    with lab_of(reward, workers=workers) as lab:
         solution, form = check_correct(lab, prompts)
         checks = [solution, *check_hacks(lab, prompts[:hacked], form)]
         checks.append(check_order(lab, prompts[:hacked], form))
@@ -149,7 +143,8 @@ def test_code() -> None:
 def test_reasoning_gym() -> None:
     pytest.importorskip("reasoning_gym")
     task = ReasoningGym(dataset="chain_sum", train_size=4, held_out_size=4)
-    assert faults(formed("reasoning_gym"), task.held_out()[:4]) == []
+    # One worker: each takes seconds to import reasoning-gym.
+    assert faults(formed("reasoning_gym"), task.held_out()[:4], workers=1) == []
 
 
 @pytest.mark.usefixtures("without_walls")

@@ -31,7 +31,6 @@ def test_the_packaged_recipe_in_numbers() -> None:
     assert plan.evaluation_tokens == 11 * 256 * 48
     assert (plan.reward_bounds, plan.penalty) == ((0.0, 1.0), "")
     assert json.loads(json.dumps(plan.row()))["step_tokens"] == 6144
-    assert dict(plan.table())["completions per step"] == "16 x 8 = 128"
 
 
 def test_the_packaged_recipe_in_words() -> None:
@@ -42,7 +41,8 @@ def test_the_packaged_recipe_in_words() -> None:
         "completions of at most 48 tokens. grpo takes 4 optimizer steps; at the last one the "
         "completions are 3 optimizer steps old. In total: 400 optimizer steps and at most 614,400 "
         f"generated tokens. The reward think_answer is between 0 and 1: {reward} There is no KL "
-        "penalty and no reference. It is evaluated 11 times on 256 held-out prompts."
+        "penalty and no reference. It is evaluated 11 times on 256 held-out prompts, with at most "
+        "135,168 tokens."
     )
 
 
@@ -96,7 +96,6 @@ def test_the_command_prints_plan_memory_and_findings(capsys: pytest.CaptureFixtu
         flat.index(words)
         for words in (
             "100 training steps. Each takes 16 prompts",
-            "completions per step 16 x 8 = 128",
             "memory: ",
             "equivalent: with one update per rollout grpo is the same as gspo,",
             "no effect: overlap.max_staleness = 2 drops nothing",
@@ -185,3 +184,16 @@ def test_the_token_limit_holds_for_a_run_that_drops_every_group(
     plan = plan_of(*settings)
     assert (last["step"], last["tokens"]) == (21, 168)
     assert plan.total_tokens == 168
+
+
+def test_the_age_of_completions_counts_the_steps_that_generation_is_ahead() -> None:
+    def text(*settings: str) -> str:
+        return summarize(resolve(load_config("arithmetic", [*settings]))).paragraph()
+
+    assert "every ratio is 1" in text("train.mini_batches=1")
+    stale = text("train.mini_batches=1", "overlap.staleness=2")
+    assert (
+        "one optimizer step; at the last one the completions are up to 2 optimizer steps old"
+        in (stale)
+    )
+    assert "up to 11 optimizer steps old" in text("train.mini_batches=4", "overlap.staleness=2")

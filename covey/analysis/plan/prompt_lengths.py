@@ -1,0 +1,95 @@
+"""Token counts of prompts and solutions, measured beside the import of torch.
+
+A tokenizer needs transformers, and everything else in a plan needs torch. Each takes a second to
+import, so `covey plan` measures in a process of its own. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from covey.errors import CoveyError
+from covey.models.chat_template import Template, make_renderer
+from covey.models.template_process import start_rendering
+from covey.subprocesses import module_command
+
+UNREADABLE = (CoveyError, OSError, ValueError, KeyError, ImportError)
+"""What reading data or a tokenizer may raise. A plan is made without the facts."""
+
+Job = Mapping[str, Any]
+"""`path`, `source` and `options` of the tokenizer, `template`, and what to measure: `solutions`
+(texts) and `prompts` (lists of messages)."""
+Measure = Callable[[Job], Mapping[str, Any]]
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+
+
+def measure(job: Job) -> Mapping[str, Any]:
+    """Return the token counts of `solutions` and `prompts`; `problem`: why some are missing."""
+    found: dict[str, Any] = {}
+    try:
+        tokenizer = _tokenizer(job["source"], job["options"])
+        found["solutions"] = [
+            len(tokenizer.encode(text, add_special_tokens=False)) for text in job["solutions"]
+        ]
+        renderer = make_renderer(tokenizer, Template(**job["template"]), job["path"])
+        found["prompts"] = [len(renderer.tokens(messages)) for messages in job["prompts"]]
+    except UNREADABLE as error:
+        found["problem"] = first_line(error)
+    return found
+
+
+def _tokenizer(source: str, options: Mapping[str, str]) -> Any:
+    from transformers.utils.hub import cached_file
+
+    plain = {"_raise_exceptions_for_missing_entries": False}
+    if options or not cached_file(source, "tokenizer.json", **plain):
+        from covey.models.from_pretrained import read_tokenizer
+
+        return read_tokenizer(source, **options)
+    # AutoTokenizer imports transformers' model code, which takes two seconds.
+    from transformers import TokenizersBackend
+
+    return TokenizersBackend.from_pretrained(source, trust_remote_code=False)
+
+
+@contextmanager
+def measuring() -> Iterator[Measure]:
+    """Start a process that imports transformers at once; yield `measure` in that process."""
+    process = subprocess.Popen(
+        module_command("covey.analysis.plan.prompt_lengths"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+    def ask(job: Job) -> Mapping[str, Any]:
+        reply, _ = process.communicate(json.dumps(job, default=str).encode())
+        return json.loads(reply) if reply else {"problem": "the process that measures it failed"}
+
+    try:
+        yield ask
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def main() -> None:
+    """Measure one job from standard input."""
+    start_rendering()
+    import transformers.utils.chat_template_utils  # noqa: F401
+
+    job = json.loads(sys.stdin.buffer.read())
+    sys.stdout.write(json.dumps(measure(job)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Start or resume a run: what `covey train` and `covey sft` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from covey.cli.screen import Screen, echo
+from covey.cli.startup import STARTING, resolved, tell_notes, waiting
+from covey.config import Config, to_toml
+from covey.errors import ConfigError, RunError
+from covey.run.folder import RunFolder, check_new_run, next_run_path
+from covey.run.resume import Start, start_of
+from covey.run.trackers import Tracker
+from covey.stopping import StopSignal, stop_signal
+
+if TYPE_CHECKING:
+    from covey.training.build import Components
+    from covey.training.parallel.world import World
+
+REPEATS_SECONDS = 2.0
+"""On several ranks, a signal this soon after the first is the same one, sent on by torchrun."""
+
+NewRun = Annotated[
+    Path | None,
+    typer.Option("--run", help="The run folder to create. Default: the next runs/NAME-N."),
+]
+Resume = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="Resume this run, with its own settings.")
+]
+ResumeStep = Annotated[
+    int | None,
+    typer.Option(
+        "--step",
+        min=0,
+        metavar="N",
+        help="With --resume: resume from the checkpoint of this step; 0: from the start. Later "
+        "records move to RUN/superseded. Default: the newest checkpoint.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A kind of training: how its parts are built, and its loop."""
+
+    command: str
+    """`train` or `sft`."""
+    build: Callable[[Config, World], Any]
+    environment: Callable[[Any], dict[str, Any]]
+    """What environment.json says about the parts, beside the machine and the reward."""
+    loop: Callable[[Any, RunFolder, Tracker, StopSignal, Start], tuple[int, int]]
+    """Train, and return the last step and the planned number of steps."""
+
+    def start(self, config: Config, path: Path | None, name: str) -> None:
+        """Create a run folder and train; `name` is that of a new folder in runs."""
+        from covey.training.run_start import created_run, locked_by_main
+
+        with _joined(config) as world:
+            parts = self._built(config, world)  # errors come before the run folder is created
+            with closing(parts.scorer):
+                chosen = path or next_run_path(Path("runs"), name)
+                folder = created_run(parts, chosen, self.environment(parts))
+                with locked_by_main(folder, world):
+                    code = self._run(parts, folder, Start())
+        raise typer.Exit(code)
+
+    def resume(self, path: Path, step: int | None, print_config: bool = False) -> None:
+        """Resume a run with its own settings, or only print them."""
+        folder = RunFolder.open(path)
+        kind, command = ("an SFT run", "sft") if folder.is_sft else ("not an SFT run", "train")
+        if command != self.command:
+            raise RunError(f"{path} is {kind}; resume it with: covey {command} --resume {path}")
+        with waiting(STARTING):
+            config = resolved(str(folder.config_file), imports=not print_config)
+        if print_config:
+            return typer.echo(to_toml(config), nl=False)
+        from covey.training.run_start import locked_by_main
+
+        with _joined(config) as world, locked_by_main(folder, world):
+            start = world.from_main(lambda: start_of(folder, step, save_every=config.save.every))
+            parts = self._built(config, world)
+            with closing(parts.scorer):
+                code = self._run(parts, folder, start)
+        raise typer.Exit(code)
+
+    def _built(self, config: Config, world: World) -> Any:
+        with waiting(f"loading {config.model.path}"):
+            return self.build(config, world)
+
+    def _run(self, parts: Components, folder: RunFolder, start: Start) -> int:
+        """Train, and return the exit code."""
+        from covey.run.trackers.console import console_tracker
+
+        several = parts.world.size > 1
+        reporter = console_tracker(folder, Screen(soft_wrap=True, quiet=not parts.world.is_main))
+        tell_notes(reporter, folder, parts)
+        with stop_signal(repeats=REPEATS_SECONDS if several else 0.0) as stop:
+            done, steps = self.loop(parts, folder, reporter, stop, start)
+        reporter.finished(done, steps, stop.received, command=self.command)
+        return stop.exit_code if done < steps else 0
+
+
+def _joined(config: Config) -> AbstractContextManager[World]:
+    """Join the other ranks, if torchrun or the like has started several."""
+    from covey.training.parallel.join import joined_world
+
+    return joined_world(config, lambda text: echo(text, err=True))
+
+
+def check_new(run: Path | None, step: int | None) -> None:
+    """Refuse --step without --resume, and a run folder that holds files already."""
+    if step is not None:
+        raise ConfigError(f"--step {step} needs --resume RUN; train.steps sets the number of steps")
+    if run is not None:
+        check_new_run(run)
+
+
+def check_alone(*given: object) -> None:
+    """Refuse other options beside --resume."""
+    if any(given):
+        raise ConfigError("--resume takes its settings from the run; give it alone")
