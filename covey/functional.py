@@ -119,6 +119,17 @@ def loss(
         sampler_logp=sampler_logp, entropy=entropy, success=success, tokens=tokens, parts=parts,
         teacher_logp=teacher_logp, rollout=rollout,
     )  # fmt: skip
+    return _loss(objective, batch, logp, entropy, measure_sampler=sampler_logp is not None)
+
+
+def _loss(
+    objective: Objective,
+    batch: Batch,
+    logp: torch.Tensor,
+    entropy: torch.Tensor | None,
+    *,
+    measure_sampler: bool,
+) -> LossOutput:
     now = _at_least_float32(logp)
     batch = with_weight(objective, with_advantage(objective, batch))
     batch = with_marks(objective, batch, now.detach())
@@ -128,8 +139,9 @@ def loss(
     meter = Meter()
     observe(meter, objective, batch, output, entropy)
     observe_correction(meter, batch)
-    if sampler_logp is not None:
-        observe_sampler(meter, batch, old_logp)
+    if measure_sampler:
+        assert batch.old_logp is not None
+        observe_sampler(meter, batch, batch.old_logp)
     return LossOutput(output.loss, batch.advantage, batch.weight, summary(meter))
 
 

@@ -38,8 +38,8 @@ ALGORITHM_TITLES: Mapping[str, str] = MappingProxyType(
         "scalerl": "The loss of ScaleRL, arXiv 2510.13786",
         "bapo": "Balanced Policy Optimization with adaptive clipping, arXiv 2510.18927",
         "m2po": "Second-Moment trust Policy Optimization, arXiv 2510.01161",
-        "decoupled_ppo": "Decoupled PPO, arXiv 2110.00641 and AReaL (2505.24298)",
-        "opd": "On-policy distillation",
+        "decoupled_ppo": "Decoupled PPO, arXiv 2110.00641",
+        "opd": "On-policy distillation, arXiv 2306.13649",
     }
 )
 """Keys as in covey.objective.ALGORITHMS, in the same order."""

@@ -256,8 +256,7 @@ class Train(Section):
     logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
     """Memory for logits, which are computed for some tokens at a time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
-    """Source of old_logp when a step has several optimizer steps; auto: the engine if it shares the
-    trainer's float32 weights and samples from all tokens."""
+    """Source of old_logp if it is read; auto: the engine if its log-probs are the trainer's."""
     graphs: Literal["auto", "off"] = "auto"
     """On a GPU, use CUDA graphs if the model allows it: faster, but activations stay in memory."""
 

@@ -9,7 +9,7 @@ from covey.objective.loss import Objective
 
 @takes("discount", "scale", "task", "beta", "kl", "ddof", "eps")
 def opd(*, task: float = 0.0) -> Objective:
-    """On-policy distillation: reverse KL to a teacher, token by token.
+    """On-policy distillation, arXiv 2306.13649: reverse KL to a teacher, token by token.
 
         A_t  = task A_i - scale sum_{u>=t} discount^(u-t) (old_logp - teacher_logp)_u
         loss = - 1/T sum_i sum_t r A_t,  r = exp(logp - old_logp)
@@ -20,6 +20,9 @@ def opd(*, task: float = 0.0) -> Objective:
     needs no reward and no groups.
 
     The teacher must have the student's tokens. Its log-probabilities count as at least -20.
+
+    The paper differentiates the KL over the vocabulary; here it is a reward of the sampled token,
+    which a teacher behind a server can give too.
 
     Choice: the student's side is old_logp, a constant of the batch; other codes take the sampler's
     or the live policy's, which is the same on policy.
