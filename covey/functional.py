@@ -243,7 +243,7 @@ def _check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]
             continue
         expected = mask.shape[:1] if name in PER_ROW else mask.shape
         if name == "parts" and tensor.ndim == 2:
-            expected = (len(mask), tensor.shape[1])
+            expected = torch.Size((len(mask), tensor.shape[1]))
         if tensor.shape != expected:
             raise ConfigError(f"{name} must be {list(expected)}, not {list(tensor.shape)}")
 

@@ -181,7 +181,7 @@ def group_centered(batch: Batch) -> torch.Tensor:
 def parts_standardized(
     batch: Batch,
     *,
-    part_weights: Sequence[float] = (),
+    part_weights: tuple[float, ...] = (),
     gate: int = -1,
     gate_at: float = 1.0,
     ddof: int = 1,

@@ -24,6 +24,7 @@ from covey.config import load_config
 from covey.errors import ConfigError
 from covey.models.logp import LogProbs
 from covey.objective import ALGORITHMS, Objective, algorithm, with_advantage
+from covey.objective.loss import Need
 from covey.rollout.filter import without_truncated
 from covey.run.folder import RunFolder
 from covey.training.build import reference_of, teacher_of
@@ -165,7 +166,7 @@ def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objecti
     if taught is not None and teacher is None:
         teacher = teacher_of(trainee.config, model, taught)
     some = penalized or next(iter(algorithms.values()))
-    reads = {"old_entropy", *(["teacher"] if taught else [])}
+    reads: set[Need] = {"old_entropy", "teacher"} if taught else {"old_entropy"}
     objective = replace(some, reads=(some.reads | reads) - {"sampler_as_old"})
     learner = replace(trainee.learner, objective=objective, reference=reference, teacher=teacher)
     parts = next((o.parts for o in algorithms.values() if "parts" in o.needs), None)

@@ -61,7 +61,7 @@ def maxrl() -> Objective:
         advantage=advantage.divided_by_mean,
         ratio=ratio.token,
         surrogate=surrogate.clipped,
-        weights=weights.sequence_mean_token_sum_norm,
+        weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
     )
 
 
@@ -87,7 +87,7 @@ def pkpo() -> Objective:
         advantage=best_of_k.best_of_k,
         ratio=ratio.token,
         surrogate=surrogate.clipped,
-        weights=weights.sequence_mean_token_sum_norm,
+        weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
     )
 
 
