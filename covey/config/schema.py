@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from covey.config.section import Count, Device, Names, Positive, Share
+from covey.config.cluster_sections import Cluster, Parallel, Vllm
+from covey.config.environment import Environment
+from covey.config.section import Count, Device, Names, Positive, Section, Share
 from covey.config.section import Named as Named
-from covey.config.section import Section as Section
 from covey.config.teacher import Teacher
 
 MOST_COMPLETIONS = 10**7
@@ -35,7 +36,7 @@ class Model(Section):
     template: str = "auto"
     """How prompts are rendered: chat, plain, or a text with {question} and perhaps {system}; auto:
     the tokenizer's chat template, or plain if it has none."""
-    chat_options: dict[str, bool | int | float | str] = {}
+    chat_options: dict[str, bool | int | float | str] = Field(default={})
     """Arguments of the chat template, as in {enable_thinking = false}."""
     prefill: str = ""
     """Text that every completion starts with. It counts as prompt: not trained."""
@@ -50,9 +51,9 @@ class Adapter(Section):
     """Train a LoRA adapter of this rank instead of the weights; 0: no adapter."""
     alpha: Positive = 32
     """The adapter is scaled by alpha / rank."""
-    targets: Names = ["all-linear"]
+    targets: Names = Field(default=["all-linear"])
     """Linear layers to adapt, such as q_proj; 'all-linear': all but the head."""
-    also_train: Names = []
+    also_train: Names = Field(default=[])
     """Modules to train in full, such as lm_head."""
 
 
@@ -138,16 +139,18 @@ class Rollout(Section):
     """Sample from the likeliest tokens up to this mass."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this share of the likeliest."""
-    stop: list[Annotated[str, Field(min_length=1)]] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts or special tokens, such as <|im_end|>, that end a completion."""
 
 
 class Engine(Section):
     """[engine]"""
 
-    kind: Literal["native", "process"] = "native"
-    """What generates: native (the trainer's process and weights) or process (the native engine in a
-    process of its own, with a copy of the weights)."""
+    kind: Literal["native", "process", "vllm"] = "native"
+    """What generates: native (the trainer's process and weights), process (the native engine in a
+    process of its own, with a copy of the weights) or vllm (vLLM servers)."""
+    vllm: Vllm = Vllm()
+    """Of engine.kind = "vllm"."""
     device: Device = "auto"
     """process: where it generates; auto: the trainer's device."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
@@ -288,19 +291,6 @@ class Train(Section):
         return self.mini_batches * self.epochs
 
 
-class Parallel(Section):
-    """[parallel]: several ranks, as torchrun starts them."""
-
-    strategy: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: every rank has the whole model; fsdp: parameters, gradients and optimizer state are
-    divided among ranks (FSDP2)."""
-    shard_ranks: Count = 0
-    """fsdp: ranks that divide one model among them, such as those of a machine; each such set has
-    the whole model. 0: all ranks."""
-    timeout: Annotated[float, Field(gt=0, le=10**6)] = 600.0
-    """Seconds that a rank waits for the others: at the start, and in a step."""
-
-
 class Sft(Section):
     """[sft]"""
 
@@ -366,8 +356,10 @@ class Config(Section):
     reference: Reference = Reference()
     teacher: Teacher = Teacher()
     rollout: Rollout = Rollout()
+    environment: Environment = Environment()
     scoring: Scoring = Scoring()
     engine: Engine = Engine()
+    cluster: Cluster = Cluster()
     filter: Filter = Filter()
     overlap: Overlap = Overlap()
     optimizer: Optimizer = Optimizer()

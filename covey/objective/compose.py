@@ -36,6 +36,7 @@ from covey.objective.shaping import (
     without_conflicts,
 )
 from covey.objective.surrogate import SURROGATES
+from covey.objective.turns import by_state, by_turn
 from covey.objective.weights import WEIGHTS
 
 Pieces = Mapping[str, Callable[..., Any]]
@@ -51,9 +52,10 @@ SHAPED: Pieces = MappingProxyType(
         "towards_teacher": towards_teacher,
     }
 )
+TURNS: Pieces = MappingProxyType({"by_turn": by_turn, "by_state": by_state})
 PIECES: Mapping[str, Pieces] = MappingProxyType(
     {
-        "advantage": {**ADVANTAGES, **SHAPED},
+        "advantage": {**ADVANTAGES, **SHAPED, **TURNS},
         "ratio": RATIOS,
         "surrogate": SURROGATES,
         "weights": WEIGHTS,

@@ -9,6 +9,7 @@
     samples/000100.md       the completions of step 100 with the highest and lowest rewards
     checkpoints/000050/     a Hugging Face folder with optimizer state, written atomically
     checkpoints.jsonl       one line per checkpoint saved, whether or not it still exists
+    failure.txt             the traceback of another process that ended the run
     superseded/1/           records that a resume replaced or left behind: resume.py
 
 No torch here: the web page reads runs on machines without it.
@@ -33,6 +34,7 @@ from typing import Any
 from covey.errors import DiskError, RunError
 from covey.run import records
 from covey.run.digests import write_digests
+from covey.run.episodes import episode_row
 from covey.run.files import append_line, check_free, whole_folder, write_text
 from covey.run.metrics import current_name
 from covey.run.records import Note, read_lines, renamed, to_stderr, usable_lines
@@ -151,6 +153,7 @@ class RunFolder:
                     # With these a file can be scored again.
                     "task": group.prompt.task,
                     "info": dict(group.prompt.info),
+                    **episode_row(rollout),
                 }
                 rows.append(row)
         return rows
@@ -201,6 +204,11 @@ class RunFolder:
         """Write the page of the completions with the highest and lowest rewards."""
         (self.path / "samples").mkdir(exist_ok=True)
         write_text(self.path / "samples" / f"{step:06d}.md", page)
+
+    def write_failure(self, details: str) -> None:
+        """Write what another process said about the failure that ended the run, if it did."""
+        if details:
+            write_text(self.path / "failure.txt", details)
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:

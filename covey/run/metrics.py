@@ -81,6 +81,15 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "rollout/lengths_solved": "Mean tokens of the correct completions. Only if there are any.",
         "rollout/lengths_unsolved": "Mean tokens of the wrong completions. Only if there are any.",
         "rollout/stop_rate": "Share of completions that ended before the token limit.",
+        "rollout/turns": "Mean turns of the policy in an episode. With an environment, as the next "
+        "five.",
+        "rollout/tool_calls": "Mean calls of tools in an episode.",
+        "rollout/unreadable_calls": "Calls that could not be read; the policy was told why.",
+        "rollout/segments": "Mean segments of a rollout: more than 1 where the chat template "
+        "rewrites earlier turns.",
+        "rollout/limit_rate": "Share of episodes that a limit of turns, calls or tokens ended.",
+        "rollout/environment_errors": "Episodes that ended because the environment failed. They "
+        "have no reward.",
         "debug/sampler_logp_diff_mean": "Mean absolute difference of sampler_logp and logp "
         "before the first update.",
         "debug/sampler_logp_diff_max": "Largest absolute difference of sampler_logp and logp "
@@ -99,7 +108,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "overlap/version_max": "Optimizer steps of the newest weights that sampled for the step.",
         "engine/restarts": "Engine processes that died and were started again since the last step. "
         "Only with an engine in other processes.",
-        "scoring/restarts": "Scoring processes that died and were replaced since the last step. "
+        "scoring/restarts": "Scoring processes that were killed and replaced since the last step. "
         "Only if there were any.",
         "time/rollout": "Seconds spent sampling.",
         "time/score": "Seconds spent scoring.",

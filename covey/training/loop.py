@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from covey.errors import RunError
+from covey.errors import CoveyError, RunError
 from covey.evaluation.evaluate import Evaluation, evaluate
 from covey.rollout.collect import Collector
 from covey.run.folder import RunFolder
@@ -105,13 +105,14 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
+            what = f"step {state.step} was waiting for another process, and was given up"
             if parts.world.size > 1:  # the others may be in the middle of a step: nothing is saved
-                raise RunError(
-                    f"step {state.step} was waiting for another process, and was given up; "
-                    "--resume continues from the last checkpoint"
-                ) from None
-            log.note(f"step {state.step} was waiting for another process, and was given up")
+                raise RunError(f"{what}; --resume continues from the last checkpoint") from None
+            log.note(what)
         loop.save_last()
+    except CoveyError as error:
+        run.write_failure(error.details)
+        raise
     finally:
         trainer.close()
         log.close()
@@ -186,6 +187,7 @@ def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
                 scorer=parts.eval_scorer,
                 progress=log.sampled,
                 ranks=parts.world,
+                interaction=parts.interaction,
             ),
             sampling=parts.sampling,
             samples=parts.config.evaluate.samples,

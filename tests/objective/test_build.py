@@ -140,6 +140,7 @@ AS_PIECES: dict[str, dict[str, Any]] = {
     "pkpo": {"advantage": "best_of_k", "weights": "sequence_mean_token_sum_norm", "length": 12, "k": 2},
     "gfpo": {"advantage": "kept_standardized"},
     "opd": {"advantage": "towards_teacher", "surrogate": "unclipped"},
+    "gigpo": {"advantage": "by_state", "weights": "sequence_mean_token_mean"},
 }  # fmt: skip
 # More than pieces: a ratio to the sampler, and a correction.
 OTHERS = {"scalerl", "decoupled_ppo"}

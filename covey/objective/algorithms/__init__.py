@@ -15,6 +15,7 @@ from covey.objective.algorithms import (
     off_policy,
     sequence,
     token,
+    turns,
     weighted,
 )
 from covey.objective.loss import Objective
@@ -54,6 +55,7 @@ ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
             off_policy.m2po,
             off_policy.decoupled_ppo,
             distillation.opd,
+            turns.gigpo,
         )
     }
 )
