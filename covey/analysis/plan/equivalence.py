@@ -21,6 +21,7 @@ from covey.objective.best_of_k import best_of_k
 from covey.objective.compose import function_of, options_of
 from covey.objective.keep import kept_standardized
 from covey.objective.shaping import entropy_shaped_sequences, entropy_shaped_tokens
+from covey.objective.turns import by_state
 
 ONE_PER_COMPLETION = frozenset(
     {*advantage.ADVANTAGES.values(), entropy_shaped_sequences, best_of_k, kept_standardized}
@@ -151,6 +152,9 @@ def _advantage(setup: Setup) -> Piece:
     if found.function is kept_standardized and options["keep"] >= config.rollout.group_size:
         kept = {"ddof": options["ddof"], "eps": options["eps"]}
         found = Piece(advantage.group_standardized, tuple(sorted(kept.items())))
+    if found.function is by_state and options["normalize"] == "std" and not _has_turns(config):
+        alone = {"ddof": options["ddof"], "eps": options["eps"]}  # no state repeats
+        found = Piece(advantage.group_standardized, tuple(sorted(alone.items())))
     if found.function is best_of_k and options["k"] == 1 and options["baseline"] != "loo":
         found = Piece(advantage.against_the_others)
     if found.function is advantage.length_weighted and _single_tokens(config):
@@ -218,6 +222,11 @@ def _weights(setup: Setup) -> Piece:
     if _single_tokens(config) and found.function in (*means, weights.sequence_mean_token_sum):
         return Piece(weights.sequence_mean_token_mean)
     return found
+
+
+def _has_turns(config: Config) -> bool:
+    """Whether rollouts are episodes of several turns."""
+    return config.environment.name != "none"
 
 
 def _single_tokens(config: Config) -> bool:

@@ -67,7 +67,8 @@ def test_equal_normal_forms_mean_equal_gradients_for_every_pair(
         pairs += equal
     # grpo's family with its dual clip, dapo's with bapo, m2po and decoupled_ppo, and grpo_s with
     # either mean; else gspo_token.
-    assert pairs == (15 + 28 + 1 if updates == 1 else 1)
+    # Without turns gigpo is grpo.
+    assert pairs == (21 + 28 + 1 if updates == 1 else 1 + 1)
 
 
 @pytest.mark.parametrize(
@@ -181,15 +182,22 @@ def test_equivalent_algorithms_of_every_algorithm() -> None:
         return equivalent_algorithms(setup_of(config_of(f"objective.name={name}", *settings)))
 
     once = "train.mini_batches=1"
-    assert of("gspo", once) == ["grpo", "gspo_token", "gmpo", "sapo"]
-    assert of("gspo", once, "objective.beta=0.04") == ["grpo", "gspo_token", "gmpo", "sapo"]
+    assert of("gspo", once) == ["grpo", "gspo_token", "gmpo", "sapo", "gigpo"]
+    assert of("gspo", once, "objective.beta=0.04") == [
+        "grpo",
+        "gspo_token",
+        "gmpo",
+        "sapo",
+        "gigpo",
+    ]
     token_mean = ["dapo", "cispo", "vespo", "dppo", "bapo", "m2po", "decoupled_ppo"]
     assert of("kl_cov", once) == token_mean
     assert of("bapo", once) == [*token_mean[:2], "kl_cov", *token_mean[2:4], *token_mean[5:]]
     assert of("bapo", once, "model.dtype=bfloat16") == []  # its ratio is to the engine
     assert of("gfpo", once, "objective.keep=8")[:1] == ["dapo"]
     assert of("gspo") == ["gspo_token"]
-    lonely = set(ALGORITHMS) - {"grpo", "gspo", "gspo_token", "gmpo", "sapo", "kl_cov", *token_mean}
+    together = {"grpo", "gspo", "gspo_token", "gmpo", "sapo", "gigpo", "kl_cov", *token_mean}
+    lonely = set(ALGORITHMS) - together
     teacher = "teacher.path=embedded"
     assert {name: of(name, once, teacher) for name in lonely} == {name: [] for name in lonely}
 
