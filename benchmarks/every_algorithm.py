@@ -3,7 +3,8 @@
     python benchmarks/every_algorithm.py --steps 30 --jobs 2
 
 Not a comparison: one seed, few steps, and one learning rate for all. It shows that every algorithm
-trains with finite numbers, and whether accuracy rises.
+trains with finite numbers, and whether accuracy rises. A distillation learns from the model that
+the first algorithm, GRPO, ends with. Algorithms named after the options are run alone.
 """
 
 from __future__ import annotations
@@ -30,12 +31,19 @@ from covey.run.folder import RunFolder
 RESULT = Path(__file__).parent / "results" / "every_algorithm.json"
 
 
+TEACHER = "grpo"
+TAUGHT = ("opd",)
+
+
 def train(
     name: str, folder: Path, steps: int, seed: int, more: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Train with one algorithm in a separate process; `more` are further settings."""
     settings = [f"objective.name={name}", f"train.steps={steps}", f"evaluate.every={steps}"]
     settings += [f"seed={seed}", "save.every=0", *more]
+    if name in TAUGHT:
+        _, teacher = RunFolder.open(folder / TEACHER).checkpoints()[-1]
+        settings.append(f"teacher.path={teacher}")
     command = [sys.executable, "-m", "covey", "train", "arithmetic", "--run", str(folder / name)]
     for setting in settings:
         command += ["--set", setting]
@@ -57,7 +65,8 @@ def train(
         "skipped_updates": sum(row["optim/skipped"] for row in run.steps()),
         "seconds": round(time.perf_counter() - started, 1),
     }
-    print(f"{name:22} {result['before']:6.1%} -> {result['after']:6.1%}  finite {result['finite']}")
+    shown = f"{name:22} {result['before']:6.1%} -> {result['after']:6.1%}"
+    print(f"{shown}  finite {result['finite']}", flush=True)
     return result
 
 
@@ -67,12 +76,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="Runs at a time.")
     parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--set", action="append", default=[], help="Another setting for all.")
+    parser.add_argument("names", nargs="*", help="Algorithms; all unless given.")
     arguments = parser.parse_args()
+    names = arguments.names or list(ALGORITHMS)
+    if set(names) & set(TAUGHT):
+        names = [TEACHER, *(name for name in names if name != TEACHER)]
+    untaught, taught = ([n for n in names if (n in TAUGHT) is t] for t in (False, True))
     threads = max(1, (os.cpu_count() or 1) // arguments.jobs)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
-        one = partial(train, folder=Path(folder), steps=arguments.steps, seed=arguments.seed)
-        results = list(pool.map(one, ALGORITHMS))
+        one = partial(
+            train, folder=Path(folder), steps=arguments.steps, seed=arguments.seed,
+            more=arguments.set,
+        )  # fmt: skip
+        results = [*pool.map(one, untaught), *pool.map(one, taught)]
     report = {
         "steps": arguments.steps,
         "environment": described(arguments.seed, "cpu", threads),

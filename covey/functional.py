@@ -33,6 +33,7 @@ from covey.objective import (
     with_weight,
 )
 from covey.objective.advantage import group_sum
+from covey.objective.compose import option
 from covey.objective.diagnostics import (
     Meter,
     observe,
@@ -50,9 +51,15 @@ ARGUMENTS: Mapping[Need, tuple[str, str]] = MappingProxyType(
         "old_entropy": ("entropy", "it reads entropies"),
         "entropy": ("entropy", "it reads entropies"),
         "tokens": ("tokens", "it compares tokens"),
+        "parts": ("parts", "it compares the parts of the reward"),
+        "teacher": ("teacher_logp", "it learns from a teacher"),
     }
 )
 """For each need: the argument that it takes, and why."""
+
+
+PER_ROW = ("rewards", "group", "success", "rollout")
+"""Arguments [B]."""
 
 
 class LossOutput(NamedTuple):
@@ -81,6 +88,9 @@ def loss(
     entropy: torch.Tensor | None = None,
     success: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
+    parts: torch.Tensor | None = None,
+    teacher_logp: torch.Tensor | None = None,
+    rollout: torch.Tensor | None = None,
     **options: Any,
 ) -> LossOutput:
     """Return the loss of an algorithm.
@@ -97,14 +107,29 @@ def loss(
         entropy: [B, T] of the policy that sampled; for an entropy bonus, of the policy now.
         success: [B] which rollouts succeed, where an algorithm reads it; by default, reward > 0.
         tokens: [B, T] token ids, where an algorithm reads them.
+        parts: [B, K] parts of the reward, where an algorithm reads them; NaN like rewards.
+        teacher_logp: [B, T] under the teacher, for a distillation.
+        rollout: [B] which rows are segments of one rollout; by default every row is a rollout.
         options: the algorithm's own; one that it does not have is an error.
     """
     objective = build(algorithm, **options)
     _check_shapes(mask, {"logp": logp})
     batch = _batch(
         objective, mask=mask, rewards=rewards, group=group, old_logp=old_logp, ref_logp=ref_logp,
-        sampler_logp=sampler_logp, entropy=entropy, success=success, tokens=tokens,
+        sampler_logp=sampler_logp, entropy=entropy, success=success, tokens=tokens, parts=parts,
+        teacher_logp=teacher_logp, rollout=rollout,
     )  # fmt: skip
+    return _loss(objective, batch, logp, entropy, measure_sampler=sampler_logp is not None)
+
+
+def _loss(
+    objective: Objective,
+    batch: Batch,
+    logp: torch.Tensor,
+    entropy: torch.Tensor | None,
+    *,
+    measure_sampler: bool,
+) -> LossOutput:
     now = _at_least_float32(logp)
     batch = with_weight(objective, with_advantage(objective, batch))
     batch = with_marks(objective, batch, now.detach())
@@ -114,8 +139,9 @@ def loss(
     meter = Meter()
     observe(meter, objective, batch, output, entropy)
     observe_correction(meter, batch)
-    if sampler_logp is not None:
-        observe_sampler(meter, batch, old_logp)
+    if measure_sampler:
+        assert batch.old_logp is not None
+        observe_sampler(meter, batch, batch.old_logp)
     return LossOutput(output.loss, batch.advantage, batch.weight, summary(meter))
 
 
@@ -130,6 +156,9 @@ def advantages(
     entropy: torch.Tensor | None = None,
     success: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
+    parts: torch.Tensor | None = None,
+    teacher_logp: torch.Tensor | None = None,
+    rollout: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """Return the advantages [B, T] of an algorithm, float64; the arguments are those of `loss`."""
@@ -137,6 +166,8 @@ def advantages(
     in_reward = objective.kl_in_reward
     if in_reward and old_logp is None:
         raise ConfigError(f"{algorithm} with a KL in the reward needs old_logp")
+    if "teacher" in objective.reads and old_logp is None:
+        raise ConfigError(f"{algorithm} compares with the teacher, and needs old_logp")
     # Needs of the loss alone do not apply here.
     only = replace(
         objective, beta=objective.beta if in_reward else 0.0, correction=None, veto=0.0,
@@ -145,7 +176,8 @@ def advantages(
     batch = _batch(
         only,
         mask=mask, rewards=rewards, group=group, old_logp=old_logp, ref_logp=ref_logp,
-        sampler_logp=None, entropy=entropy, success=success, tokens=tokens,
+        sampler_logp=None, entropy=entropy, success=success, tokens=tokens, parts=parts,
+        teacher_logp=teacher_logp, rollout=rollout,
     )  # fmt: skip
     result = with_advantage(objective, batch).advantage
     assert result is not None
@@ -164,16 +196,20 @@ def _batch(
     entropy: torch.Tensor | None,
     success: torch.Tensor | None,
     tokens: torch.Tensor | None,
+    parts: torch.Tensor | None,
+    teacher_logp: torch.Tensor | None,
+    rollout: torch.Tensor | None,
 ) -> Batch:
     """Check the tensors and put them into a batch without prompts."""
     optional = {
         "old_logp": old_logp, "ref_logp": ref_logp, "sampler_logp": sampler_logp,
-        "entropy": entropy, "tokens": tokens, "success": success,
+        "entropy": entropy, "tokens": tokens, "success": success, "parts": parts,
+        "teacher_logp": teacher_logp, "rollout": rollout,
     }  # fmt: skip
     _check_shapes(mask, {"rewards": rewards, "group": group, **optional})
     _check_needs(objective, optional)
     if "groups" in objective.needs:
-        _check_groups(group)
+        _check_groups(objective, group)
     mask, rewards = mask.bool(), rewards.detach().double()
     rows, width = mask.shape
     zeros = mask.new_zeros(mask.shape, dtype=torch.float32)
@@ -190,7 +226,10 @@ def _batch(
         success=rewards > 0 if success is None else success.bool(),
         group=group,
         truncated=mask.new_zeros(rows),
+        parts=None if parts is None else parts.detach().double(),
+        rollout=rollout,
         old_logp=old,
+        teacher_logp=None if teacher_logp is None else _at_least_float32(teacher_logp.detach()),
         ref_logp=None if ref_logp is None else _at_least_float32(ref_logp.detach()),
         entropy=None if entropy is None else entropy.detach(),
     )
@@ -200,8 +239,12 @@ def _check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]
     if mask.ndim != 2:
         raise ConfigError(f"mask must be [B, T], not {list(mask.shape)}")
     for name, tensor in tensors.items():
-        expected = mask.shape[:1] if name in ("rewards", "group", "success") else mask.shape
-        if tensor is not None and tensor.shape != expected:
+        if tensor is None:
+            continue
+        expected = mask.shape[:1] if name in PER_ROW else mask.shape
+        if name == "parts" and tensor.ndim == 2:
+            expected = torch.Size((len(mask), tensor.shape[1]))
+        if tensor.shape != expected:
             raise ConfigError(f"{name} must be {list(expected)}, not {list(tensor.shape)}")
 
 
@@ -211,12 +254,16 @@ def _check_needs(objective: Objective, given: Mapping[str, torch.Tensor | None])
             raise ConfigError(f"this objective needs {name}, since {why}")
 
 
-def _check_groups(group: torch.Tensor) -> None:
-    alone = group_sum(torch.ones_like(group, dtype=torch.long), group) == 1
-    if alone.any():
+def _check_groups(objective: Objective, group: torch.Tensor) -> None:
+    sizes = group_sum(torch.ones_like(group, dtype=torch.long), group)
+    if (sizes == 1).any():
         raise ConfigError(
-            f"group {int(group[alone][0])} has one completion; a group has at least two to compare"
+            f"group {int(group[sizes == 1][0])} has one completion; a group has at least two to "
+            "compare"
         )
+    k = option(objective.advantage, "k")
+    if k is not None and (sizes < k).any():
+        raise ConfigError(f"k = {k} exceeds the {int(sizes.min())} completions of a group")
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+EQUAL_REWARDS = 1e-8
+"""Rewards of a group that differ by less, relative to the largest in size, count as equal."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -248,6 +251,8 @@ class Batch:
     """[B] int64: which rows share a prompt. Any order, any size."""
     truncated: torch.Tensor
     """[B] bool: the completion reached the length limit."""
+    parts: torch.Tensor | None = None
+    """[B, K] float64: the unweighted parts of the reward. NaN like `rewards`. None: not needed."""
     rollout: torch.Tensor | None = None
     """[B] int64: which rollout a row belongs to, numbered over the batch in the order of its
     groups. None: every row is a rollout of its own."""
@@ -263,6 +268,8 @@ class Batch:
     """[B, T] log-probability when the batch was collected. None: equal to `logp` (first step)."""
     ref_logp: torch.Tensor | None = None
     """[B, T] log-probability under the reference policy. None: there is no reference."""
+    teacher_logp: torch.Tensor | None = None
+    """[B, T] log-probability under the teacher of a distillation. None: there is no teacher."""
     entropy: torch.Tensor | None = None
     """[B, T] entropy of the sampling policy at each token, in nats. None: not computed."""
 
@@ -275,7 +282,7 @@ class Batch:
     correction: torch.Tensor | None = None
     """[B, T]: constant factor of each token's surrogate that corrects for the sampler. None: 1."""
     marked: torch.Tensor | None = None
-    """[B, T] bool: tokens that the objective picked over the optimizer step. None: none."""
+    """[B, T]: what the objective's `marks` found over the optimizer step. None: it has no marks."""
 
     host: HostRows | None = None
     """A copy on the CPU of what layouts depend on. None: the batch is on the CPU, or has none."""
@@ -314,7 +321,7 @@ class Batch:
             picked = value[index]
             if name == "prompt_tokens":
                 picked = picked[:, :prompt_width]
-            elif picked.ndim == 2:
+            elif picked.ndim == 2 and name != "parts":
                 picked = picked[:, :width]
             changes[name] = picked
         return replace(self, **changes)

@@ -27,8 +27,16 @@ NEEDS = {
     "gtpo": ["entropy"],
     "grpo_s": ["entropy"],
     "gtpo_trajectory": ["entropy", "tokens"],
+    "gdpo": ["parts"],
+    "decoupled_ppo": ["sampler_logp"],
+    "opd": ["teacher_logp"],
 }
-OPTIONS: dict[str, dict[str, Any]] = {"dr_grpo": {"length": 12}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"length": 12},
+    "maxrl": {"length": 12},
+    "pkpo": {"length": 12, "k": 2},
+}
+WITHOUT_GROUPS = ("reinforce_pp", "opd")
 EVERY = pytest.mark.parametrize("name", ALGORITHMS)
 
 
@@ -46,10 +54,12 @@ def step(dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, torch.
         "old_logp": old_logp,
         "ref_logp": old_logp + uniform(-0.4, 0.4),
         "sampler_logp": old_logp + uniform(-0.2, 0.2),
+        "teacher_logp": old_logp + uniform(-0.5, 0.5),
         "entropy": uniform(0.05, 0.6),
+        "parts": uniform(0.0, 1.0)[:, :2],
         "tokens": torch.randint(0, 3, (ROWS, WIDTH), generator=generator),
         "mask": torch.arange(WIDTH) < torch.tensor([5, 4, 3, 1, 0, 2, 5, 3])[:, None],
-        "rewards": torch.tensor([1.0, 0.0, 0.3, -0.5, 1.0, 0.0, 0.0, 2.0], dtype=torch.float64),
+        "rewards": torch.tensor([1.0, 0.0, 0.3, 0.0, 1.0, 0.0, 0.0, 2.0], dtype=torch.float64),
         "group": torch.tensor([0, 1, 2, 0, 1, 2, 1, 0]),
     }
     return {**tensors, **changes}
@@ -143,6 +153,9 @@ def test_a_wrong_shape_is_told_from_the_right_one(tensor: str) -> None:
     elif tensor == "mask, wide":
         given["mask"] = torch.ones(ROWS, WIDTH + 1)
         assert refused("dapo", given) == "logp must be [8, 6], not [8, 5]"
+    elif tensor == "parts":  # as many as there are, of each row
+        message = "parts must be [8, 2], not [1, 2]"
+        assert refused("dapo", {**given, tensor: given[tensor][:1]}) == message
     elif given[tensor].ndim == 1:
         given[tensor] = given[tensor][:, None]
         assert refused("dapo", given) == f"{tensor} must be [8], not [8, 1]"
@@ -156,7 +169,7 @@ def test_a_wrong_shape_is_told_from_the_right_one(tensor: str) -> None:
 @EVERY
 def test_a_group_of_one_is_refused_where_answers_are_compared(name: str) -> None:
     given = step(group=torch.tensor([0, -4, 0, 0, 1, 1, 1, 1]))
-    if name == "reinforce_pp":
+    if name in WITHOUT_GROUPS:
         assert run(name, given)[1].any()
     else:
         message = "group -4 has one completion; a group has at least two to compare"
@@ -221,7 +234,7 @@ def test_a_mask_is_true_where_it_is_not_0(name: str, kind: torch.dtype) -> None:
 def test_what_stands_outside_the_mask_changes_nothing(name: str) -> None:
     given = step()
     mask, spoilt = given["mask"], dict(given)
-    for key in ("logp", "old_logp", "ref_logp", "sampler_logp", "entropy"):
+    for key in ("logp", "old_logp", "ref_logp", "sampler_logp", "teacher_logp", "entropy"):
         spoilt[key] = given[key].where(mask, math.nan)
     spoilt["tokens"] = given["tokens"].where(mask, -1)
     options = {"beta": 0.1, "correction": "token_truncate", "entropy_bonus": 0.1}
@@ -249,7 +262,7 @@ def test_a_step_without_tokens_has_loss_0(name: str, what: str) -> None:
     if what == "no trained token":
         given["mask"] = torch.zeros(ROWS, WIDTH)
     elif what == "no column":
-        given = {k: v[:, :0] if v.ndim == 2 else v for k, v in given.items()}
+        given = {k: v[:, :0] if v.shape[1:] == (WIDTH,) else v for k, v in given.items()}
     else:
         given = {k: v[:0] for k, v in given.items()}
     out, gradient = run(name, given)
@@ -259,11 +272,11 @@ def test_a_step_without_tokens_has_loss_0(name: str, what: str) -> None:
 
 
 @EVERY
-def test_an_answer_that_was_not_scored_has_no_advantage(name: str) -> None:
+def test_an_answer_that_was_not_scored_has_no_advantage_from_rewards(name: str) -> None:
     rewards = step()["rewards"]
     rewards[2] = math.nan
     out, gradient = run(name, step(rewards=rewards))
-    assert not out.advantage[2].any()
+    assert out.advantage[2].any() == (name == "opd")  # the teacher's word holds without a reward
     assert out.advantage.any()
     assert gradient.isfinite().all()
 
@@ -277,8 +290,16 @@ def test_advantages_are_those_of_the_loss(name: str) -> None:
         with pytest.raises(ConfigError, match=f"^{name} with a KL in the reward needs old_logp$"):
             advantages(name, **needed)
         needed["old_logp"] = given["old_logp"]
+    elif name == "opd":
+        with pytest.raises(
+            ConfigError, match=r"^opd compares with the teacher, and needs old_logp$"
+        ):
+            advantages(name, **needed)
+        needed["old_logp"] = given["old_logp"]
     elif name == "grpo":
         del needed["ref_logp"]  # the KL is in the loss
+    elif name == "decoupled_ppo":
+        del needed["sampler_logp"]  # so is the correction
     result = advantages(name, **needed, **OPTIONS.get(name, {}))
     assert result.dtype == torch.float64
     assert torch.equal(result, out.advantage)

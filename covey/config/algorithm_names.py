@@ -31,6 +31,15 @@ ALGORITHM_TITLES: Mapping[str, str] = MappingProxyType(
         "luspo": "Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261",
         "vespo": "Variational sequence-level soft policy optimization, arXiv 2602.10693",
         "dppo": "Divergence PPO with total variation, arXiv 2602.04879",
+        "gdpo": "Group reward-Decoupled normalization Policy Optimization, arXiv 2601.05242",
+        "maxrl": "Maximum likelihood RL, arXiv 2602.02710",
+        "pkpo": "Pass-at-k Policy Optimization, arXiv 2505.15201",
+        "gfpo": "Group Filtered Policy Optimization, arXiv 2508.09726",
+        "scalerl": "The loss of ScaleRL, arXiv 2510.13786",
+        "bapo": "Balanced Policy Optimization with adaptive clipping, arXiv 2510.18927",
+        "m2po": "Second-Moment trust Policy Optimization, arXiv 2510.01161",
+        "decoupled_ppo": "Decoupled PPO, arXiv 2110.00641",
+        "opd": "On-policy distillation, arXiv 2306.13649",
         "gigpo": "Group-in-Group Policy Optimization, arXiv 2505.10978",
     }
 )

@@ -1,4 +1,4 @@
-"""Kinds of reference policy and the settings of each, checked without loading a model."""
+"""Kinds of reference policy and teacher and their settings, checked without loading a model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from covey.config.schema import Reference as Section
+from covey.config.teacher import Teacher
 from covey.errors import ConfigError
 
 OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -32,3 +33,16 @@ def check_reference(section: Section) -> None:
             )
     if section.kind == "server" and not section.url:
         raise ConfigError("config: reference.url must be given for reference.kind = 'server'")
+
+
+def check_teacher(section: Teacher) -> None:
+    """Reject a [teacher] without a model, with two, or with settings that it does not read."""
+    if bool(section.path) == bool(section.url):
+        raise ConfigError(
+            "config: this objective learns from a teacher; give one of teacher.path and teacher.url"
+        )
+    idle = ("token_env", "timeout", "patience") if section.path else ("offload",)
+    for name in idle:
+        if getattr(section, name) != Teacher.model_fields[name].default:
+            other = "url" if section.path else "path"
+            raise ConfigError(f"config: teacher.{name} has no effect without teacher.{other}")

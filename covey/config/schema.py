@@ -14,6 +14,7 @@ from covey.config.cluster_sections import Cluster, Parallel, Vllm
 from covey.config.environment import Environment
 from covey.config.section import Count, Device, Names, Positive, Section, Share
 from covey.config.section import Named as Named
+from covey.config.teacher import Teacher
 
 MOST_COMPLETIONS = 10**7
 """Completions of one step, all of which are in memory until the step ends."""
@@ -176,11 +177,12 @@ class Filter(Section):
     """Train only on groups that are neither all correct nor all wrong."""
     max_rounds: Positive = 4
     """Most sampling rounds to fill a step with dynamic_sampling."""
+    drop_flat: bool = False
+    """Train only on groups whose rewards differ; the step is not refilled."""
     mask_truncated: bool = False
     """Do not train on truncated completions; statistics keep them."""
     skip_zero_gradient: bool = False
-    """Skip completions with advantage 0: faster, with the same gradient, but metrics over tokens
-    then leave them out."""
+    """Skip completions with advantage 0: the same gradient; metrics over tokens leave them out."""
 
 
 class Overlap(Section):
@@ -257,11 +259,9 @@ class Train(Section):
     logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
     """Memory for logits, which are computed for some tokens at a time."""
     old_logp: Literal["auto", "recompute", "sampler"] = "auto"
-    """Source of old_logp when a step has several optimizer steps; auto: the engine if it shares the
-    trainer's float32 weights and samples from all tokens."""
+    """Source of old_logp if it is read; auto: the engine if its log-probs are the trainer's."""
     graphs: Literal["auto", "off"] = "auto"
-    """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
-    small models, but activations stay in memory between steps."""
+    """On a GPU, use CUDA graphs if the model allows it: faster, but activations stay in memory."""
 
     @model_validator(mode="before")
     @classmethod
@@ -354,6 +354,7 @@ class Config(Section):
     length_penalty: LengthPenalty = LengthPenalty()
     objective: Objective = Objective()
     reference: Reference = Reference()
+    teacher: Teacher = Teacher()
     rollout: Rollout = Rollout()
     environment: Environment = Environment()
     scoring: Scoring = Scoring()

@@ -19,11 +19,9 @@ from typing import Literal
 
 import torch
 
+from covey.errors import ConfigError
 from covey.objective.masked import row_sum
-from covey.types import Batch
-
-EQUAL_REWARDS = 1e-8
-"""Rewards of a group that differ by less, relative to the largest in size, count as equal."""
+from covey.types import EQUAL_REWARDS, Batch
 
 
 def group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
@@ -124,6 +122,19 @@ def sum_of_standardized(
     return batch_standardized(total.where(scored, torch.nan), group, ddof=ddof, eps=eps)
 
 
+def relative_to_mean(
+    rewards: torch.Tensor, group: torch.Tensor, *, all_wrong: Literal["zero", "minus_one"] = "zero"
+) -> torch.Tensor:
+    """A_i = (R_i - mean_g R) / mean_g R, and 0 or -1 where no reward is above 0. MaxRL."""
+    scored = ~rewards.isnan()
+    if bool((rewards[scored] < 0).any()):
+        raise ConfigError("maxrl divides by the mean reward: rewards must not be negative")
+    mean = group_sum(rewards.double().where(scored, 0.0), group)
+    mean = mean / group_sum(scored.double(), group).clamp(min=1.0)
+    advantage = _divided(centered(rewards, group), mean)
+    return advantage.where((mean > 0) | ~scored, -1.0 if all_wrong == "minus_one" else 0.0)
+
+
 def all_equal(values: torch.Tensor) -> bool:
     """Whether values differ by rounding at most; there is at least one."""
     bound = EQUAL_REWARDS * values.abs().max().clamp(min=1.0)
@@ -165,6 +176,57 @@ def reward_itself(batch: Batch) -> torch.Tensor:
 def group_centered(batch: Batch) -> torch.Tensor:
     """A_i = R_i - mean_g R. Dr.GRPO, arXiv 2503.20783."""
     return per_token(centered(rollout_rewards(batch), batch.group), batch.mask)
+
+
+def parts_standardized(
+    batch: Batch,
+    *,
+    part_weights: tuple[float, ...] = (),
+    gate: int = -1,
+    gate_at: float = 1.0,
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Each part of the reward standardized in its group, weighted, then whitened. GDPO, 2601.05242.
+
+    `gate` is the number of a part; where that is below `gate_at`, the other parts count as 0.
+    """
+    assert batch.parts is not None, "gdpo needs the parts of the reward"
+    parts = batch.parts.double().masked_fill(batch.rewards.isnan()[:, None], torch.nan)
+    count = parts.shape[1]
+    weights = [float(weight) for weight in part_weights] or [1.0] * count
+    if len(weights) != count or not -1 <= gate < count:
+        raise ConfigError(
+            f"gdpo: the reward has {count} parts; objective.part_weights has {len(weights)} "
+            f"numbers and objective.gate is {gate}"
+        )
+    if gate >= 0:
+        shut = (parts[:, gate] < gate_at)[:, None] & (torch.arange(count) != gate).to(parts.device)
+        parts = parts.masked_fill(shut & ~parts.isnan(), 0.0)
+    advantage = sum_of_standardized(parts.T, batch.group, weights=weights, ddof=ddof, eps=eps)
+    return per_token(advantage, batch.mask)
+
+
+def divided_by_mean(
+    batch: Batch, *, all_wrong: Literal["zero", "minus_one"] = "zero"
+) -> torch.Tensor:
+    """A_i = (R_i - mean_g R) / mean_g R. MaxRL, arXiv 2602.02710."""
+    advantage = relative_to_mean(rollout_rewards(batch), batch.group, all_wrong=all_wrong)
+    return per_token(advantage, batch.mask)
+
+
+def mixed_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
+    """A_i = (R_i - mean_g R) / (std + eps), the deviation over the rows of mixed groups. ScaleRL.
+
+    Groups whose rewards are all equal are no part of the batch: A is scaled by groups / mixed
+    groups, so that a mean over all groups is a mean over the mixed ones.
+    """
+    rewards = rollout_rewards(batch)
+    mixed = ~zero_variance(rewards, batch.group) & ~rewards.isnan()
+    groups = len(batch.group.unique()) / max(1, len(batch.group[mixed].unique()))
+    among = rewards.where(mixed, torch.nan)
+    scaled = batch_standardized(among, batch.group, ddof=ddof, eps=eps, of="centered")
+    return per_token(groups * scaled, batch.mask)
 
 
 def group_standardized(batch: Batch, *, ddof: int = 1, eps: float = 1e-6) -> torch.Tensor:
@@ -279,5 +341,8 @@ ADVANTAGES: Mapping[str, Advantage] = MappingProxyType(
         "group_whitened": group_whitened,
         "returns_whitened": returns_whitened,
         "best_of_group": best_of_group,
+        "parts_standardized": parts_standardized,
+        "divided_by_mean": divided_by_mean,
+        "mixed_standardized": mixed_standardized,
     }
 )

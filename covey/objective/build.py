@@ -166,6 +166,15 @@ def _checked(name: str, objective: Objective) -> Objective:
             f"objective.kl = 'k3_sequence' of {name} is of whole completions and goes into the "
             "loss; for objective.kl_in = 'reward' take k1"
         )
+    if "parts" in objective.needs and objective.kl_in_reward:
+        raise ConfigError(
+            f"objective.kl_in = 'reward' of {name}: a KL belongs to no part of the reward; set it "
+            "to 'loss'"
+        )
+    if "teacher" in objective.reads and "groups" not in objective.reads and objective.kl_in_reward:
+        raise ConfigError(
+            f"objective.kl_in = 'reward' of {name}: it reads no reward; set it to 'loss', or task"
+        )
     if objective.kl_target and not objective.beta:
         raise ConfigError("objective.kl_target adapts beta, which is 0; start with a beta above 0")
     return objective

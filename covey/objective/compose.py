@@ -15,7 +15,16 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from covey.errors import ConfigError, nearest
-from covey.objective.advantage import ADVANTAGES, returns_whitened, reward_itself
+from covey.objective.advantage import (
+    ADVANTAGES,
+    parts_standardized,
+    returns_whitened,
+    reward_itself,
+)
+from covey.objective.best_of_k import best_of_k
+from covey.objective.distill import READS as TEACHER
+from covey.objective.distill import towards_teacher
+from covey.objective.keep import kept_standardized
 from covey.objective.loss import Need, Objective
 from covey.objective.penalty import PENALTIES, Kl
 from covey.objective.ratio import RATIOS
@@ -38,6 +47,9 @@ SHAPED: Pieces = MappingProxyType(
         "entropy_shaped_tokens": entropy_shaped_tokens,
         "entropy_shaped_sequences": entropy_shaped_sequences,
         "without_conflicts": without_conflicts,
+        "best_of_k": best_of_k,
+        "kept_standardized": kept_standardized,
+        "towards_teacher": towards_teacher,
     }
 )
 TURNS: Pieces = MappingProxyType({"by_turn": by_turn, "by_state": by_state})
@@ -57,6 +69,8 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
         entropy_shaped_tokens: SHAPED_BY_ENTROPY,
         entropy_shaped_sequences: SHAPED_BY_ENTROPY,
         without_conflicts: WITHOUT_CONFLICTS,
+        parts_standardized: frozenset({"groups", "parts"}),
+        towards_teacher: TEACHER,
     }
 )
 """What advantages read that do more than compare the rewards of a group, or less."""
@@ -145,6 +159,12 @@ def _piece(kind: str, name: Any) -> Callable[..., Any]:
 def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
     """Return a piece of an objective without its options."""
     return piece.func if isinstance(piece, partial) else piece
+
+
+def option(piece: Callable[..., Any], name: str) -> Any:
+    """Return the value that an option has in a piece; None if the piece has no such option."""
+    parameter = options_of(piece).get(name)
+    return None if parameter is None else parameter.default
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

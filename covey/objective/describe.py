@@ -114,6 +114,9 @@ SHOWN_NEEDS: Mapping[Need, str] = MappingProxyType(
         "old_entropy": "entropy",
         "success": "success",
         "tokens": "tokens",
+        "parts": "reward parts",
+        "teacher": "teacher",
+        "sampler_as_old": "sampler_logp",
         "marks": "extra forward",
     }
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from covey.objective.distill import LEAST_LOGP, teacher_gap
 from covey.objective.loss import Objective, PolicyLoss
 from covey.objective.masked import MAX_LOG_RATIO, bounded, difference, row_mean
 from covey.types import Batch
@@ -133,6 +134,9 @@ def observe(
         values["objective/kl_avg"] = output.penalty
     elif batch.token_penalty is not None:
         values["objective/kl_avg"] = batch.token_penalty / objective.beta
+    if batch.teacher_logp is not None and batch.old_logp is not None:
+        values["objective/teacher_kl"] = -teacher_gap(batch)
+        values["objective/teacher_floored"] = batch.teacher_logp < LEAST_LOGP
     if output.kept is not None:
         values["policy/off_policy_dropped"] = ~output.kept
     meter.means(values, batch.mask)

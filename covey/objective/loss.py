@@ -25,20 +25,23 @@ from covey.objective.surrogate import Gain, Tokens
 from covey.types import Batch, Totals
 
 Need = Literal[
-    "groups", "success", "tokens", "old_logp", "old_entropy", "reference", "sampler_logp",
-    "entropy", "marks",
+    "groups", "success", "parts", "tokens", "old_logp", "old_entropy", "reference", "teacher",
+    "sampler_logp", "sampler_as_old", "entropy", "marks",
 ]  # fmt: skip
 """What an objective reads beside rewards and `logp`:
 
-groups        at least two rollouts of a prompt, which are compared with each other
-success       which rollouts are a success, rather than how much reward they got
-tokens        the tokens themselves
-old_logp      old_logp even if there is one optimizer step to a batch
-old_entropy   the sampling policy's entropy, which costs a forward pass
-reference     log-probabilities of a reference policy
-sampler_logp  the log-probabilities of what generated
-entropy       the policy's entropy now, which every forward pass gives
-marks         the log-probabilities of the whole optimizer step first: one more forward pass
+groups          at least two rollouts of a prompt, which are compared with each other
+success         which rollouts are a success, rather than how much reward they got
+parts           the parts of the reward, one by one
+tokens          the tokens themselves
+old_logp        old_logp even if there is one optimizer step to a batch
+old_entropy     the sampling policy's entropy, which costs a forward pass
+reference       log-probabilities of a reference policy
+teacher         log-probabilities of a teacher
+sampler_logp    the log-probabilities of what generated
+sampler_as_old  sampler_logp in the place of old_logp: ratios are to the policy that generated
+entropy         the policy's entropy now, which every forward pass gives
+marks           the log-probabilities of the whole optimizer step first: one more forward pass
 """
 
 
@@ -60,8 +63,8 @@ class Objective:
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
-    """Tokens [B, T] bool to treat apart, from a batch with advantages and the logp of one optimizer
-    step. None: none."""
+    """What the surrogate must know of the whole optimizer step, [B, T]: tokens to treat apart, or
+    bounds; from a batch with advantages and the step's logp. None: nothing."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where beta times the penalty is subtracted: from each token's gain, or from the reward."""
     kl_target: float = 0.0
@@ -78,6 +81,9 @@ class Objective:
     """Drop a completion if one of its tokens is less likely for the trainer than this times the
     sampler's probability. 0: keep all."""
     correction_mean_one: bool = False
+    parts: tuple[str, ...] = ()
+    """Names of the parts of the reward that `advantage` reads, in this order. Empty: all there are,
+    in alphabetical order."""
     reads: frozenset[Need] = frozenset({"groups"})
     """What `advantage` needs. The other pieces and options say theirs by what they are: `needs`."""
 

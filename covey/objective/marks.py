@@ -34,7 +34,7 @@ def random_within_bounds(
     Tokens that the clip already cuts are not candidates.
     """
     assert batch.advantage is not None
-    mask, advantage = _scored(batch), batch.advantage
+    mask, advantage = scored_tokens(batch), batch.advantage
     old_logp = logp if batch.old_logp is None else batch.old_logp
     ratio = bounded(difference(logp, old_logp, mask)).exp()
     cut = ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
@@ -49,12 +49,12 @@ def largest(batch: Batch, logp: torch.Tensor, *, share: float = 2e-4) -> torch.T
     In a step whose advantages are all 0, so is every cov, and no token is marked.
     """
     assert batch.advantage is not None
-    mask = _scored(batch)
+    mask = scored_tokens(batch)
     cov = covariance(batch.advantage, logp, mask)
     return _largest(cov, mask & (cov > 0), _count(mask, share))
 
 
-def _scored(batch: Batch) -> torch.Tensor:
+def scored_tokens(batch: Batch) -> torch.Tensor:
     """Return the mask [B, T] without unscored rollouts: they enter no statistic."""
     return batch.mask & ~batch.rewards.isnan()[:, None]
 

@@ -60,7 +60,7 @@ def joined(batch: Batch) -> Joined:
     shape = Joined(replace(batch, tokens=blank), place[:, None].expand_as(cells), column, cells)
     changes: dict[str, Any] = {
         name: shape.join(value)
-        if value.ndim == 2 and name not in ("prompt_tokens", "prompt_lengths")
+        if value.ndim == 2 and name not in ("prompt_tokens", "parts")
         else value[first]
         for name in batch.__slots__
         if isinstance(value := getattr(batch, name), torch.Tensor)

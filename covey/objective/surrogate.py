@@ -26,7 +26,7 @@ class Tokens(NamedTuple):
     advantage: torch.Tensor
     mask: torch.Tensor
     marked: torch.Tensor | None = None
-    """bool: the tokens that the objective's `marks` picked. None: it has no `marks`."""
+    """What the objective's `marks` found: tokens (bool) or bounds. None: it has no `marks`."""
 
 
 class Gain(NamedTuple):
@@ -165,6 +165,37 @@ def clipped_without_marked(
     assert tokens.marked is not None
     gain = clipped(tokens, clip_low=clip_low, clip_high=clip_high)
     return gain._replace(value=gain.value.where(~tokens.marked, 0.0))
+
+
+def unclipped_without_marked(tokens: Tokens) -> Gain:
+    """r A, and no gain for the tokens that were marked. M2PO, arXiv 2510.01161."""
+    assert tokens.marked is not None
+    gain = unclipped(tokens)
+    return Gain(
+        value=gain.value.where(~tokens.marked, 0.0),
+        clipped_low=tokens.marked & (tokens.advantage < 0),
+        clipped_high=tokens.marked & (tokens.advantage > 0),
+    )
+
+
+def clipped_at_marks(tokens: Tokens) -> Gain:
+    """min(r A, clip(r) A) with the ratio's bound of each token given by `marks`. BAPO, 2510.18927.
+
+    Only the bound on the side of A's sign acts: the upper one where A > 0, else the lower one.
+    """
+    assert tokens.marked is not None
+    ratio, advantage, bound = (
+        tokens.log_ratio.exp(),
+        tokens.advantage,
+        tokens.marked.to(tokens.logp.dtype),
+    )
+    good = advantage > 0
+    held = torch.where(good, torch.minimum(ratio, bound), torch.maximum(ratio, bound))
+    return Gain(
+        value=held * advantage,
+        clipped_low=(advantage < 0) & (ratio < bound),
+        clipped_high=good & (ratio > bound),
+    )
 
 
 def penalized_where_marked(tokens: Tokens, *, coefficient: float = 1.0) -> Gain:

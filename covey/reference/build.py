@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from covey.config.reference_kinds import check_reference
+from covey.config.reference_kinds import check_reference, check_teacher
 from covey.config.schema import Config
+from covey.config.schema import Reference as ReferenceSection
+from covey.config.teacher import Teacher
 from covey.errors import ConfigError
 from covey.models.adapter import adapter_base
 from covey.models.language_model import LanguageModel
@@ -26,12 +28,7 @@ def make_reference(
     temperature, megabytes = config.rollout.temperature, config.train.logits_megabytes
     if section.kind == "server":
         return ServerReference(
-            address=Address(
-                url=section.url.rstrip("/"),
-                token=_token(section.token_env),
-                timeout=section.timeout,
-                patience=section.patience,
-            ),
+            address=_address(section, "reference"),
             temperature=temperature,
             tokenizer=tokenizer_digest(policy),
             weights=section.fingerprint,
@@ -76,12 +73,48 @@ def _check_moving(policy: LanguageModel, kind: str) -> None:
         )
 
 
-def _token(variable: str) -> str:
+def make_teacher(
+    config: Config, *, policy: LanguageModel, load: Callable[[str], LanguageModel]
+) -> Reference:
+    """Build the teacher of a distillation, whose tokens must be the policy's.
+
+    `load` loads the model, or the adapter with its base, at a path.
+    """
+    section = config.teacher
+    check_teacher(section)
+    if section.url:
+        return ServerReference(
+            address=_address(section, "teacher"),
+            temperature=section.temperature,
+            tokenizer=tokenizer_digest(policy),
+        )
+    model = load(section.path)
+    if tokenizer_digest(model) != tokenizer_digest(policy):
+        raise ConfigError(
+            f"config: teacher.path = {section.path!r} has another tokenizer than model.path = "
+            f"{config.model.path!r}; a teacher must give the same ids to the same tokens"
+        )
+    # Shards bring back offloaded weights by themselves.
+    kind = OffloadedReference if section.offload and not model.sharded else FrozenReference
+    megabytes = config.train.logits_megabytes
+    return kind(model=model, temperature=section.temperature, logits_megabytes=megabytes)
+
+
+def _address(section: ReferenceSection | Teacher, name: str) -> Address:
+    return Address(
+        url=section.url.rstrip("/"),
+        token=_token(section.token_env, name),
+        timeout=section.timeout,
+        patience=section.patience,
+    )
+
+
+def _token(variable: str, section: str) -> str:
     if not variable:
         return ""
     token = os.environ.get(variable, "")
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"config: reference.token_env = {variable!r}: the variable holds no valid token"
+            f"config: {section}.token_env = {variable!r}: the variable holds no valid token"
         )
     return token

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from covey.types import Batch, Group
+from covey.types import EQUAL_REWARDS, Batch, Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Selected:
     stale: int = 0
     """Some rollout was sampled too many optimizer steps ago."""
     uniform: int = 0
-    """All correct or all wrong."""
+    """All correct or all wrong; with `drop_flat`, rewards all equal."""
     surplus: int = 0
     """More than the step takes."""
 
@@ -28,6 +28,7 @@ def select(
     *,
     version: int,
     dynamic: bool = False,
+    drop_flat: bool = False,
     max_age: int = 0,
     most: int | None = None,
 ) -> Selected:
@@ -35,13 +36,14 @@ def select(
 
     `dynamic` is DAPO's rule (arXiv 2503.14476 equation 11): keep a group if some but not all of its
     rollouts are correct. It looks at success and not at reward, because a length penalty, say,
-    gives different rewards to a group that is all correct. With `max_age` a group is dropped if a
+    gives different rewards to a group that is all correct. `drop_flat` is ScaleRL's (2510.13786):
+    keep a group if some rewards differ. With `max_age` a group is dropped if a
     rollout is older than this many optimizer steps at `version`; 0 keeps all. The first `most`
     groups are kept.
     """
     scored = [g for g in groups if sum(r.reward is not None for r in g.rollouts) >= 2]
     fresh = [g for g in scored if not max_age or _age(g, version) <= max_age]
-    mixed = [g for g in fresh if not dynamic or is_mixed(g)]
+    mixed = [g for g in fresh if (is_mixed(g) or not dynamic) and not (drop_flat and is_flat(g))]
     kept = mixed[:most]
     return Selected(
         groups=tuple(kept),
@@ -56,6 +58,13 @@ def is_mixed(group: Group) -> bool:
     """Return whether some but not all scored rollouts of a group are correct."""
     correct = [r.success for r in group.rollouts if r.reward is not None]
     return any(correct) and not all(correct)
+
+
+def is_flat(group: Group) -> bool:
+    """Return whether the rewards of a group are all equal, up to rounding."""
+    rewards = [r.reward for r in group.rollouts if r.reward is not None]
+    size = max(1.0, *(abs(reward) for reward in rewards))
+    return max(rewards) - min(rewards) <= EQUAL_REWARDS * size
 
 
 def _age(group: Group, version: int) -> int:

@@ -161,6 +161,7 @@ class _Filling:
             self.collected.groups,
             version=self.ticket.version,
             dynamic=config.filter.dynamic_sampling,
+            drop_flat=config.filter.drop_flat,
             max_age=config.overlap.max_staleness,
             most=wanted,
         )
@@ -194,7 +195,7 @@ class _Filling:
         if not selected.uniform and not selected.stale:
             raise RewardError(f"step {step}: no group has two scored completions")
         self.notes.append(
-            f"step {step}: nothing to learn, {selected.uniform} groups all correct or all wrong "
+            f"step {step}: nothing to learn, {selected.uniform} groups without a difference "
             f"and {selected.stale} too old after sampling {self.rounds} times"
         )
 

@@ -29,6 +29,10 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "objective/unscored": "Completions whose scoring failed. No other statistic includes them.",
         "objective/kl_avg": "Mean over tokens of the KL estimate in use, against the reference. "
         "Only with a reference.",
+        "objective/teacher_kl": "Mean over tokens of old_logp - teacher_logp: the KL from policy "
+        "to teacher. Only with a teacher.",
+        "objective/teacher_floored": "Share of tokens that the teacher finds less likely than "
+        "exp(-20), which count as that. Only with a teacher.",
         "objective/beta": "Weight of the KL in this step. Only with a reference.",
         "policy/entropy_avg": "Mean entropy in nats of the next-token distribution.",
         "policy/approxkl_avg": "Mean of r - 1 - log r: the k3 estimate of KL(old, now).",
@@ -63,7 +67,8 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "rollout/rounds": "Sampling rounds. Only dynamic sampling needs more than one.",
         "rollout/dropped_unscored": "Groups dropped with fewer than two scored completions.",
         "rollout/dropped_stale": "Groups dropped as too old, by overlap.max_staleness.",
-        "rollout/dropped_uniform": "Groups dropped by dynamic sampling: all correct or all wrong.",
+        "rollout/dropped_uniform": "Groups dropped by dynamic sampling (all correct or all wrong) "
+        "or by drop_flat (rewards all equal).",
         "rollout/dropped_surplus": "Groups dropped because the step was full.",
         "policy/off_policy_dropped": "Share of tokens dropped: negative advantage, and by now too "
         "unlikely. Only with off_policy_limit.",

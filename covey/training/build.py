@@ -7,9 +7,11 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from covey.config import Config
+from covey.config.schema import Adapter
 from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory
 from covey.errors import ConfigError, DataError
@@ -19,7 +21,7 @@ from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
 from covey.objective import Objective
 from covey.reference import Reference
-from covey.reference.build import make_reference
+from covey.reference.build import make_reference, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.rewards.identity import identity
 from covey.rollout.multi_turn import Interaction
@@ -87,6 +89,7 @@ class Parts(Components):
     length_penalty: LengthPenalty
     objective: Objective
     step_settings: StepSettings
+    teacher: Reference | None = None
 
     def learner_at(self, state: State) -> Learner:
         """Return what the training step that begins at `state` works with."""
@@ -95,6 +98,7 @@ class Parts(Components):
             objective=self.objective,
             settings=self.step_settings,
             reference=self.reference,
+            teacher=self.teacher,
             world=self.world,
         )
         return learner_at(base, self.config, state)
@@ -149,6 +153,7 @@ def assemble(
         ),
         policy=policy,
         reference=reference,
+        teacher=teacher_of(config, policy.model, objective, world),
         engine=engine,
         world=world,
         sampling=with_stops(sampling, interaction),
@@ -188,16 +193,40 @@ def reference_of(
         return None
     if config.cluster.address and config.cluster.reference_actor:
         return ray_reference(config, load_model)
-
-    def load() -> LanguageModel:
-        found = load_model(config, world.device(config.model.device))
-        if not model.sharded:
-            return found
-        found.model.requires_grad_(False)
-        offload = config.reference.kind == "offloaded" and found.device.type != "cpu"
-        return shard_model(found, config.parallel, world, offload=offload)
-
+    offload = config.reference.kind == "offloaded"
+    load = partial(_load_frozen, config, model, world, offload=offload)
     return make_reference(config, policy=model, load=load)
+
+
+def teacher_of(
+    config: Config,
+    model: LanguageModel,
+    objective: Objective,
+    world: World = World(),  # noqa: B008 - without state
+) -> Reference | None:
+    """Load the teacher, if the objective learns from one."""
+    if "teacher" not in objective.needs:
+        return None
+
+    def load(path: str) -> LanguageModel:
+        # [adapter] is the policy's; a teacher has the adapter at its path, if any.
+        section = config.model.model_copy(update={"path": path})
+        alone = config.model_copy(update={"model": section, "adapter": Adapter()})
+        return _load_frozen(alone, model, world, offload=config.teacher.offload)
+
+    return make_teacher(config, policy=model, load=load)
+
+
+def _load_frozen(
+    config: Config, policy: LanguageModel, world: World, *, offload: bool
+) -> LanguageModel:
+    """Load a model beside the policy, divided among the ranks if the policy is."""
+    found = load_model(config, world.device(config.model.device))
+    if not policy.sharded:
+        return found
+    found.model.requires_grad_(False)
+    offload = offload and found.device.type != "cpu"
+    return shard_model(found, config.parallel, world, offload=offload)
 
 
 def load_model(config: Config, device: str = "") -> LanguageModel:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from covey.errors import ModelError
+from covey.errors import ConfigError, ModelError
 from covey.types import TRUNCATED, Batch, Group, Rollout, Segment
 
 
@@ -25,8 +25,15 @@ class _Row(NamedTuple):
     """Number of the segment in its rollout."""
 
 
-def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batch:
-    """Stack the segments of all rollouts of all groups, row by row in order."""
+def collate(
+    groups: Sequence[Group],
+    device: torch.device | str = "cpu",
+    parts: Sequence[str] | None = None,
+) -> Batch:
+    """Stack the segments of all rollouts of all groups, row by row in order.
+
+    `parts` are the names of the parts of the reward to fill in; empty: all. None: leave them out.
+    """
     numbered = enumerate(
         (n, rollout) for n, group in enumerate(groups) for rollout in group.rollouts
     )
@@ -52,10 +59,35 @@ def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batc
         group=column([r.group for r in rows], torch.long),
         rollout=column([r.rollout for r in rows], torch.long),
         truncated=column([r.of.finish in TRUNCATED for r in rows], torch.bool),
+        parts=None if parts is None else _parts([row.of for row in rows], parts),
         **_turns(rows),
     )
     _check_sampler_logp(batch, [row.of for row in rows])
     return batch if torch.device(device).type == "cpu" else batch.to(device)
+
+
+def _parts(rollouts: Sequence[Rollout], names: Sequence[str]) -> torch.Tensor:
+    """Return the named parts [B, K] of each reward, or all in alphabetical order."""
+    scored = [r for r in rollouts if r.reward is not None]
+    names = names or sorted({name for r in scored for name in r.parts})
+    if scored and not names:
+        raise ConfigError("objective: this reward has no parts to compare; grpo needs none")
+    for rollout in scored:
+        if missing := [name for name in names if name not in rollout.parts]:
+            raise ConfigError(
+                f"objective: the reward of completion {rollout.sample} of prompt "
+                f"{rollout.prompt_id} has no part {missing[0]!r}, it has {_listed(rollout.parts)}; "
+                "name the parts that every completion has in objective.parts"
+            )
+    rows = [
+        [math.nan] * len(names) if r.reward is None else [r.parts[name] for name in names]
+        for r in rollouts
+    ]
+    return torch.tensor(rows, dtype=torch.float64).reshape(len(rollouts), len(names))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 def _padded(rows: Sequence[Sequence[int | float | bool]], dtype: type) -> torch.Tensor:

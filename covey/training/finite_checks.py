@@ -18,6 +18,11 @@ CAUSES = {
         "without them there is no KL penalty. Check the weights and the dtype of the reference "
         "(reference.kind), or set objective.beta = 0 to train without one",
     ),
+    "teacher_logp": (
+        "the teacher",
+        "without them there is nothing to learn from. Check its weights (teacher.path) and "
+        "model.dtype",
+    ),
     "old_logp": (
         "the policy",
         "without them there are no ratios. Check its weights and model.dtype, and lower "

@@ -14,7 +14,7 @@ from covey.config import Config, parse_config
 from covey.config.algorithm_names import check_algorithm_name
 from covey.config.options import choose, resolve_options
 from covey.config.overlap_modes import check_overlap
-from covey.config.reference_kinds import check_reference
+from covey.config.reference_kinds import check_reference, check_teacher
 from covey.config.section import Named
 from covey.environments.registry import NONE, find_environment, is_user_environment
 from covey.errors import ConfigError, DataError
@@ -61,23 +61,64 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     check_overlap(resolved)
     template_of(resolved)
     if "objective" in options:
-        _check_old_logp(resolved)
+        objective = objective_of(resolved)
+        _check_old_logp(resolved, objective)
+        _check_groups(resolved, objective)
+        if "teacher" in objective.needs:
+            check_teacher(resolved.teacher)
     return resolved
 
 
-def _check_old_logp(resolved: Config) -> None:
+def _check_groups(resolved: Config, objective: Objective) -> None:
+    """Reject an objective that asks more of a group than rollout.group_size."""
+    from covey.objective.compose import option
+
+    size, k = resolved.rollout.group_size, option(objective.advantage, "k")
+    others = option(objective.advantage, "baseline") not in (None, "loo1")
+    if k is not None and k > size - others:
+        needs = f"{k + others} completions of a prompt" + (", one of them apart" if others else "")
+        raise ConfigError(f"config: objective.k = {k} needs {needs}; rollout.group_size is {size}")
+    given = resolved.objective.options
+    if "parts" in objective.needs and not objective.parts:
+        for name in ("part_weights", "gate"):
+            if given.get(name, ()) not in ((), [], -1):
+                raise ConfigError(
+                    f"config: objective.{name} counts on an order; name the parts of the reward in "
+                    "objective.parts"
+                )
+
+
+def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
+    """Reject what an objective with ratios to the engine's log-probs cannot have."""
+    name = resolved.objective.name
+    if sampling_of(resolved).distribution.truncates:
+        raise ConfigError(
+            f"config: {name} takes ratios to the engine, which cannot be combined with "
+            "rollout.top_k, top_p or min_p: the engine's log-probs are then those of a truncated "
+            "distribution"
+        )
+    if objective.corrects:
+        raise ConfigError(
+            f"config: {name} takes ratios to the engine already: objective.correction and "
+            "objective.veto have nothing to correct"
+        )
+
+
+def _check_old_logp(resolved: Config, objective: Objective) -> None:
     """Reject the engine's log-probs as old_logp where they differ from the trainer's.
 
     Reject old rollouts that nothing corrects for: with old_logp from the trainer the ratio starts
     at 1, however old they are.
     """
+    if "sampler_as_old" in objective.needs:
+        _check_ratios_to_engine(resolved, objective)
+        return
     truncates = sampling_of(resolved).distribution.truncates
     if resolved.train.old_logp == "sampler" and truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
             "min_p: the engine's log-probs are then those of a truncated distribution"
         )
-    objective = objective_of(resolved)
     blind = truncates or resolved.train.old_logp == "recompute" or "old_entropy" in objective.needs
     if resolved.overlap.staleness and blind and not objective.corrects:
         raise ConfigError(

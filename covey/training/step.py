@@ -71,6 +71,8 @@ class Learner:
     """With the beta of this step."""
     settings: StepSettings
     reference: Reference | None = None
+    teacher: Reference | None = None
+    """Of a distillation."""
     world: World = field(default_factory=World)
 
     @property
@@ -126,7 +128,7 @@ def training_step(
 
 def filled_batch(learner: Learner, groups: Sequence[Group], step: int) -> Batch:
     """Collate groups, and fill in all that is computed over the whole batch."""
-    batch = collate(groups, learner.policy.model.device)
+    batch = collate(groups, learner.policy.model.device, parts_read(learner.objective))
     reads_old_policy = learner.objective.needs & {"old_logp", "old_entropy"}
     advantage_first = learner.skips_rows and not reads_old_policy
     if advantage_first:
@@ -138,22 +140,34 @@ def filled_batch(learner: Learner, groups: Sequence[Group], step: int) -> Batch:
     return without_truncated(batch) if learner.settings.mask_truncated else batch
 
 
+def parts_read(objective: Objective) -> tuple[str, ...] | None:
+    """Return the names of the parts of the reward to collate; None: the objective reads none."""
+    return objective.parts if "parts" in objective.needs else None
+
+
 @torch.no_grad()
 def prepare(learner: Learner, batch: Batch) -> Batch:
-    """Fill in old_logp, entropy and ref_logp, each only if something will read it."""
+    """Fill in old_logp, entropy, ref_logp and teacher_logp, each only if something will read it."""
     needs, settings = learner.objective.needs, learner.settings
+    to_sampler = "sampler_as_old" in needs
     wanted = settings.off_policy or "old_logp" in needs
-    if wanted and settings.old_logp_from_sampler and "old_entropy" not in needs:
-        batch = replace(batch, old_logp=batch.sampler_logp)
-    elif wanted or "old_entropy" in needs:
+    from_sampler = to_sampler or (wanted and settings.old_logp_from_sampler)
+    if "old_entropy" in needs or (wanted and not from_sampler):
         batch = _with_old_policy(learner, batch)
+    if to_sampler or (from_sampler and "old_entropy" not in needs):
+        batch = replace(batch, old_logp=batch.sampler_logp)
     if "reference" in needs:
-        assert learner.reference is not None, "an objective with a penalty is given a reference"
-        with learner.reference.loaded():
-            logp, tokens = learner.reference.logp, settings.micro_batch_tokens
-            ref = whole_batch(batch, tokens, logp, learner.world)
-        batch = replace(batch, ref_logp=ref.logp)
+        batch = replace(batch, ref_logp=_logp_under(learner.reference, learner, batch))
+    if "teacher" in needs:
+        batch = replace(batch, teacher_logp=_logp_under(learner.teacher, learner, batch))
     return batch
+
+
+def _logp_under(model: Reference | None, learner: Learner, batch: Batch) -> torch.Tensor:
+    assert model is not None, "an objective that needs a reference or a teacher is given one"
+    tokens = learner.settings.micro_batch_tokens
+    with model.loaded():
+        return whole_batch(batch, tokens, model.logp, learner.world).logp
 
 
 def _with_old_policy(learner: Learner, batch: Batch) -> Batch:

@@ -54,6 +54,15 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "targets": st.lists(text, max_size=3),
         "also_train": st.lists(text, max_size=3),
     },
+    "teacher": {
+        "path": text,
+        "offload": st.booleans(),
+        "url": text,
+        "token_env": text,
+        "timeout": size,
+        "patience": st.floats(0, allow_infinity=False),
+        "temperature": size,
+    },
     "reference": {
         "kind": st.sampled_from(
             ["frozen", "offloaded", "adapter_off", "moving", "renewed", "server"]
@@ -112,6 +121,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "max_unscored": st.floats(0, 1),
     },
     "filter": {
+        "drop_flat": st.booleans(),
         "dynamic_sampling": st.booleans(),
         "max_rounds": positive,
         "mask_truncated": st.booleans(),

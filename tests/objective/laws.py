@@ -35,6 +35,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dr_grpo": {"length": 12},
     "clip_cov": {"share": 0.2, "cov_low": -0.5, "cov_high": 5.0},
     "kl_cov": {"share": 0.2},
+    "maxrl": {"length": 12},
+    "pkpo": {"length": 12, "k": 2},
+    "gfpo": {"keep": 2},
+    "bapo": {"target": 0.7},
+    "m2po": {"tau": 0.02},
 }
 # Options that select another formula, so that every law is tried on it too.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,12 +51,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo_s, arithmetic": ("grpo_s", {"mean": "arithmetic"}),
     "grpo_s, over the batch": ("grpo_s", {"scope": "batch"}),
     "reinforce_pp, discounted": ("reinforce_pp", {"gamma": 0.9}),
+    "gdpo, gated": ("gdpo", {"part_weights": (1.0, 0.5), "gate": 0}),
+    "maxrl, all wrong": ("maxrl", {"all_wrong": "minus_one"}),
+    "pkpo, centred": ("pkpo", {"baseline": "centred"}),
+    "gfpo, by rate": ("gfpo", {"metric": "rate"}),
+    "opd, with a task": ("opd", {"discount": 0.9, "task": 0.5}),
     "reinforce_pp_baseline, by token": ("reinforce_pp_baseline", {"weighting": "token"}),
 }
 CASES = {**{name: (name, {}) for name in ALGORITHMS}, **VARIANTS}
 
 # Those whose gain is of whole completions: there `top_entropy` is refused, rather than not obeyed.
 OF_ANSWERS = {"gspo", "luspo", "gmpo", "rloo", "grpo_s", "vespo"}
+
+# Those that refuse a KL in the reward (gdpo, opd), or rewards that a KL makes negative.
+NO_KL_IN_REWARD = {"gdpo", "maxrl", "gfpo", "opd"}
 
 seeds = st.integers(0, 2**31)
 
@@ -87,6 +100,8 @@ def extras(case: str, *leave_out: str) -> st.SearchStrategy[dict[str, Any]]:
     }
     if CASES[case][0] in OF_ANSWERS:
         del some["top_entropy"]
+    if CASES[case][0] in NO_KL_IN_REWARD:
+        del some["kl_in"]
     left = {k: v for k, v in some.items() if k not in leave_out}
     drawn = st.fixed_dictionaries({}, optional=left)
     return drawn.map(_legal)
@@ -138,7 +153,7 @@ def make_step(
     if empty:
         mask[rows - 1] = False
     group = torch.cat([torch.arange(groups).repeat(2), integers(0, groups, rows - 2 * groups)])
-    rewards = torch.tensor([0.0, 0.3, 1.0, -0.7, 2.5], dtype=torch.float64)[integers(0, 5, rows)]
+    rewards = torch.tensor([0.0, 0.3, 1.0, 0.7, 2.5], dtype=torch.float64)[integers(0, 5, rows)]
     rewards[:groups], rewards[groups : 2 * groups] = 1.0, 0.0
     old = uniform(-2.5, -0.5, rows, width)
     batch = Batch(
@@ -152,7 +167,9 @@ def make_step(
         success=rewards > 0.5,
         group=group,
         truncated=torch.zeros(rows, dtype=torch.bool),
+        parts=torch.stack([rewards, uniform(0.0, 2.0, rows)], dim=1),
         old_logp=old,
+        teacher_logp=old + normal(0.5),
         ref_logp=old + normal(0.4),
         entropy=uniform(0.05, 1.2, rows, width),
     )

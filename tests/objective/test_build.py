@@ -24,8 +24,13 @@ from covey.objective.correction import CORRECTIONS
 from covey.objective.options import OPTIONS
 from covey.objective.penalty import PENALTIES, Kl
 from covey.training.resolve import objective_of, resolve
+from tests.objective.laws import NO_KL_IN_REWARD
 
-NEEDED: dict[str, dict[str, Any]] = {"dr_grpo": {"length": 12}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"length": 12},
+    "maxrl": {"length": 12},
+    "pkpo": {"length": 12, "k": 2},
+}
 SHARED = options_of(extended)
 
 
@@ -40,6 +45,8 @@ def step() -> dict[str, torch.Tensor]:
         "ref_logp": old_logp + 0.3 * noise[2],
         "sampler_logp": old_logp + 0.1 * noise[2],
         "entropy": noise[3].abs() / 3,
+        "teacher_logp": old_logp + 0.2 * noise[3],
+        "parts": noise[3][:, :2].abs(),
         "tokens": torch.randint(0, 2, (6, 4), generator=generator),
         "mask": torch.arange(4) < torch.tensor([4, 2, 3, 1, 0, 3])[:, None],
         "rewards": torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 2.0], dtype=torch.float64),
@@ -79,6 +86,7 @@ def from_toml(folder: Path, text: str, *overrides: str) -> Any:
 
 def check_pieces(pieces: dict[str, str]) -> None:
     length = {"length": 7} if pieces["weights"] == "sequence_mean_token_sum_norm" else {}
+    length |= {"k": 2} if pieces["advantage"] == "best_of_k" else {}
     objective = build("composed", **pieces, **length)
     for kind, piece in pieces.items():
         chosen = getattr(objective, kind)
@@ -105,7 +113,7 @@ def test_an_advantage_goes_with_every_other_piece(advantage: str) -> None:
             check_pieces({"advantage": advantage, **usual, kind: piece})
 
 
-# Every algorithm but the two that mark tokens, as pieces.
+# Every algorithm but those that mark tokens and those in OTHERS, as pieces.
 AS_PIECES: dict[str, dict[str, Any]] = {
     "grpo": {"weights": "sequence_mean_token_mean"},
     "dr_grpo": {"advantage": "centered", "weights": "sequence_mean_token_sum_norm", "length": 12},
@@ -127,14 +135,21 @@ AS_PIECES: dict[str, dict[str, Any]] = {
     "sapo": {"surrogate": "soft_gate", "weights": "sequence_mean_token_mean"},
     "vespo": {"ratio": "product", "surrogate": "gamma_weight"},
     "dppo": {"surrogate": "trust_mask"},
+    "gdpo": {"advantage": "parts_standardized", "weights": "sequence_mean_token_mean"},
+    "maxrl": {"advantage": "divided_by_mean", "weights": "sequence_mean_token_sum_norm", "length": 12},
+    "pkpo": {"advantage": "best_of_k", "weights": "sequence_mean_token_sum_norm", "length": 12, "k": 2},
+    "gfpo": {"advantage": "kept_standardized"},
+    "opd": {"advantage": "towards_teacher", "surrogate": "unclipped"},
     "gigpo": {"advantage": "by_state", "weights": "sequence_mean_token_mean"},
 }  # fmt: skip
+# More than pieces: a ratio to the sampler, and a correction.
+OTHERS = {"scalerl", "decoupled_ppo"}
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])
 @pytest.mark.parametrize("name", AS_PIECES)
 def test_an_algorithm_is_its_pieces(name: str, beta: float) -> None:
-    kl = {"kl": "k2", "kl_in": "reward", "beta": beta}
+    kl = {"kl": "k2", "kl_in": "loss" if name in NO_KL_IN_REWARD else "reward", "beta": beta}
     out, gradient = descend(name, **NEEDED.get(name, {}), **kl)
     composed, same = descend("composed", **AS_PIECES[name], **kl)
     assert torch.equal(composed.loss, out.loss)
@@ -147,8 +162,8 @@ def test_an_algorithm_is_its_pieces(name: str, beta: float) -> None:
 
 def test_all_other_algorithms_mark_tokens() -> None:
     marking = {n for n in ALGORITHMS if build(n, **NEEDED.get(n, {})).marks is not None}
-    assert marking == {"clip_cov", "kl_cov"}
-    assert marking | AS_PIECES.keys() == ALGORITHMS.keys()
+    assert marking == {"clip_cov", "kl_cov", "bapo", "m2po"}
+    assert marking | OTHERS | AS_PIECES.keys() == ALGORITHMS.keys()
 
 
 def another(value: Any, hint: Any) -> Any:
@@ -156,7 +171,7 @@ def another(value: Any, hint: Any) -> Any:
     if typing.get_origin(hint) is typing.Literal:
         return next(choice for choice in typing.get_args(hint) if choice != value)
     if hint is int:
-        return 7 if value is inspect.Parameter.empty else 1 - value
+        return 7 if value is inspect.Parameter.empty else value + 1 if value > 1 else 1 - value
     return value / 2 if value else 3.0
 
 
@@ -167,7 +182,7 @@ def another(value: Any, hint: Any) -> Any:
 def test_an_option_reaches_its_piece(kind: str, piece: str, option: str) -> None:
     function = PIECES[kind][piece]
     default, hint = options_of(function)[option].default, hints_of(function)[option]
-    value = another(default, hint)
+    value = 0.5 if option == "discount" else another(default, hint)
     assert value != default
     objective = build("composed", **{kind: piece, option: value})
     assert getattr(objective, kind).func is function
@@ -234,7 +249,8 @@ def test_pieces_need_no_name_in_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_resolved_algorithm_reads_back_as_the_same(name: str, tmp_path: Path) -> None:
-    config = resolve(load_config(None, [f"objective.name={name}"]))
+    teacher = ["teacher.path=embedded"] if name == "opd" else []
+    config = resolve(load_config(None, [f"objective.name={name}", *teacher]))
     assert from_toml(tmp_path, to_toml(config)) == config
     assert set(config.objective.options) == {*options_of(ALGORITHMS[name]), *SHARED}
 
@@ -489,6 +505,14 @@ def bounded() -> list[tuple[str, str, float]]:
     return cases
 
 
+# The other bound of a pair, so that it is not the one that is refused.
+WITH = {
+    "low_start": {"low_end": 1.0},
+    "low_end": {"low_start": 0.0},
+    "high_end": {"high_start": 1.0},
+}
+
+
 @pytest.mark.parametrize(("name", "key", "bound"), bounded())
 def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
     kind = hints_of(algorithm(name))[key]
@@ -498,7 +522,7 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
     message = refused(name, **{**needed, key: beyond})
     assert message.startswith(f"objective.{key} = {beyond} of {name} must be at least ")
     if key != "top_entropy":  # some refuse anything but 1; see below
-        assert build(name, **{**needed, key: kind(bound)}) is not None
+        assert build(name, **{**needed, **WITH.get(key, {}), key: kind(bound)}) is not None
 
 
 @pytest.mark.parametrize(

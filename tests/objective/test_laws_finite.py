@@ -60,6 +60,8 @@ def far_off_policy(seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         "success": batch.success,
         "group": batch.group,
         "tokens": batch.tokens,
+        "parts": batch.parts,
+        "teacher_logp": padded(old - gap(), batch.mask, dtype),
     }
 
 
@@ -121,8 +123,11 @@ def test_the_functional_loss_is_that_of_the_pieces(
     case: str, data: st.DataObject, seed: int
 ) -> None:
     step, extra = make_step(seed), data.draw(extras(case))
-    names = ("old_logp", "ref_logp", "sampler_logp", "entropy", "mask", "rewards", "success")
-    arguments = {name: getattr(step.batch, name) for name in (*names, "group", "tokens")}
+    names = (
+        "old_logp", "ref_logp", "sampler_logp", "teacher_logp", "entropy", "mask", "rewards",
+        "success", "group", "tokens", "parts",
+    )  # fmt: skip
+    arguments = {name: getattr(step.batch, name) for name in names}
     name, own = CASES[case]
     options = {**NEEDED.get(name, {}), **own, **extra}
     logp = step.logp.clone().requires_grad_()

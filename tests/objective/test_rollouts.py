@@ -22,7 +22,7 @@ from covey.types import Batch, Totals
 from tests.conftest import make_batch
 from tests.training.test_step import settings
 
-NEEDED = {"dr_grpo": {"length": 9}}
+NEEDED = {name: {"length": 9} for name in ("dr_grpo", "maxrl", "pkpo")}
 CUT = 3
 """The first row of a rollout keeps this many tokens, its second the rest."""
 
@@ -31,9 +31,10 @@ def whole_batch() -> Batch:
     """Eight rollouts in two groups, with all that any objective reads."""
     batch = make_batch(rows=8, groups=2, seed=3)
     noise = torch.Generator().manual_seed(1)
-    fields = ("old_logp", "ref_logp", "entropy")
+    fields = ("old_logp", "ref_logp", "teacher_logp", "entropy")
     numbers = {name: torch.rand(batch.mask.shape, generator=noise) for name in fields}
-    numbers |= {name: -numbers[name] for name in fields[:2]}
+    numbers |= {name: -numbers[name] for name in fields[:3]}
+    numbers["parts"] = torch.rand(8, 2, generator=noise).double()
     truncated = torch.arange(8) == 2
     return replace(batch, **numbers, truncated=truncated, rollout=torch.arange(8))
 
@@ -51,7 +52,7 @@ def in_two_rows(batch: Batch) -> Batch:
                 if not isinstance(value, torch.Tensor):
                     continue
                 part = value[number]
-                if value.ndim == 2 and name != "prompt_tokens":
+                if value.ndim == 2 and name not in ("prompt_tokens", "parts"):
                     blank = torch.zeros_like(part)
                     blank[: end - start] = part[start:end]
                     part = blank

@@ -20,7 +20,14 @@ from covey.run.folder import RunFolder
 from covey.run.records import to_stderr
 from covey.run.resume import last_good
 from covey.training import checkpoint
-from covey.training.build import learner_at, load_model, policy_of, reference_of, step_settings_of
+from covey.training.build import (
+    learner_at,
+    load_model,
+    policy_of,
+    reference_of,
+    step_settings_of,
+    teacher_of,
+)
 from covey.training.checkpoint import State
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of, sampling_of
@@ -198,6 +205,7 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
             config, objective, sampling_of(config), exact_logp=has_exact_logp(model)
         ),
         reference=reference_of(config, model, objective),
+        teacher=teacher_of(config, model, objective),
     )
     state, number, path = State(beta=objective.beta), 0, config.model.path
     if found.checkpoint is not None:

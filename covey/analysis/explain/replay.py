@@ -24,9 +24,10 @@ from covey.config import load_config
 from covey.errors import ConfigError
 from covey.models.logp import LogProbs
 from covey.objective import ALGORITHMS, Objective, algorithm, with_advantage
+from covey.objective.loss import Need
 from covey.rollout.filter import without_truncated
 from covey.run.folder import RunFolder
-from covey.training.build import reference_of
+from covey.training.build import reference_of, teacher_of
 from covey.training.collate import collate
 from covey.training.policy import Policy
 from covey.training.resolve import objective_of, resolve
@@ -84,7 +85,8 @@ def objectives(
     """Build algorithms as a run would; each gets those of the `options`, key=value, that it has."""
     config = load_config(str(run.config_file))
     own = config.objective.name
-    if list(names) == ["all"]:
+    every = list(names) == ["all"]
+    if every:
         names = [*([] if own in ALGORITHMS else [own]), *ALGORITHMS]
     keys = [option.partition("=")[0].strip() for option in options]
     used: set[str] = set()
@@ -95,7 +97,13 @@ def objectives(
         given = [f"objective.{o}" for o, key in zip(options, keys, strict=True) if key in has]
         used |= {key for key in keys if key in has}
         changed = load_config(str(run.config_file), [f"objective.name={name}", *given])
-        built[name] = objective_of(resolve(changed))
+        try:
+            built[name] = objective_of(resolve(changed))
+        except ConfigError:
+            if not every or name == own:
+                raise  # of all algorithms, those count that this run could have had
+    if every and "parts" not in built[own].needs:
+        built = {name: o for name, o in built.items() if "parts" not in o.needs}
     unknown = [key for key in keys if key not in used]
     if unknown:
         raise ConfigError(f"--set {unknown[0]}: none of {', '.join(built)} has such an option")
@@ -153,13 +161,21 @@ def _base(trainee: Trainee, recorded: Recorded, algorithms: Mapping[str, Objecti
     penalized = next((o for o in algorithms.values() if "reference" in o.needs), None)
     if penalized is not None and reference is None:
         reference = reference_of(trainee.config, model, penalized)
+    taught = next((o for o in algorithms.values() if "teacher" in o.needs), None)
+    teacher = trainee.learner.teacher
+    if taught is not None and teacher is None:
+        teacher = teacher_of(trainee.config, model, taught)
     some = penalized or next(iter(algorithms.values()))
-    objective = replace(some, reads=some.reads | {"old_entropy"})
-    learner = replace(trainee.learner, objective=objective, reference=reference)
-    return prepare(learner, collate(recorded.groups, model.device))
+    reads: set[Need] = {"old_entropy", "teacher"} if taught else {"old_entropy"}
+    objective = replace(some, reads=(some.reads | reads) - {"sampler_as_old"})
+    learner = replace(trainee.learner, objective=objective, reference=reference, teacher=teacher)
+    parts = next((o.parts for o in algorithms.values() if "parts" in o.needs), None)
+    return prepare(learner, collate(recorded.groups, model.device, parts))
 
 
 def _with_advantage(trainee: Trainee, objective: Objective, base: Batch) -> Batch:
+    if "sampler_as_old" in objective.needs:
+        base = replace(base, old_logp=base.sampler_logp)
     batch = with_advantage(objective, base)
     return without_truncated(batch) if trainee.config.filter.mask_truncated else batch
 

@@ -17,11 +17,15 @@ from covey.config import Config
 from covey.errors import ConfigError
 from covey.objective import ALGORITHMS, Objective, advantage, algorithm, penalty, ratio, weights
 from covey.objective import surrogate as surrogates
+from covey.objective.best_of_k import best_of_k
 from covey.objective.compose import function_of, options_of
+from covey.objective.keep import kept_standardized
 from covey.objective.shaping import entropy_shaped_sequences, entropy_shaped_tokens
+from covey.objective.turns import by_state
 
 ONE_PER_COMPLETION = frozenset(
-    {*advantage.ADVANTAGES.values(), entropy_shaped_sequences} - {advantage.returns_whitened}
+    {*advantage.ADVANTAGES.values(), entropy_shaped_sequences, best_of_k, kept_standardized}
+    - {advantage.returns_whitened}
 )
 """Advantages that all tokens of a completion share."""
 
@@ -38,14 +42,26 @@ THROUGH_LOGP = frozenset(
 )
 """Surrogates that treat the ratio as a constant: its kind does not matter while it is 1."""
 
-SLOPE_ONE = THROUGH_LOGP | {
-    surrogates.clipped,
-    surrogates.unclipped,
-    surrogates.geometric_clipped,
-    surrogates.soft_gate,
-    surrogates.penalized_where_marked,
-    surrogates.clipped_without_marked,
-}
+INERT_MARKS = frozenset(
+    {
+        surrogates.penalized_where_marked,
+        surrogates.unclipped_without_marked,
+        surrogates.clipped_at_marks,
+    }
+)
+"""Surrogates whose marks have no effect while every ratio is 1."""
+
+SLOPE_ONE = (
+    THROUGH_LOGP
+    | INERT_MARKS
+    | {
+        surrogates.clipped,
+        surrogates.unclipped,
+        surrogates.geometric_clipped,
+        surrogates.soft_gate,
+        surrogates.clipped_without_marked,
+    }
+)
 """Surrogates whose gradient at a ratio of 1 is the advantage."""
 
 
@@ -68,7 +84,7 @@ def normal_form(setup: Setup) -> dict[str, Any]:
     """Return the normal form of an objective; equal forms have equal gradients in this setup."""
     objective = setup.objective
     kl = active_penalty(setup)
-    corrects = objective.corrects
+    corrects = objective.corrects and not setup.exact
     drifts = not (setup.one_update and setup.exact)  # from the policy that generated
     return {
         "advantage": _advantage(setup),
@@ -79,9 +95,10 @@ def normal_form(setup: Setup) -> dict[str, Any]:
         "kl_target": (objective.kl_target, objective.kl_horizon) if objective.kl_target else (),
         "entropy_bonus": objective.entropy_bonus,
         "top_entropy": objective.top_entropy,
-        "correction": piece_of(objective.correction) if objective.correction else None,
+        "correction": piece_of(objective.correction) if corrects and objective.correction else None,
         "mean_one": objective.correction_mean_one and corrects,
-        "veto": objective.veto,
+        "veto": objective.veto if corrects else 0.0,
+        "to_sampler": "sampler_as_old" in objective.needs and not setup.exact,
         "off_policy_limit": objective.off_policy_limit if drifts else 0.0,
     }
 
@@ -132,6 +149,14 @@ def _advantage(setup: Setup) -> Piece:
     if found.function is advantage.standardized_by_batch and config.rollout.prompts_per_step == 1:
         options.pop("of")  # the deviation of the batch is that of its only group
         found = Piece(advantage.group_standardized, tuple(sorted(options.items())))
+    if found.function is kept_standardized and options["keep"] >= config.rollout.group_size:
+        kept = {"ddof": options["ddof"], "eps": options["eps"]}
+        found = Piece(advantage.group_standardized, tuple(sorted(kept.items())))
+    if found.function is by_state and options["normalize"] == "std" and not _has_turns(config):
+        alone = {"ddof": options["ddof"], "eps": options["eps"]}  # no state repeats
+        found = Piece(advantage.group_standardized, tuple(sorted(alone.items())))
+    if found.function is best_of_k and options["k"] == 1 and options["baseline"] != "loo":
+        found = Piece(advantage.against_the_others)
     if found.function is advantage.length_weighted and _single_tokens(config):
         found = Piece(advantage.group_centered)
     return found
@@ -148,9 +173,9 @@ def _gain(setup: Setup) -> dict[str, Any]:
         and objective.correction is None
         and marks is None
     )
-    if setup.one_update and has_slope_one(objective):
-        if setup.surrogate is surrogates.penalized_where_marked:
-            marks = None  # |log r| is flat at 1
+    if setup.on_policy and has_slope_one(objective):
+        if setup.surrogate in INERT_MARKS:
+            marks = None  # |log r| is flat at 1, nothing is dropped, and no bound acts
         without = setup.surrogate is surrogates.clipped_without_marked
         surrogate = Piece("slope 1 except where marked" if without else "slope 1")
         kind, token_weights = _plain_ratio(setup, shared, token_weights)
@@ -199,6 +224,11 @@ def _weights(setup: Setup) -> Piece:
     return found
 
 
+def _has_turns(config: Config) -> bool:
+    """Whether rollouts are episodes of several turns."""
+    return config.environment.name != "none"
+
+
 def _single_tokens(config: Config) -> bool:
     """Whether every completion has exactly one trained token."""
     return config.rollout.max_tokens == 1 and not config.filter.mask_truncated
@@ -207,7 +237,10 @@ def _single_tokens(config: Config) -> bool:
 def has_slope_one(objective: Objective) -> bool:
     """Whether the gradient of the surrogate at a ratio of 1 is the advantage itself."""
     bounds = dict(piece_of(objective.surrogate).options)
+    bounds |= dict(piece_of(objective.marks).options) if objective.marks else {}
     if not bounds.get("min_weight", 0.0) <= 1.0 <= bounds.get("max_weight", 1.0):
+        return False
+    if not bounds.get("low_end", 0.0) < 1.0 < bounds.get("high_start", 2.0):
         return False
     return function_of(objective.surrogate) in SLOPE_ONE
 

@@ -77,6 +77,11 @@ class Setup:
         return self.config.train.updates == 1 and not self.config.overlap.staleness
 
     @property
+    def on_policy(self) -> bool:
+        """Whether every ratio is 1, also where it is to the engine's log-probs."""
+        return self.one_update and (self.exact or "sampler_as_old" not in self.objective.needs)
+
+    @property
     def truncates(self) -> bool:
         """Whether top-k, top-p or min-p truncate the distribution that completions come from."""
         return sampling_of(self.config).distribution.truncates

@@ -100,6 +100,8 @@ def _other_settings(setup: Setup) -> dict[str, Any]:
         del rest["train"]["old_logp"]
     if normal_form(setup)["penalty"] is None:
         del rest["reference"]
+    if "teacher" not in setup.objective.needs:
+        del rest["teacher"]
     return rest
 
 

@@ -82,6 +82,10 @@ def off_policy_only(setup: Setup) -> Iterator[Said]:
         names.append("off_policy_limit")
     if setup.surrogate is surrogates.penalized_where_marked:
         names += ["coefficient", "share"]
+    if setup.on_policy and setup.surrogate is surrogates.clipped_at_marks:
+        names.append("target")
+    if setup.on_policy and setup.surrogate is surrogates.unclipped_without_marked:
+        names.append("tau")
     if names:
         settings = ", ".join(f"objective.{n} = {setup.option(n)!r}" for n in names)
         have = "has" if len(names) == 1 else "have"
@@ -221,8 +225,8 @@ def correction_bounds(setup: Setup) -> Iterator[Said]:
 @rule("idle", "sampling")
 def nothing_to_correct(setup: Setup) -> Iterator[Said]:
     """Corrections of an engine whose log-probs are exact."""
-    if setup.objective.corrects and setup.exact:
-        idle = changed_options(setup, "correction", "veto")
+    idle = changed_options(setup, "correction", "veto")
+    if idle and setup.exact:
         yield Said(
             (*idle, "model.dtype"),
             title=f"{', '.join(idle.values())}: there is nothing to correct",
@@ -291,6 +295,33 @@ def length_penalty_unread(setup: Setup) -> Iterator[Said]:
             "apply",
             why=f"Completions end at rollout.max_tokens = {longest}, before the penalty starts.",
             remedy="remove limit and cache, or raise rollout.max_tokens",
+        )
+
+
+@rule("idle", "groups")
+def keeps_all(setup: Setup) -> Iterator[Said]:
+    """A filter of completions that is as large as the group."""
+    size, keep = setup.config.rollout.group_size, setup.option("keep", 0)
+    if keep >= size:
+        yield Said(
+            ("objective.keep", "rollout.group_size"),
+            title=f"objective.keep = {keep} keeps all completions of a group of {size}",
+            why="Nothing is filtered, and the advantage is GRPO's.",
+            remedy=f"set objective.keep = {max(1, size // 2)}, or raise rollout.group_size",
+        )
+
+
+@rule("idle", "rewards")
+def one_part(setup: Setup) -> Iterator[Said]:
+    """Parts of a reward that are one."""
+    if len(setup.objective.parts) == 1:
+        name = setup.config.objective.name
+        yield Said(
+            ("objective.parts", "objective.name"),
+            title=f"objective.parts names one part: {name} is grpo times a number",
+            why="A single part is standardized in its group as in grpo, and then divided by one "
+            "deviation for the whole step.",
+            remedy="name several parts, or use grpo",
         )
 
 

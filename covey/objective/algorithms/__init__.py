@@ -8,7 +8,16 @@ tests/objective, and let `make docs` write its page.
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from covey.objective.algorithms import clipped, sequence, token, turns, weighted
+from covey.objective.algorithms import (
+    clipped,
+    distillation,
+    grouped,
+    off_policy,
+    sequence,
+    token,
+    turns,
+    weighted,
+)
 from covey.objective.loss import Objective
 
 ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
@@ -37,6 +46,15 @@ ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
             sequence.luspo,
             weighted.vespo,
             weighted.dppo,
+            grouped.gdpo,
+            grouped.maxrl,
+            grouped.pkpo,
+            grouped.gfpo,
+            grouped.scalerl,
+            off_policy.bapo,
+            off_policy.m2po,
+            off_policy.decoupled_ppo,
+            distillation.opd,
             turns.gigpo,
         )
     }

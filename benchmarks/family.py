@@ -1,0 +1,135 @@
+"""Two questions to algorithms that are not GRPO, each on the embedded model with several seeds.
+
+    python benchmarks/family.py parts        # gdpo: a reward of two parts, one ten times as varied
+    python benchmarks/family.py pass_at_8    # pkpo: pass@8 where successes are rare
+
+Both algorithms of a question see the same prompts and the same number of sampled tokens. A
+difference is paired by seed; its interval is Student's, of as many pairs as there are seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from described import described
+from scipy.stats import t as student
+
+import covey
+from covey.rewards import Score
+from covey.run.folder import RunFolder
+from covey.types import Prompt
+
+RESULTS = Path(__file__).parent / "results"
+SHORT = 48
+"""Characters that a correct completion needs at most, if it ends with its answer."""
+LENGTH_WEIGHT = 0.355
+"""Makes the variance of `terse` within groups ten times that of `correct` before training, where
+characters above SHORT have a variance of 9.1 and `correct` one of 0.115."""
+
+
+class TwoParts:
+    """Whether the answer is correct, and how many characters the completion has above SHORT."""
+
+    bounds = (-100.0, 1.0)
+    quick = True
+    version = 1
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        found = re.search(r"<answer>\s*(-?\d+)", text)
+        correct = found is not None and int(found[1]) == int(prompt.target)
+        parts = {"correct": float(correct), "terse": -LENGTH_WEIGHT * max(0, len(text) - SHORT)}
+        return Score(reward=sum(parts.values()), success=correct, parts=parts)
+
+
+def parts_of(evaluation: dict[str, Any]) -> dict[str, float]:
+    parts = evaluation["parts"]
+    return {"correct": parts["correct"], "characters_too_many": -parts["terse"] / LENGTH_WEIGHT}
+
+
+def samples_of(evaluation: dict[str, Any]) -> dict[str, float]:
+    return {name: evaluation[name]["value"] for name in ("mean@8", "pass@8", "greedy")}
+
+
+Read = Callable[[dict[str, Any]], dict[str, float]]
+QUESTIONS: dict[str, tuple[tuple[str, str], dict[str, Any], Read]] = {
+    "parts": (("grpo", "gdpo"), {}, parts_of),
+    "pass_at_8": (
+        ("grpo", "pkpo"),
+        {"task.min_operations": 4, "task.max_operations": 5, "evaluate.samples": 8},
+        samples_of,
+    ),
+}
+
+
+def train(
+    question: str, name: str, seed: int, given: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
+    """Train once, and return the held-out numbers before and after."""
+    _, settings, read = QUESTIONS[question]
+    limit = {"train.stop_after": {"tokens": given.tokens}} if given.tokens else {}
+    result = covey.train(
+        "arithmetic", rewards=TwoParts() if question == "parts" else None,
+        run=folder / f"{name}-{seed}", quiet=True,
+        **{"objective": {"name": name}, "seed": seed, "train.steps": given.steps,
+           "rollout.prompts_per_step": given.prompts, "evaluate.every": given.steps,
+           "evaluate.prompts": 100, "save.every": 0, **limit, **settings},
+    )  # fmt: skip
+    found = RunFolder.open(result.folder).evaluations()
+    before, after = read(found[0]), read(found[-1])
+    row = {"algorithm": name, "seed": seed, "tokens": result.metrics[-1]["tokens"]}
+    print({**row, "before": before, "after": after}, flush=True)
+    return {**row, "before": before, "after": after}
+
+
+def difference(rows: list[dict[str, Any]], names: tuple[str, str], metric: str) -> dict[str, float]:
+    """Return the mean difference of the second algorithm to the first after training."""
+    by = {(row["algorithm"], row["seed"]): row["after"][metric] for row in rows}
+    seeds = sorted({row["seed"] for row in rows})
+    gaps = [by[names[1], seed] - by[names[0], seed] for seed in seeds]
+    mean = sum(gaps) / len(gaps)
+    if len(gaps) < 2:
+        return {"mean": mean}
+    deviation = (sum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1)) ** 0.5
+    half = float(student.ppf(0.975, len(gaps) - 1)) * deviation / len(gaps) ** 0.5
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("question", choices=QUESTIONS)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=0, help="End runs by sampled tokens.")
+    parser.add_argument("--prompts", type=int, default=16, help="Prompts of a step.")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    names = QUESTIONS[given.question][0]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [
+            train(given.question, name, seed, given, Path(folder))
+            for seed in range(given.seeds)
+            for name in names
+        ]
+    report = {
+        "question": given.question,
+        "steps": given.steps,
+        "prompts_per_step": given.prompts,
+        "environment": described(0, "cpu", 1),
+        "runs": rows,
+        "differences": {
+            f"{names[1]} - {names[0]}, {metric}": difference(rows, names, metric)
+            for metric in rows[0]["after"]
+        },
+    }
+    output = given.output or RESULTS / f"family-{given.question}.json"
+    output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

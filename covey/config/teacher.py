@@ -1,0 +1,28 @@
+"""The [teacher] section: the model that an on-policy distillation learns from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from covey.config.section import Section
+
+
+class Teacher(Section):
+    """[teacher]. One of path and url, for an objective that learns from a teacher."""
+
+    path: str = ""
+    """A model, as in model.path, or the folder of an adapter; with the policy's tokenizer."""
+    offload: bool = False
+    """path: keep its weights in main memory between training steps."""
+    url: str = ""
+    """A server of `covey reference serve`, such as http://127.0.0.1:8500."""
+    token_env: str = ""
+    """url: NAME of the environment variable that holds the bearer token."""
+    timeout: Annotated[float, Field(gt=0)] = 120.0
+    """url: timeout of a request in seconds."""
+    patience: Annotated[float, Field(ge=0)] = 300.0
+    """url: seconds to retry while it cannot be reached."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature of its distribution, whatever that of the samples."""

@@ -1,0 +1,136 @@
+"""Algorithms that differ from GRPO in how a group's rewards become advantages."""
+
+from __future__ import annotations
+
+from covey.objective import advantage, best_of_k, keep, ratio, surrogate, weights
+from covey.objective.compose import takes
+from covey.objective.loss import Objective
+
+
+@takes(
+    "parts", "part_weights", "gate", "gate_at", "clip_low", "clip_high", "dual", "beta", "kl",
+    "ddof", "eps",
+)  # fmt: skip
+def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
+    """Group reward-Decoupled normalization Policy Optimization, arXiv 2601.05242.
+
+        a_k[i] = (R_k[i] - mean_g R_k) / (std_g R_k + eps)        for each part k of the reward
+        a[i]   = sum_k part_weights[k] a_k[i]
+        A_i    = (a[i] - mean a) / (std a + eps)                  over the completions of the step
+        loss   = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
+
+    A part with a large spread does not drown one with a small spread. The weights act on
+    advantages, not on rewards: half the weight is half the influence, whatever the part's scale.
+    With `gate`, the other parts count only where part number `gate` reaches `gate_at` (equation 8).
+    In a run, `parts` names the parts that count and their order; without it all parts count, each
+    once. Scores that only describe a completion, as many rewards have, are then parts too.
+
+    Choices: the last line is over completions, as in the paper and in TRL; verl takes tokens, which
+    brings length in. A completion with a part that could not be scored enters no statistic.
+
+    Worth knowing: with one part this is GRPO times a number that is the same for the whole step. A
+    KL in the reward belongs to no part and is refused; it goes into the loss.
+    """
+    return Objective(
+        advantage=advantage.parts_standardized,
+        ratio=ratio.token,
+        surrogate=surrogate.clipped,
+        weights=weights.sequence_mean_token_mean,
+        parts=tuple(parts),
+        reads=frozenset({"groups", "parts"}),
+    )
+
+
+@takes("length", "all_wrong", "clip_low", "clip_high", "beta", "kl")
+def maxrl() -> Objective:
+    """Maximum likelihood RL, arXiv 2602.02710: hard prompts count more.
+
+        A_i  = (R_i - mean_g R) / mean_g R,  and 0 where every reward is 0
+        loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
+
+    A group's weight is 1 / (pass rate). With binary rewards this is the unbiased gradient of
+    log(pass rate) expanded to order G - 1; `all_wrong = "minus_one"` gives A = -1 to groups without
+    success, which makes it order G at much noise.
+
+    Choice: token sums are divided by a constant, as in Dr.GRPO; the authors' code takes the mean
+    over tokens, which is biased. Rewards must not be negative.
+
+    Worth knowing: with binary rewards and groups of two this is RLOO.
+    """
+    return Objective(
+        advantage=advantage.divided_by_mean,
+        ratio=ratio.token,
+        surrogate=surrogate.clipped,
+        weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
+    )
+
+
+@takes("length", "k", "baseline", "clip_low", "clip_high", "beta", "kl")
+def pkpo() -> Objective:
+    """Pass-at-k Policy Optimization, arXiv 2505.15201: the best of k completions.
+
+        A_i  = n (s_i - baseline_i),  s_i = k/n times the mean of max over k-subsets that contain i
+        loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
+
+    The expected gradient is that of max@k, which is pass@k for binary rewards. Baselines, each
+    unbiased: `loo1` (the paper's, of least variance) is what the completion adds to k - 1 others,
+    never negative; `centred` adds up to 0 in a group; `loo` is equation 29.
+
+    Choices: no division by a deviation and a constant length, since either would bias it. A group
+    whose rewards are all equal has advantage 0; the other baselines give that by themselves, and
+    `loo` becomes biased by it.
+
+    Worth knowing: with k = 1 this is RLOO. With `loo1` and binary rewards, a group with more than
+    G - k + 1 successes teaches nothing: lower k as the policy gets better.
+    """
+    return Objective(
+        advantage=best_of_k.best_of_k,
+        ratio=ratio.token,
+        surrogate=surrogate.clipped,
+        weights=weights.WEIGHTS["sequence_mean_token_sum_norm"],  # which needs a length
+    )
+
+
+@takes("keep", "metric", "clip_low", "clip_high", "dual", "beta", "kl", "ddof", "eps")
+def gfpo() -> Objective:
+    """Group Filtered Policy Optimization, arXiv 2508.09726: sample more, train on the best k.
+
+        S    = the `keep` best of the group: shortest, or with most reward per token
+        A_i  = (R_i - mean_S R) / (std_S R + eps) in S, 0 outside
+        loss = - 1/T sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
+
+    T counts the tokens of all completions, as in equation 2; TRL counted those that are kept.
+    Completions outside S need no forward pass (filter.skip_zero_gradient). Choice: ddof 1 and eps
+    as in `grpo`; the paper has ddof 0. Keep half the group unless you know better: 4 of 8.
+
+    Worth knowing: the shortest completions of a mixed group may all be wrong; then the group
+    teaches nothing. With keep >= G this is `grpo` with a token mean.
+    """
+    return Objective(
+        advantage=keep.kept_standardized,
+        ratio=ratio.token,
+        surrogate=surrogate.clipped,
+        weights=weights.token_mean,
+    )
+
+
+@takes("max_weight", "beta", "kl", "ddof", "eps")
+def scalerl() -> Objective:
+    """The loss of ScaleRL, arXiv 2510.13786: truncated weights to the sampler, mean over prompts.
+
+        A_i  = (R_i - mean_g R) / (std (R - mean_g R) + eps),  the deviation over mixed groups
+        loss = - 1/P sum_g 1/T_g sum_i sum_t sg(min(r, max_weight)) A logp
+        r    = exp(logp - sampler_logp),  P mixed groups
+
+    The rest of the recipe is not a loss: groups without variance are dropped without a refill
+    (filter.drop_flat), prompts that are solved are drawn no more (curriculum), and the head is in
+    float32 on both sides. The paper leaves open which advantages the deviation is over; here it is
+    those of mixed groups.
+    """
+    return Objective(
+        advantage=advantage.mixed_standardized,
+        ratio=ratio.token,
+        surrogate=surrogate.truncated_weight,
+        weights=weights.group_mean_token_mean,
+        reads=frozenset({"groups", "sampler_as_old"}),
+    )

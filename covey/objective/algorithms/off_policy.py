@@ -1,0 +1,89 @@
+"""Algorithms for stale data: they bound how far the policy has moved since it generated."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from covey.objective import advantage, drift, ratio, surrogate, weights
+from covey.objective.compose import takes
+from covey.objective.correction import CORRECTIONS
+from covey.objective.loss import Objective
+
+
+@takes(
+    "target", "low_start", "low_end", "low_step", "high_start", "high_end", "high_step", "measure",
+    "beta", "kl", "ddof", "eps",
+)  # fmt: skip
+def bapo() -> Objective:
+    """Balanced Policy Optimization with adaptive clipping, arXiv 2510.18927.
+
+        while share < target and c_low can rise: raise c_high, and c_low once c_high is at its end
+        share = S+ / (S+ + S-),  S+ = sum of r A with A > 0, r < c_high,  S- of r |A| with r > c_low
+        loss  = - 1/T sum_i sum_t min(r A, clip(r, c_low, c_high) A),  r = exp(logp - sampler_logp)
+
+    Stale batches are dominated by bad tokens. The bounds open until good tokens carry `target` of
+    the step's surrogate. They are constants of one optimizer step, over all micro-batches and
+    ranks, at the cost of one more forward pass.
+
+    Choices: equation 8 as printed counts clipped tokens at their bound, so that raising c_low
+    lowers the share, against its text (`measure = "value"`); here the share is of what carries a
+    gradient. The authors' code raises c_low first and works per micro-batch.
+
+    Worth knowing: on policy no bound acts, and this is `grpo` with a token mean.
+    """
+    return Objective(
+        advantage=advantage.group_standardized,
+        ratio=ratio.token,
+        surrogate=surrogate.clipped_at_marks,
+        weights=weights.token_mean,
+        marks=drift.balanced_bounds,
+        reads=frozenset({"groups", "sampler_as_old"}),
+    )
+
+
+@takes("tau", "beta", "kl", "ddof", "eps")
+def m2po() -> Objective:
+    """Second-Moment trust Policy Optimization, arXiv 2510.01161: a bound on mean (log r)^2.
+
+        H    = tokens with A > 0 and r > 1, or A < 0 and r < 1
+        drop the largest (log r)^2 of H until the mean of the rest is at most tau
+        loss = - 1/T sum_i sum_t kept r A,  r = exp(logp - sampler_logp)
+
+    T counts all tokens. Few outliers are dropped, and everything else is unclipped importance
+    sampling. The tokens are chosen over one optimizer step, which costs one more forward pass; the
+    authors' code chooses per micro-batch, clips as well and bounds another mean.
+
+    Worth knowing: on policy nothing is dropped, and this is `grpo` with a token mean, unclipped.
+    """
+    return Objective(
+        advantage=advantage.group_standardized,
+        ratio=ratio.token,
+        surrogate=surrogate.unclipped_without_marked,
+        weights=weights.token_mean,
+        marks=drift.beyond_second_moment,
+        reads=frozenset({"groups", "sampler_as_old"}),
+    )
+
+
+@takes("clip_low", "clip_high", "dual", "cap", "beta", "kl", "ddof", "eps")
+def decoupled_ppo(*, cap: float = 5.0) -> Objective:
+    """Decoupled PPO, arXiv 2110.00641 and AReaL (2505.24298): three policies kept apart.
+
+        loss = - 1/T sum_i sum_t w min(r A, clip(r, 1-clip_low, 1+clip_high) A)
+        r    = exp(logp - old_logp),  w = exp(old_logp - sampler_logp), and 0 where w > cap
+
+    The behaviour policy is whatever generated a token, of any version; the proximal policy is the
+    trainer's at the start of the batch, for every token. So the clip is centred on the policy that
+    is updated, and w corrects for stale tokens. With one optimizer step per batch r is 1, and w
+    does all of it.
+
+    Choice: weights above the cap are dropped, as in AReaL's paper; `objective.correction` has
+    others. AReaL's code now leaves w out by default.
+    """
+    return Objective(
+        advantage=advantage.group_standardized,
+        ratio=ratio.token,
+        surrogate=surrogate.clipped,
+        weights=weights.token_mean,
+        correction=partial(CORRECTIONS["token_mask"], low=0.0, high=cap),
+    )

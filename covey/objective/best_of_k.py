@@ -1,0 +1,82 @@
+"""Advantages for the best of k completions: pass@k for binary rewards, max@k for others. PKPO.
+
+arXiv 2505.15201. n scored rewards of a group, sorted ascending g_1 <= ... <= g_n:
+
+    rho_k(g) = 1/C(n,k) sum_{i>=k} C(i-1,k-1) g_i          the unbiased estimate of max@k
+    s_i      = 1/C(n,k) [ C(i-1,k-1) g_i + sum_{j>i} C(j-2,k-2) g_j ]
+
+s_i is k/n times the mean of the maximum over the k-subsets that contain i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import comb
+from typing import Literal
+
+import torch
+
+from covey.objective.advantage import per_token, rollout_rewards, zero_variance
+from covey.types import Batch
+
+Baseline = Literal["loo1", "loo", "centred"]
+
+
+def best_of_k(batch: Batch, *, k: int = 4, baseline: Baseline = "loo1") -> torch.Tensor:
+    """A_i = n (s_i - baseline): the gradient of max@k. PKPO, arXiv 2505.15201."""
+    rewards = rollout_rewards(batch)
+    advantage = torch.zeros_like(rewards, dtype=torch.float64)
+    flat = zero_variance(rewards, batch.group)
+    for group in batch.group.unique():
+        scored = ((batch.group == group) & ~rewards.isnan() & ~flat).nonzero().squeeze(1)
+        if len(scored) > 1:
+            gains = subset_gains(rewards[scored], k=k, baseline=baseline)
+            advantage[scored] = len(scored) * gains
+    return per_token(advantage, batch.mask)
+
+
+def subset_gains(rewards: torch.Tensor, *, k: int, baseline: Baseline) -> torch.Tensor:
+    """Return s_i less its baseline for the rewards [n] of one group, in their order.
+
+    loo1     k/n rho_{k-1} without i: what i adds to subsets of k - 1 others; never negative
+    centred  k/n rho_k without i: adds up to 0; with k = 1 it is RLOO / n
+    loo      k/(n-1) rho_k without i, the paper's equation 29
+
+    Each is unbiased. A group may have lost completions to failed scoring: k is then at most the
+    number left that the baseline allows. With k = 1, `loo1` is `centred`.
+    """
+    n = len(rewards)
+    if baseline == "loo1" and k == 1:
+        baseline = "centred"
+    k = min(k, n if baseline == "loo1" else n - 1)
+    order = rewards.double().argsort(stable=True)
+    values = rewards.double()[order]
+    without = [torch.cat((values[:i], values[i + 1 :])) for i in range(n)]
+    if baseline == "loo1":
+        base = [k / n * best_of(rest, k - 1) for rest in without]
+    else:
+        base = [k / (n if baseline == "centred" else n - 1) * best_of(rest, k) for rest in without]
+    gains = torch.empty_like(values)
+    gains[order] = _shares(values, k) - torch.stack(base)
+    return gains
+
+
+def best_of(values: torch.Tensor, k: int) -> torch.Tensor:
+    """rho_k: the mean of the maximum over all k-subsets of ascending values [n]."""
+    return (values * _coefficients(values, lambda i: comb(i - 1, k - 1))).sum() / comb(
+        len(values), k
+    )
+
+
+def _shares(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Return s_i of ascending values [n]."""
+    own = values * _coefficients(values, lambda i: comb(i - 1, k - 1))
+    later = values * _coefficients(values, lambda j: comb(j - 2, k - 2) if min(j, k) >= 2 else 0)
+    above = later.flip(0).cumsum(0).flip(0) - later
+    return (own + above) / comb(len(values), k)
+
+
+def _coefficients(values: torch.Tensor, of: Callable[[int], int]) -> torch.Tensor:
+    """Return a count for each rank, from 1, as float64."""
+    counts = [float(of(rank)) for rank in range(1, len(values) + 1)]
+    return torch.tensor(counts, dtype=torch.float64, device=values.device)

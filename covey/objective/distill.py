@@ -1,0 +1,45 @@
+"""Advantages from a teacher, on the student's own samples: on-policy distillation.
+
+    d_t = old_logp_t - teacher_logp_t
+    A_t = task A_i - scale sum_{u >= t} discount^(u-t) d_u        over trained tokens
+
+Only this estimator (k1) may be a reward: with k3 in its place the gradient is that of another
+divergence. A is not normalised, since its size is the KL itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from covey.objective.advantage import group_standardized, returns
+from covey.objective.loss import Need
+from covey.objective.masked import difference
+from covey.types import Batch
+
+READS: frozenset[Need] = frozenset({"old_logp", "teacher"})
+LEAST_LOGP = -20.0
+"""A teacher's log-probabilities count as at least this."""
+
+
+def towards_teacher(
+    batch: Batch,
+    *,
+    discount: float = 0.0,
+    scale: float = 1.0,
+    task: float = 0.0,
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Reverse KL to the teacher as a reward of each token, and `task` times GRPO's advantage."""
+    advantage = scale * returns(teacher_gap(batch), batch.mask, gamma=discount)
+    if task:
+        advantage = advantage + task * group_standardized(batch, ddof=ddof, eps=eps)
+    return advantage
+
+
+def teacher_gap(batch: Batch) -> torch.Tensor:
+    """Return -d = teacher_logp - old_logp [B, T], the teacher's side floored; 0 if not trained."""
+    assert batch.teacher_logp is not None, "distillation needs a teacher"
+    assert batch.old_logp is not None, "distillation needs old_logp"
+    teacher = batch.teacher_logp.double().clamp(min=LEAST_LOGP)
+    return difference(teacher, batch.old_logp.double(), batch.mask)

@@ -1,0 +1,96 @@
+"""Drift of the policy over a whole optimizer step: tokens to drop, and bounds to clip at.
+
+Both methods train on stale data and write r = policy / the policy that generated, so sampler_logp
+stands in the place of old_logp. They need the log-probabilities of the whole step at once: one more
+forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from covey.objective.marks import scored_tokens
+from covey.objective.masked import bounded, difference
+from covey.types import Batch
+
+
+def beyond_second_moment(batch: Batch, logp: torch.Tensor, *, tau: float = 0.04) -> torch.Tensor:
+    """Mark the tokens to drop so that the mean of (log r)^2 is at most tau. M2PO, 2510.01161.
+
+    The mean is over the tokens that the update moves further: A > 0 and r > 1, or A < 0 and r < 1.
+    The largest are dropped first; of equal ones the earlier.
+    """
+    log_ratio, advantage = _log_ratio(batch, logp), _advantage(batch)
+    further = scored_tokens(batch) & (advantage * log_ratio > 0)
+    squares = log_ratio.double().square()[further]
+    order = squares.argsort(descending=True, stable=True)
+    remaining = squares[order].flip(0).cumsum(0).flip(0)
+    count = torch.arange(len(order), 0, -1, device=order.device)
+    dropped = torch.zeros_like(further[further])
+    dropped[order[: int((remaining / count > tau).sum())]] = True
+    return torch.zeros_like(further).masked_scatter(further, dropped)
+
+
+def balanced_bounds(
+    batch: Batch,
+    logp: torch.Tensor,
+    *,
+    target: float = 0.4,
+    low_start: float = 0.6,
+    low_end: float = 0.9,
+    low_step: float = 0.02,
+    high_start: float = 1.2,
+    high_end: float = 3.0,
+    high_step: float = 0.05,
+    measure: Literal["gradient", "value"] = "gradient",
+) -> torch.Tensor:
+    """Return the ratio's bound of each token: wide enough for a share of positive loss. BAPO.
+
+    arXiv 2510.18927, algorithm 1. The upper bound rises first, then the lower one, until tokens
+    with A > 0 carry at least `target` of the step's surrogate, or both bounds are at their end.
+    """
+    ratio, advantage = _log_ratio(batch, logp).double().exp(), _advantage(batch).double()
+    advantage = advantage.where(scored_tokens(batch), 0.0)
+    share = positive_share if measure == "gradient" else positive_value_share
+    low, high, slack = low_start, high_start, 1e-9  # so that rounding does not end it a step early
+    while share(ratio, advantage, low, high) < target and low + low_step <= low_end + slack:
+        if high + high_step <= high_end + slack:
+            high += high_step
+        else:
+            low += low_step
+    return torch.full_like(advantage, low).masked_fill(advantage > 0, high)
+
+
+def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
+    """Return the share of r |A| with A > 0 among tokens that are not clipped; 1 if there are none.
+
+    It grows with both bounds.
+    """
+    moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
+    size = (ratio * advantage).where(moving, 0.0)
+    total = float(size.abs().sum())
+    return float(size.clamp(min=0).sum()) / total if total else 1.0
+
+
+def positive_value_share(
+    ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float
+) -> float:
+    """Return the share of |min(r A, clip(r) A)| with A > 0: equation 8 of BAPO as printed.
+
+    Clipped tokens count at their bound, so a higher lower bound makes the share smaller.
+    """
+    value = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
+    total = float(value.sum())
+    return float(value.where(advantage > 0, 0.0).sum()) / total if total else 1.0
+
+
+def _log_ratio(batch: Batch, logp: torch.Tensor) -> torch.Tensor:
+    old_logp = logp if batch.old_logp is None else batch.old_logp
+    return bounded(difference(logp, old_logp, batch.mask))
+
+
+def _advantage(batch: Batch) -> torch.Tensor:
+    assert batch.advantage is not None, "with_advantage comes first"
+    return batch.advantage

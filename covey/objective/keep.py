@@ -1,0 +1,52 @@
+"""Training on the best k completions of each group: GFPO, arXiv 2508.09726."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from covey.errors import ConfigError
+from covey.objective.advantage import per_token, rollout_rewards, standardized
+from covey.types import Batch
+
+Metric = Literal["length", "rate"]
+
+
+def kept_standardized(
+    batch: Batch, *, keep: int = 4, metric: Metric = "length", ddof: int = 1, eps: float = 1e-6
+) -> torch.Tensor:
+    """A_i = (R_i - mean R) / (std R + eps) over the kept completions of a group; 0 for the rest."""
+    rewards = rollout_rewards(batch)
+    kept = kept_rows(rewards, batch.mask.sum(dim=1), batch.group, keep=keep, metric=metric)
+    chosen = rewards.where(kept, torch.nan)
+    return per_token(standardized(chosen, batch.group, ddof=ddof, eps=eps), batch.mask)
+
+
+def kept_rows(
+    rewards: torch.Tensor,
+    lengths: torch.Tensor,
+    group: torch.Tensor,
+    *,
+    keep: int,
+    metric: Metric = "length",
+) -> torch.Tensor:
+    """Mark the `keep` best rows [B] of each group: the shortest, or the most reward per token.
+
+    Ties go to the shorter completion, then to the earlier one. A completion that could not be
+    scored is never kept.
+    """
+    scored = ~rewards.isnan()
+    if metric == "rate" and bool((rewards[scored] < 0).any()):
+        raise ConfigError(
+            "gfpo: with metric = 'rate' rewards must not be negative, or long failures are kept"
+        )
+    best = lengths.double()
+    if metric == "rate":
+        best = -(rewards.double() / lengths.clamp(min=1))
+    kept = torch.zeros_like(scored)
+    for number in group.unique():
+        rows = (scored & (group == number)).nonzero().squeeze(1)
+        by_length = rows[lengths[rows].argsort(stable=True)]
+        kept[by_length[best[by_length].argsort(stable=True)][:keep]] = True
+    return kept
