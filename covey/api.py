@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from covey.config import Config, parse_config, toml_value
 from covey.config.load import overridden, read_settings
 from covey.errors import ConfigError
+from covey.run.best import best_checkpoint
 from covey.run.folder import RunFolder, check_new_run, next_run_path
 from covey.run.resume import Start, start_of
 from covey.run.trackers import Tracker
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 Source = Config | Mapping[str, Any] | str | Path | None
 """A configuration, plain settings, a TOML file, the name of a recipe, or nothing."""
 Dataset = Iterable[Mapping[str, Any]] | str | Path
-Callback = Callable[[Mapping[str, Any]], None]
-"""Called after every training step with its metrics."""
+Callback = Callable[[Mapping[str, Any]], str | None]
+"""Called after every training step with its metrics. A text it returns ends the run: why it did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +55,24 @@ class TrainResult:
     tokenizer: Any
     interrupted: bool
     """Whether a signal ended it early; `covey.train(resume=folder)` continues it."""
+    stopped: str | None = None
+    """Why the run itself ended early: a health finding, no better result, or a callback."""
+    best: Path | None = None
+    """The checkpoint with the best of `save.best`."""
 
 
 class _Callbacks(Tracker):
-    """Calls functions with the metrics of each step."""
+    """Calls functions with the metrics of each step; each may end the run."""
 
-    def __init__(self, functions: Sequence[Callback]) -> None:
+    def __init__(self, functions: Sequence[Callback], stop: StopSignal) -> None:
         self.functions = functions
+        self.stop = stop
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         for function in self.functions:
-            function(metrics)
+            why = function(metrics)
+            if isinstance(why, str):
+                self.stop.ask(why)
 
 
 def load_config(source: Source = None, **overrides: Any) -> Config:
@@ -106,7 +114,8 @@ def train(
         rewards: TRL-style functions, `f(completions, **columns)`: one, a list (summed), or a dict
             of function to weight; or a reward object.
         trackers: what follows the run. Default: the console, unless `quiet`.
-        callbacks: functions that are called with the metrics of each step.
+        callbacks: functions that are called with the metrics of each step. One that returns a
+            text ends the run after that step, with a checkpoint.
         run: the run folder to create. Default: the next `runs/NAME-N`.
         resume: a run folder to continue, with its own settings; pass dataset and rewards again.
         quiet: print nothing.
@@ -254,7 +263,7 @@ def _train(
         folder, begins = _folder(parts, target)
         with folder.locked(), _signals() as stop:
             start = Start() if begins else start_of(folder, save_every=config.save.every)
-            follow = [*_shown(folder, trackers, quiet), _Callbacks(callbacks)]
+            follow = [*_shown(folder, trackers, quiet), _Callbacks(callbacks, stop)]
             done = run_loop(parts, folder, follow, stop, start)
     evaluations = folder.evaluations()
     return TrainResult(
@@ -264,7 +273,9 @@ def _train(
         evaluation=evaluations[-1] if evaluations else None,
         model=parts.policy.model.model,
         tokenizer=parts.policy.model.tokenizer,
-        interrupted=stop.received is not None,
+        interrupted=stop.by_signal,
+        stopped=None if stop.by_signal else stop.received,
+        best=best_checkpoint(folder),
     )
 
 

@@ -21,7 +21,7 @@ from covey.objective.compose import PIECES, composed, options_of
 from covey.objective.correction import CORRECTIONS
 from covey.objective.penalty import PENALTIES
 from covey.rewards.build import REWARDS, make_reward
-from covey.run.metrics import table
+from covey.run.metric_page import table
 from covey.tasks import TASKS
 from covey.training.resolve import objective_of, resolve, task_of
 from covey.types import Prompt

@@ -269,6 +269,11 @@ class Train(Section):
     """On a GPU, use CUDA graphs for forward and backward passes if the model allows it: faster for
     small models, but activations stay in memory between steps."""
 
+    stop_on: Names = []
+    """Health findings that end the run, such as nan or collapse; docs/health.md lists them."""
+    patience: Count = 0
+    """End the run after this many measurements of save.best without a new best; 0: never."""
+
     @model_validator(mode="before")
     @classmethod
     def _steps(cls, data: Any) -> Any:
@@ -341,6 +346,11 @@ class Save(Section):
     """Steps between checkpoints; 0: only after the last."""
     keep: Positive = 2
     """Checkpoints kept, newest first."""
+    best: str = ""
+    """Also keep the checkpoint with the best of this metric: of evaluations, such as greedy or
+    pass@4, or of steps, such as objective/scores, which counts every `every` steps."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which value of that metric is the best."""
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
@@ -353,6 +363,8 @@ class Config(Section):
     """All settings of a run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    trackers: Names = []
+    """Where metrics go beside the run folder: tensorboard, wandb, trackio."""
     model: Model = Model()
     adapter: Adapter = Adapter()
     task: Task = Task()
@@ -385,6 +397,8 @@ class Config(Section):
                 f"rollout.group_size = {self.rollout.group_size} are {rows} completions a step; "
                 f"at most {MOST_COMPLETIONS} fit"
             )
+        if self.train.patience and not self.save.best:
+            raise ValueError("train.patience needs save.best, the metric that it waits for")
         if self.train.mini_batches > rows:
             raise ValueError(
                 f"train.mini_batches = {self.train.mini_batches} exceeds the {rows} completions "

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ class State:
     """Tokens of these rollouts."""
     beta: float = 0.0
     """Weight of the KL, which an objective may adapt."""
-    flat: list[float] = field(default_factory=list)
-    """Share of groups with equal rewards in each of the last steps."""
+    seconds: float = 0.0
+    """Time of all steps so far."""
 
     def used(self, policy: Policy) -> Used:
         """Return how much of its budget the run has used."""
@@ -55,14 +55,20 @@ class State:
 
 
 def save(
-    run: RunFolder, policy: Policy, reference: Reference | None, state: State, *, keep: int
+    run: RunFolder,
+    policy: Policy,
+    reference: Reference | None,
+    state: State,
+    *,
+    keep: int,
+    protected: Collection[int] = (),
 ) -> None:
-    """Write the checkpoint of a step, whole or not at all; keep only the newest `keep`."""
+    """Write the checkpoint of a step, whole or not at all; keep the newest and protected ones."""
     with run.new_checkpoint(state.step) as folder:
         save_policy(policy, folder, asdict(state))
         if reference is not None:
             reference.save(folder)
-    run.prune_checkpoints(keep)
+    run.prune_checkpoints(keep, protected)
 
 
 def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -> State:
@@ -80,7 +86,7 @@ def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -
             episode=int(saved["episode"]),
             tokens=int(saved.get("tokens", 0)),
             beta=float(saved["beta"]),
-            flat=[float(share) for share in saved.get("flat", [])],
+            seconds=float(saved.get("seconds", 0.0)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"checkpoint {folder} cannot be read: {STATE_FILE}: {error!r}") from None

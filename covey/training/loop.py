@@ -18,6 +18,7 @@ from covey.rollout.collect import Collector
 from covey.run.folder import RunFolder
 from covey.run.resume import Start, start_of
 from covey.run.trackers import JsonlTracker, Tracker, Trackers
+from covey.run.trackers.choose import make_trackers
 from covey.stopping import GivenUp, StopSignal
 from covey.training import checkpoint
 from covey.training.budget import Budget
@@ -25,6 +26,7 @@ from covey.training.build import Components, Parts
 from covey.training.checkpoint import State
 from covey.training.garbage import freeze_garbage_collector
 from covey.training.rl import Reinforcement
+from covey.training.watch import Watch
 
 
 class Trainer(Protocol):
@@ -74,23 +76,33 @@ def run_loop(
 ) -> int:
     """Train from `start`, or from the newest checkpoint; return the last saved step."""
     parts = trainer.parts
-    log = Trackers([JsonlTracker(run), *trackers] if parts.world.is_main else [])
+    watch = Watch(parts.config)
+    log = Trackers([*(_sinks(parts, run, trackers) if parts.world.is_main else []), watch])
     start = start or start_of(run, save_every=parts.config.save.every)
     try:
         state = checkpoint.resume(
             run, parts.policy, parts.reference, start, fresh=trainer.fresh(), note=log.note
         )
-        loop = _Loop(trainer=trainer, run=run, log=log, state=state, saved=state.step)
+        watch.replay(run, state.step)
+        loop = _Loop(trainer=trainer, run=run, log=log, watch=watch, state=state, saved=state.step)
         steps = trainer.budget.settings.steps
         log.started(steps=steps, done=state.step, rollouts=trainer.rollouts)
         try:
             loop.run_steps(stop)
         except GivenUp:
             log.note(f"step {state.step} was waiting for another process, and was given up")
+        if stop.received is not None and not stop.by_signal:
+            log.note(f"stopped after step {state.step}: {stop.received}")
         loop.save_last()
     finally:
         log.close()
     return loop.saved
+
+
+def _sinks(parts: Components, run: RunFolder, trackers: Sequence[Tracker]) -> list[Tracker]:
+    """Return the trackers of a run: its folder, those of the caller and of the configuration."""
+    config = parts.config
+    return [JsonlTracker(run), *trackers, *make_trackers(config.trackers, run, config.model_dump())]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +112,7 @@ class _Loop:
     trainer: Trainer
     run: RunFolder
     log: Tracker
+    watch: Watch
     state: State
     saved: int
     """The step of the newest checkpoint."""
@@ -126,8 +139,9 @@ class _Loop:
             if evaluate_every and (last or trainer.budget.passed(evaluate_every, used, now)):
                 measure(parts, self.log, state.step)
             self.complete = replace(state)
-            if last or (save_every and state.step % save_every == 0):
+            if last or self.watch.is_best or (save_every and state.step % save_every == 0):
                 self.save_last()
+            self.watch.report(self.log, stop)
 
     def save_last(self) -> None:
         """Save the last complete step, unless it is saved already."""
@@ -136,7 +150,8 @@ class _Loop:
             return
         if parts.world.is_main:
             keep = parts.config.save.keep
-            checkpoint.save(self.run, parts.policy, parts.reference, state, keep=keep)
+            policy, reference, kept = parts.policy, parts.reference, self.watch.protected
+            checkpoint.save(self.run, policy, reference, state, keep=keep, protected=kept)
         parts.world.barrier()
         self.saved = state.step
 

@@ -19,6 +19,9 @@ from covey.errors import ConfigError, DataError
 from covey.models.chat_template import Template
 from covey.rewards import LENGTH_PENALTIES, Reward
 from covey.rewards.build import check_alone, make_reward, reward_options
+from covey.run.best import check_metric
+from covey.run.health import check_names
+from covey.run.trackers.choose import check_trackers
 from covey.tasks import Task, find_task, is_user_task, make_task
 from covey.trust import is_import_path
 from covey.types import Prompt
@@ -37,6 +40,10 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
+    check_trackers(config.trackers)
+    check_names(config.train.stop_on)
+    if config.save.best:
+        check_metric(config.save.best, samples=config.evaluate.samples)
     own = {
         "task": is_user_task(config.task.name),
         "reward": is_import_path(config.reward.name),

@@ -12,19 +12,16 @@ from typing import Any
 from covey.rollout.metrics import rollout_metrics, selection_metrics
 from covey.rollout.source import SynchronousSource
 from covey.run.folder import RunFolder
+from covey.run.metric_names import with_open_instruct_names
 from covey.run.metrics import meaning
 from covey.run.samples import samples_page
 from covey.run.trackers import Tracker
 from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.checkpoint import State
-from covey.training.report import (
-    FLAT_STEPS,
-    flat_rewards,
-    mean_advantages,
-    skipped_steps,
-)
+from covey.training.report import mean_advantages
 from covey.training.step import training_step
+from covey.training.usage import reference_rewards, usage_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +62,27 @@ class Reinforcement:
         training = time.perf_counter()
         batch, learned, state.beta = training_step(learner, groups, state.step)
         ended = time.perf_counter()
+        state.seconds += ended - started
 
         metrics: dict[str, Any] = {
             "step": state.step,
             "episode": state.episode,
             "tokens": state.tokens,
             "updates": parts.policy.version,
+            "epoch": state.episode / parts.config.rollout.group_size / len(parts.train_prompts),
             "reward_id": parts.scorer.identity,
-            **rollout_metrics(collected),
+            **rollout_metrics(collected, parts.policy.model.stop_ids),
             **selection_metrics(rollouts),
             **learned,
             "time/rollout": collected.rollout_seconds,
             "time/score": collected.score_seconds,
             "time/update": ended - training,
             "time/total": ended - started,
+            "time/from_scratch": state.seconds,
             "time/tokens_per_second": collected.tokens / (ended - started),
+            **usage_metrics(parts.policy, groups, parts.config.train.epochs, ended - training),
         }
+        metrics |= reference_rewards(metrics)
         assert all(meaning(name) for name in metrics), "every metric has a meaning"
         if parts.config.save.rollouts:
             advantages = mean_advantages(collected.groups, groups, batch)
@@ -89,14 +91,4 @@ class Reinforcement:
         if samples_every and state.step % samples_every == 0 and parts.world.is_main:
             page = samples_page(state.step, collected.groups, parts.config.save.samples_shown)
             run.write_samples(state.step, page)
-        log.step(metrics)
-        _warn(state, metrics, log)
-
-
-def _warn(state: State, metrics: dict[str, Any], log: Tracker) -> None:
-    """Note skipped optimizer steps and, every few steps, rewards that no longer differ."""
-    if skipped := skipped_steps(metrics):
-        log.note(f"step {state.step}: {skipped}")
-    state.flat = [*state.flat, metrics["rollout/zero_variance_groups"]][-FLAT_STEPS:]
-    if state.step % FLAT_STEPS == 0 and (warning := flat_rewards(state.flat, metrics)):
-        log.note(f"step {state.step}: {warning}")
+        log.step(with_open_instruct_names(metrics))
