@@ -7,6 +7,7 @@ might wait for minutes, so such a wait is given up some seconds after the signal
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +28,11 @@ class GivenUp(BaseException):
 
 @contextmanager
 def may_be_given_up() -> Iterator[None]:
-    """Mark a wait for others, which a signal ends with GivenUp."""
+    """Mark a wait for others, which a signal ends with GivenUp; in the main thread only."""
     global _waits
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     _waits += 1
     try:
         yield

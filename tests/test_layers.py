@@ -35,7 +35,7 @@ LAYERS: dict[str, set[str]] = {
     "embedded": {"models", "rng", "tasks", "training", "types"},
     "accel": PLAIN,
     "models": {"accel", "embedded", "subprocesses", "run.files", *PLAIN},
-    "engines": {"accel", "models", "rng", *PLAIN},
+    "engines": {"accel", "models", "rng", "subprocesses", *PLAIN},
     "environments": PLAIN,
     "reference": {"_version", "config", "models", "stopping", *PLAIN},
     "rollout": {

@@ -33,11 +33,13 @@ def isort_order(name: str) -> tuple[int, str]:
 
 
 def imported_names(file: Path) -> set[str]:
+    """Return the names that a package imports from the project, without its own modules."""
     return {
         alias.asname or alias.name
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("covey")
         for alias in node.names
+        if not (file.parent / f"{alias.name}.py").exists()
     }
 
 

@@ -8,36 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-MOST = 10**9
-"""Upper bound of steps, prompts and tokens: more is a typo."""
+from covey.config.section import Count, Device, Names, Positive, Share
+from covey.config.section import Named as Named
+from covey.config.section import Section as Section
+
 MOST_COMPLETIONS = 10**7
 """Completions of one step, all of which are in memory until the step ends."""
-Positive = Annotated[int, Field(ge=1, le=MOST)]
-Count = Annotated[int, Field(ge=0, le=MOST)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-"""Several names; a single one needs no brackets."""
-
-
-class Section(BaseModel):
-    """A table of the configuration."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class Named(Section):
-    """A table that names a function; every other key is an option of that function."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
-
-    name: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """All keys but `name`."""
-        return dict(self.model_extra or {})
 
 
 class Model(Section):
@@ -47,7 +25,7 @@ class Model(Section):
     """A folder, a hub name, a GGUF file, 'smollm2' or 'embedded'."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; auto: bfloat16 on a GPU, float32 on a CPU."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")] = "auto"
+    device: Device = "auto"
     """cpu, cuda, cuda:1, or auto."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
@@ -166,6 +144,11 @@ class Rollout(Section):
 class Engine(Section):
     """[engine]"""
 
+    kind: Literal["native", "process"] = "native"
+    """What generates: native (the trainer's process and weights) or process (the native engine in a
+    process of its own, with a copy of the weights)."""
+    device: Device = "auto"
+    """process: where it generates; auto: the trainer's device."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Completions generated at the same time."""
 
@@ -200,6 +183,14 @@ class Filter(Section):
 class Overlap(Section):
     """[overlap]"""
 
+    staleness: Annotated[int, Field(ge=0, le=64)] = 0
+    """Training steps that generation may be ahead of training; 0: each step generates first, then
+    trains."""
+    mode: Literal["ahead", "copy"] = "ahead"
+    """ahead: the prompts of staleness + 1 steps in one call, with the trainer's weights; copy: an
+    engine with a copy of the weights generates while the trainer trains."""
+    in_flight: bool = False
+    """copy: load new weights while completions are generated. Results then depend on timing."""
     max_staleness: Count = 0
     """Drop groups sampled more than this many optimizer steps ago; 0: keep all."""
 

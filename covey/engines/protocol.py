@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     import torch
 
 WeightSource = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
-"""Gives the named weights of the policy. An engine that shares them never calls it."""
+"""Gives the weights that training changes, by the names of `model.named_parameters()`: all of them,
+or those of the adapter alone. They do not change while an engine reads them. An engine that shares
+the trainer's weights never calls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,8 @@ class Completion:
     """Log-probability of each token under the distribution it was drawn from."""
     finish: Finish
     versions: tuple[VersionSpan, ...]
+    """The version of the weights for each span of tokens, in order and without gaps. One span,
+    unless weights were loaded while it was generated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,8 @@ class EngineInfo:
     rounding in float32. Those of a truncated distribution never are."""
     shares_weights: bool
     """Whether it generates with the trainer's own tensors."""
+    loads_in_flight: bool = False
+    """Whether weights may be loaded while completions are generated."""
 
 
 class Engine(Protocol):
@@ -112,7 +118,18 @@ class Engine(Protocol):
         """Generate until the source has no more requests."""
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Generate with these weights from now on; `version` counts their optimizer steps."""
+        """Generate with these weights from now on; `version` counts their optimizer steps.
+
+        Returns once the engine has them: the caller may then change the tensors. Another thread may
+        call it during `run` if `info.loads_in_flight`; completions in progress then continue with
+        the new weights, and have a version span for each.
+        """
+
+    def events(self) -> list[str]:
+        """Return what failed and was repaired since the last call, such as restarts: a line each.
+
+        The run logs and counts them.
+        """
 
     def close(self) -> None:
         """Free what the engine holds."""

@@ -20,8 +20,8 @@ class Collected:
     """Groups with their rewards, and how collecting them went."""
 
     groups: tuple[Group, ...] = ()
-    failures: tuple[str, ...] = ()
-    """One line for every rollout that could not be scored."""
+    errors: tuple[tuple[str, ...], ...] = ()
+    """For each group, one line for every rollout that could not be scored."""
     rollout_seconds: float = 0.0
     score_seconds: float = 0.0
 
@@ -29,6 +29,11 @@ class Collected:
     def rollouts(self) -> list[Rollout]:
         """All rollouts."""
         return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def failures(self) -> list[str]:
+        """One line for every rollout that could not be scored."""
+        return [line for lines in self.errors for line in lines]
 
     @property
     def tokens(self) -> int:
@@ -39,10 +44,25 @@ class Collected:
         """Return this and another round of the same step as one."""
         return Collected(
             groups=self.groups + more.groups,
-            failures=self.failures + more.failures,
+            errors=self.errors + more.errors,
             rollout_seconds=self.rollout_seconds + more.rollout_seconds,
             score_seconds=self.score_seconds + more.score_seconds,
         )
+
+    def split(self, counts: Sequence[int]) -> list[Collected]:
+        """Return consecutive parts of so many groups each, with their share of the time."""
+        parts, start = [], 0
+        for count in counts:
+            share, here = count / len(self.groups), slice(start, start + count)
+            part = Collected(
+                groups=self.groups[here],
+                errors=self.errors[here],
+                rollout_seconds=self.rollout_seconds * share,
+                score_seconds=self.score_seconds * share,
+            )
+            parts.append(part)
+            start += count
+        return parts
 
 
 @dataclass(slots=True)
@@ -120,19 +140,20 @@ class Collector:
             finished=finished,
         )
         sampled = time.perf_counter()
-        groups, failures = [], []
+        groups, errors = [], []
         for number, group in enumerate(generated):
             pairs = list(zip(group.rollouts, scoring.results(number), strict=True))
             scored = [_scored(rollout, result, self.scorer.identity) for rollout, result in pairs]
             groups.append(replace(group, rollouts=tuple(scored)))
-            failures += [
+            failed = (
                 f"{rollout.prompt_id} sample {rollout.sample}: {result.error}"
                 for rollout, result in pairs
                 if result.score is None
-            ]
+            )
+            errors.append(tuple(failed))
         return Collected(
             groups=tuple(groups),
-            failures=tuple(failures),
+            errors=tuple(errors),
             rollout_seconds=sampled - started,
             score_seconds=time.perf_counter() - sampled,
         )

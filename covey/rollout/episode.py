@@ -25,6 +25,8 @@ class EncodedPrompt:
     tokens: tuple[int, ...]
     prefill: str = ""
     """The end of the prompt that belongs to the text of every completion."""
+    step: int | None = None
+    """The training step, where a call generates for several. None: that of the call."""
 
 
 def encode_prompts(model: LanguageModel, prompts: Iterable[Prompt]) -> list[EncodedPrompt]:
@@ -57,7 +59,7 @@ class Episodes:
                 number=number * size + sample,
                 prompt=number,
                 tokens=encoded.tokens,
-                address=Address(seed, self.step, encoded.prompt.id, sample),
+                address=Address(seed, _step(encoded, self.step), encoded.prompt.id, sample),
             )
             for number, encoded in enumerate(self.prompts)
             for sample in range(size)
@@ -95,6 +97,10 @@ class Episodes:
             Group(prompt=p.prompt, rollouts=tuple(self.rollouts[number, s] for s in samples))
             for number, p in enumerate(self.prompts)
         ]
+
+
+def _step(encoded: EncodedPrompt, usual: int) -> int:
+    return usual if encoded.step is None else encoded.step
 
 
 def _rollout(encoded: EncodedPrompt, completion: Completion, text: str) -> Rollout:

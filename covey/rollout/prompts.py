@@ -38,6 +38,35 @@ def refill_prompts(
     return list(itertools.islice(fresh, count))
 
 
+def prompts_by_id(
+    prompts: Sequence[Prompt],
+    ids: Collection[str],
+    *,
+    seed: int,
+    step: int,
+    count: int,
+    rounds: int,
+) -> dict[str, Prompt]:
+    """Return prompts of a step by their id, found where the step and its refills took them from.
+
+    A task may make its prompts on demand, so that looking through all of them would take minutes.
+    """
+    size, found = len(prompts), dict[str, Prompt]()
+    orders = [prompt_indices(seed=seed, step=step - 1, count=count, size=size)] + [
+        refill_order(seed=seed, step=step, round_number=number, size=size)
+        for number in range(1, rounds)
+    ]
+    missing = set(ids)
+    for index in itertools.chain.from_iterable(orders):
+        if not missing:
+            break
+        prompt = prompts[index]
+        if prompt.id in missing:
+            found[prompt.id] = prompt
+            missing.remove(prompt.id)
+    return found
+
+
 def prompt_notes(model: LanguageModel, prompts: Sequence[Prompt]) -> list[str]:
     """Return what a user should know about how the chat template renders these prompts."""
     first = prompts[0].messages[0]["role"]

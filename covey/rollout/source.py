@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from covey.errors import RewardError
 from covey.rollout.collect import Collected, Collector, check_failures
@@ -14,107 +15,229 @@ from covey.rollout.prompts import refill_prompts, step_prompts
 from covey.types import Group, Prompt
 
 if TYPE_CHECKING:
+    from covey.engines.protocol import WeightSource
     from covey.rewards import LengthPenalty
     from covey.run.trackers import Tracker
     from covey.training.build import Parts
+
+
+class Ticket(NamedTuple):
+    """An order for the rollouts of one training step."""
+
+    step: int
+    """Counted from 1."""
+    version: int
+    """The optimizer steps of the weights that generate: those published last."""
+    share: float
+    """The share of the run that is done, 0 to 1: the weights of a reward may depend on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRollouts:
     """The rollouts of a training step."""
 
+    ticket: Ticket
     collected: Collected
     """All that were sampled."""
     selected: Selected
     """The groups to train on."""
     rounds: int
     """How often completions were sampled; more than once only with dynamic sampling."""
+    notes: tuple[str, ...] = ()
+    """What the user should read when the step is trained."""
+    engine_waited: float = 0.0
+    """Seconds that generation had nothing to do before these rollouts."""
 
 
 class RolloutSource(Protocol):
-    """Gives the training loop the groups of each step."""
+    """Gives the training loop the groups of each step. A step of the loop is
 
-    def groups(self, step: int, *, share: float | None = None) -> StepRollouts:
-        """Return the groups of a step, counted from 1.
+        publish(weights, version) -> start(tickets, as far ahead as may be) -> take(step) -> train
 
-        `share` is the share of the run that is done, if it does not follow from the steps.
+    so that the groups of step s + k are generated with the weights of step s - 1, if the source may
+    be k steps ahead. Every ticket is taken once, in order of its step.
+    """
+
+    def publish(self, weights: WeightSource, version: int) -> None:
+        """Offer the weights of the trainer, which are free to change after this call."""
+
+    def start(self, tickets: Sequence[Ticket]) -> None:
+        """Order the rollouts of some steps, with the weights published last. Does not wait."""
+
+    def take(self, step: int) -> StepRollouts:
+        """Return the rollouts of a step that was started, and wait for them if need be."""
+
+    def pending(self, after: int) -> list[StepRollouts]:
+        """Return the rollouts of all steps after `after` that were started; wait for them.
+
+        A checkpoint of step `after` holds them, since the weights that generated them are gone.
         """
 
+    def close(self) -> None:
+        """End what works in the background. The engine stays open."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class SynchronousSource:
-    """Collects the groups of a step when the loop asks, with the weights of that moment."""
+    """Collects groups when the loop asks, with the weights of that moment.
+
+    If several steps were started, their prompts are sampled in one call.
+    """
 
     parts: Parts
     reporter: Tracker
+    weights: WeightSource = field(init=False, default=tuple)
+    version: int = field(init=False, default=0)
+    started: list[Ticket] = field(init=False, default_factory=list)
+    done: dict[int, StepRollouts] = field(init=False, default_factory=dict)
+    """By step: collected and not yet taken."""
+
+    def publish(self, weights: WeightSource, version: int) -> None:
+        """Note the weights: the engine gets them when there is something to generate."""
+        self.weights, self.version = weights, version
+
+    def start(self, tickets: Sequence[Ticket]) -> None:
+        """Give the engine the weights, and note the tickets."""
+        if tickets:
+            self.parts.engine.load_weights(self.weights, self.version)
+        self.started = [*tickets]
+
+    def take(self, step: int) -> StepRollouts:
+        """Return the groups of a step; unless they are there, collect those of all tickets."""
+        if step not in self.done:
+            found = collect_steps(self.parts, self.reporter, self.started)
+            self.done |= {one.ticket.step: one for one in found}
+        return self.done.pop(step)
+
+    def pending(self, after: int) -> list[StepRollouts]:
+        """Return what was collected and not taken."""
+        return [self.done[step] for step in sorted(self.done) if step > after]
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def groups(self, step: int, *, share: float | None = None) -> StepRollouts:
-        """Sample, score, penalize and filter; with dynamic sampling, until the step is full.
+        """Collect the groups of a step with the policy's weights as they are, and note."""
+        policy = self.parts.policy
+        share = (step - 1) / self.parts.config.train.steps if share is None else share
+        self.publish(policy.weights, policy.version)
+        self.start([Ticket(step, policy.version, share)])
+        rollouts = self.take(step)
+        for note in rollouts.notes:
+            self.reporter.note(note)
+        return rollouts
+
+
+@dataclass(slots=True)
+class _Filling:
+    """A step whose groups are being collected, round by round."""
+
+    parts: Parts
+    ticket: Ticket
+    prompts: list[Prompt]
+    """Of the next round. None left: the step is complete."""
+    collected: Collected = field(default_factory=Collected)
+    selected: Selected = field(default_factory=lambda: Selected(groups=()))
+    rounds: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, found: Collected) -> None:
+        """Add a round, and choose the prompts of the next if the step needs more groups.
 
         The prompts of a refill have the address (seed, step, round), and leave the prompts of later
         steps as they are.
         """
-        config, policy = self.parts.config, self.parts.policy
-        share = (step - 1) / config.train.steps if share is None else share
-        wanted, train_prompts = config.rollout.prompts_per_step, self.parts.train_prompts
+        config, step = self.parts.config, self.ticket.step
+        if found.failures:
+            count, first = len(found.failures), found.failures[0]
+            self.notes.append(f"step {step}: {count} unscored, {first}")
+        self.collected, self.rounds = self.collected.joined(found), self.rounds + 1
+        check_failures(self.collected, config.scoring.max_unscored)
+        wanted = config.rollout.prompts_per_step
+        self.selected = select(
+            self.collected.groups,
+            version=self.ticket.version,
+            dynamic=config.filter.dynamic_sampling,
+            max_age=config.overlap.max_staleness,
+            most=wanted,
+        )
+        missing = wanted - len(self.selected.groups)
         most_rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
-        self.parts.engine.load_weights(policy.model.model.named_parameters, policy.version)
-        prompts = step_prompts(train_prompts, seed=config.seed, step=step - 1, count=wanted)
-        collected, rounds = Collected(), 0
-        while True:
-            collected = collected.joined(self._round(prompts, step, share))
-            rounds += 1
-            check_failures(collected, config.scoring.max_unscored)
-            selected = select(
-                collected.groups,
-                version=policy.version,
-                dynamic=config.filter.dynamic_sampling,
-                max_age=config.overlap.max_staleness,
-                most=wanted,
-            )
-            missing = wanted - len(selected.groups)
-            if not missing or rounds == most_rounds:
-                break
-            prompts = refill_prompts(
-                train_prompts,
-                used={group.prompt.id for group in collected.groups},
+        self.prompts = []
+        if missing and self.rounds < most_rounds:
+            self.prompts = refill_prompts(
+                self.parts.train_prompts,
+                used={group.prompt.id for group in self.collected.groups},
                 seed=config.seed,
                 step=step,
-                round_number=rounds,
-                count=_refill_size(missing, wanted, len(collected.groups)),
+                round_number=self.rounds,
+                count=_refill_size(missing, wanted, len(self.collected.groups)),
             )
-            if not prompts:
-                break
-        if not selected.groups:
-            self._note_empty(selected, step, rounds)
-        return StepRollouts(collected=collected, selected=selected, rounds=rounds)
 
-    def _round(self, prompts: list[Prompt], step: int, share: float) -> Collected:
-        """Sample and score one round of prompts, and apply the length penalty."""
-        parts = self.parts
-        collector = Collector(
-            engine=parts.engine,
-            model=parts.policy.model,
-            scorer=parts.scorer,
-            progress=self.reporter.sampled,
+    def rollouts(self) -> StepRollouts:
+        """Return the complete step."""
+        if not self.selected.groups:
+            self._note_empty()
+        return StepRollouts(
+            ticket=self.ticket,
+            collected=self.collected,
+            selected=self.selected,
+            rounds=self.rounds,
+            notes=tuple(self.notes),
         )
-        encoded = encode_prompts(parts.policy.model, prompts)
-        collected = collector.collect(encoded, sampling=parts.sampling, step=step, share=share)
-        if collected.failures:
-            count, first = len(collected.failures), collected.failures[0]
-            self.reporter.note(f"step {step}: {count} unscored, {first}")
-        if parts.config.length_penalty.name == "none":
-            return collected
-        groups = tuple(penalized(group, parts.length_penalty) for group in collected.groups)
-        return replace(collected, groups=groups)
 
-    def _note_empty(self, selected: Selected, step: int, rounds: int) -> None:
+    def _note_empty(self) -> None:
+        selected, step = self.selected, self.ticket.step
         if not selected.uniform and not selected.stale:
             raise RewardError(f"step {step}: no group has two scored completions")
-        self.reporter.note(
+        self.notes.append(
             f"step {step}: nothing to learn, {selected.uniform} groups all correct or all wrong "
-            f"and {selected.stale} too old after sampling {rounds} times"
+            f"and {selected.stale} too old after sampling {self.rounds} times"
         )
+
+
+def collect_steps(parts: Parts, reporter: Tracker, tickets: Sequence[Ticket]) -> list[StepRollouts]:
+    """Sample, score, penalize and filter the groups of some steps, with the engine's weights.
+
+    The prompts of all steps are sampled in one call. With dynamic sampling, so are the refills of
+    all steps that are not full.
+    """
+    config, all_prompts = parts.config, parts.train_prompts
+    count = config.rollout.prompts_per_step
+    filling = [
+        _Filling(
+            parts,
+            ticket,
+            step_prompts(all_prompts, seed=config.seed, step=ticket.step - 1, count=count),
+        )
+        for ticket in tickets
+    ]
+    while open_steps := [one for one in filling if one.prompts]:
+        found = _round(parts, reporter, open_steps)
+        for one, part in zip(open_steps, found, strict=True):
+            one.add(part)
+    return [one.rollouts() for one in filling]
+
+
+def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[Collected]:
+    """Sample and score the next round of each step, and apply the length penalty."""
+    model = parts.policy.model
+    collector = Collector(
+        engine=parts.engine, model=model, scorer=parts.scorer, progress=reporter.sampled
+    )
+    encoded = [
+        replace(prompt, step=one.ticket.step)
+        for one in steps
+        for prompt in encode_prompts(model, one.prompts)
+    ]
+    first = steps[0].ticket
+    collected = collector.collect(
+        encoded, sampling=parts.sampling, step=first.step, share=first.share
+    )
+    if parts.config.length_penalty.name != "none":
+        groups = tuple(penalized(group, parts.length_penalty) for group in collected.groups)
+        collected = replace(collected, groups=groups)
+    return collected.split([len(one.prompts) for one in steps])
 
 
 def _refill_size(missing: int, wanted: int, collected: int) -> int:

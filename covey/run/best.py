@@ -71,10 +71,16 @@ def best_of(run: RunFolder) -> Best | None:
     return None if best.step is None else best
 
 
+def best_step(run: RunFolder) -> int | None:
+    """Return the step of the best checkpoint; None if there is none."""
+    best = best_of(run)
+    return None if best is None else best.step
+
+
 def best_checkpoint(run: RunFolder) -> Path | None:
     """Return the folder of the best checkpoint; None if there is none."""
-    best = best_of(run)
-    return None if best is None or best.step is None else dict(run.checkpoints())[best.step]
+    step = best_step(run)
+    return None if step is None else dict(run.checkpoints())[step]
 
 
 def check_metric(name: str, *, samples: int) -> None:

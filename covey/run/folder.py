@@ -24,7 +24,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,10 +227,10 @@ class RunFolder:
             note(problem)
         return None if problems or not path.exists() else [row["step"] for row in rows]
 
-    def prune_checkpoints(self, keep: int, protected: Collection[int] = ()) -> None:
-        """Remove all checkpoints but the newest `keep` and those of protected steps."""
+    def prune_checkpoints(self, keep: int, best: int | None = None) -> None:
+        """Remove all checkpoints but the newest `keep`, and that of the best step."""
         for step, folder in self.checkpoints()[:-keep]:
-            if step not in protected:
+            if step != best:
                 shutil.rmtree(folder)
 
     def in_use(self) -> bool:

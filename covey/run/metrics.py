@@ -179,6 +179,32 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             "share",
             ROLLOUTS,
         ),
+        "overlap/staleness": Metric(
+            "Mean over sampled tokens of the optimizer steps between the weights that sampled and "
+            "those that the step starts from. Only with overlap.staleness.",
+            "optimizer steps",
+        ),
+        "overlap/staleness_max": Metric("The most of these optimizer steps.", "optimizer steps"),
+        "overlap/version_min": Metric(
+            "Optimizer steps of the oldest weights that sampled for the step.", "optimizer steps"
+        ),
+        "overlap/version_max": Metric(
+            "Optimizer steps of the newest weights that sampled for the step.", "optimizer steps"
+        ),
+        "engine/restarts": Metric(
+            "Engine processes that died and were started again since the last step. Only with an "
+            "engine in other processes.",
+            "processes",
+            MACHINE,
+            healthy=(0, 0),
+        ),
+        "scoring/restarts": Metric(
+            "Scoring processes that died and were replaced since the last step. Only if there were "
+            "any.",
+            "processes",
+            MACHINE,
+            healthy=(0, 0),
+        ),
         "time/rollout": Metric("Seconds spent sampling.", "seconds", MACHINE),
         "time/score": Metric("Seconds spent scoring.", "seconds", MACHINE),
         "time/update": Metric(
@@ -186,6 +212,17 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             "seconds",
             MACHINE,
             open_instruct="time/training",
+        ),
+        "time/wait_rollouts": Metric(
+            "Seconds that training waited for rollouts. Only with overlap.mode = 'copy'.",
+            "seconds",
+            MACHINE,
+        ),
+        "time/wait_training": Metric(
+            "Seconds that generation waited for training before it sampled for this step. Only "
+            "with overlap.mode = 'copy'.",
+            "seconds",
+            MACHINE,
         ),
         "time/total": Metric(
             "Seconds of the whole step, without evaluation and saving.",

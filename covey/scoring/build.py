@@ -38,6 +38,10 @@ class InlineScorer:
         """Score a job."""
         return _Done(score_job(self.reward, job))
 
+    def events(self) -> list[str]:
+        """Return none."""
+        return []
+
     def close(self) -> None:
         """Do nothing: there is no process to end."""
 

@@ -53,6 +53,9 @@ class Scorer(Protocol):
     def submit(self, job: Job) -> Pending:
         """Start or queue a job."""
 
+    def events(self) -> list[str]:
+        """Return which worker processes were replaced since the last call, a line each."""
+
     def close(self) -> None:
         """End all worker processes."""
 

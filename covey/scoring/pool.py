@@ -108,6 +108,9 @@ class Pool:
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._running: set[Worker] = set()
+        self._killed: set[Future[list[ScoreResult]]] = set()
+        """Jobs whose process was killed by others, which are tried again once."""
+        self._happened: list[str] = []
 
     def copy(self) -> Pool:
         """Return a pool with the same settings and its own processes."""
@@ -139,6 +142,12 @@ class Pool:
             self._queue.append((job, future))
             self._changed.notify()
         return future
+
+    def events(self) -> list[str]:
+        """Return which processes died and were replaced since the last call."""
+        with self._changed:
+            happened, self._happened = self._happened, []
+        return happened
 
     def close(self) -> None:
         """Kill the processes and cancel all jobs that have not started."""
@@ -243,13 +252,24 @@ class Pool:
                 else:
                     waiting.pop(number)[1].set_result(results)
         except (EOFError, OSError):
-            self._give_up(waiting, f"the scoring process ended {worker.how_ended()}")
+            self._lost(waiting, worker.how_ended())
             return False
         except Exception as error:  # a reward that found the connection can send anything
             why = f"the scoring process sent an invalid message: {type(error).__name__}"
             self._give_up(waiting, why)
             return False
         return usable
+
+    def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
+        """Handle the jobs of a process that has died. If it was killed, the job is not at fault."""
+        with self._changed:
+            self._happened.append(f"a scoring process ended {how}, and was replaced")
+        first = next(iter(waiting.values()), None)
+        if how.endswith("SIGKILL") and first is not None and first[1] not in self._killed:
+            self._killed.add(first[1])
+            self._put_back(list(waiting.values()), self._suspects)
+            return
+        self._give_up(waiting, f"the scoring process ended {how}")
 
     def _give_up(self, waiting: dict[int, QueuedJob], why: str) -> None:
         """Fail the job at fault, and queue the others again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from covey.config import Config
 from covey.engines.native.engine import NativeEngine
+from covey.engines.process.engine import ProcessEngine
+from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import ConfigError, DataError
 from covey.models.adapter import adapter_base, add_adapter, load_adapter
@@ -54,6 +57,8 @@ class Components:
     policy: Policy
     reference: Reference | None = None
     engine: Engine
+    engine_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held from loading weights into the engine until it has generated with them."""
     sampling: Sampling
     world: World = field(default_factory=OneRank)
 
@@ -99,7 +104,9 @@ def assemble(config: Config, reward: Reward | None = None, task: Task | None = N
     objective = objective_of(config)
     model = load_model(config)
     reference = reference_of(config, model, objective)
-    engine, sampling, scorer = NativeEngine(model), sampling_of(config), scorer_of(config, reward)
+    policy = policy_of(config, model)
+    engine, sampling = make_engine(config, policy), sampling_of(config)
+    scorer = scorer_of(config, reward)
     return Parts(
         config=config,
         train_prompts=train_prompts,
@@ -110,13 +117,25 @@ def assemble(config: Config, reward: Reward | None = None, task: Task | None = N
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
             **config.length_penalty.options
         ),
-        policy=policy_of(config, model),
+        policy=policy,
         reference=reference,
         engine=engine,
         sampling=sampling,
         objective=objective,
-        step_settings=step_settings_of(config, sampling, exact_logp=engine.info.exact_logp),
+        step_settings=step_settings_of(
+            config, objective, sampling, exact_logp=engine.info.exact_logp
+        ),
     )
+
+
+def make_engine(config: Config, policy: Policy) -> Engine:
+    """Build what generates for a policy."""
+    if config.engine.kind == "native":
+        return NativeEngine(policy.model)
+    here = policy.model.device.type == "cuda" and config.engine.device != "cpu"
+    shared = SharedWeights.allocate(policy.weights(), on_gpu=here)
+    shared.write(policy.weights())
+    return ProcessEngine("covey.training.engine_worker", config.model_dump(), shared)
 
 
 def reference_of(config: Config, model: LanguageModel, objective: Objective) -> Reference | None:
@@ -191,13 +210,18 @@ def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
     return MasterAdamW(parameters, **options)
 
 
-def step_settings_of(config: Config, sampling: Sampling, *, exact_logp: bool) -> StepSettings:
+def step_settings_of(
+    config: Config, objective: Objective, sampling: Sampling, *, exact_logp: bool
+) -> StepSettings:
     """Return how a batch is turned into optimizer steps, with the learning rate of the first.
 
-    `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp.
+    `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp. Where
+    rollouts may be older than that, they may if the ratio itself has to correct for it.
     """
+    source, stale = config.train.old_logp, config.overlap.staleness > 0
     exact = exact_logp and not sampling.distribution.truncates
-    source = config.train.old_logp
+    if stale:
+        exact = not objective.corrects
     return StepSettings(
         mini_batches=config.train.mini_batches,
         epochs=config.train.epochs,
@@ -207,6 +231,7 @@ def step_settings_of(config: Config, sampling: Sampling, *, exact_logp: bool) ->
         seed=config.seed,
         skip_zero_gradient=config.filter.skip_zero_gradient,
         mask_truncated=config.filter.mask_truncated,
+        stale=stale,
     )
 
 

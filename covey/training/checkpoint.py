@@ -5,14 +5,15 @@
     covey.json                                     the state of the run and the policy version
 
 With an adapter, the first line is adapter_config.json and adapter_model.safetensors instead, as
-peft has them: frozen weights are not saved again. A reference that moves adds files of its own.
+peft has them: frozen weights are not saved again. A reference that moves adds files of its own, and
+so do rollouts that were generated ahead (in_flight.jsonl).
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from covey.errors import RunError
 from covey.models.adapter import WEIGHTS_FILE, named_weights, save_adapter
 from covey.models.from_pretrained import read_pretrained
 from covey.reference import Reference
+from covey.run.best import best_step
 from covey.run.folder import RunFolder
 from covey.run.records import Note
 from covey.run.resume import Start, offer, put_aside_after
@@ -61,14 +63,18 @@ def save(
     state: State,
     *,
     keep: int,
-    protected: Collection[int] = (),
+    more: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write the checkpoint of a step, whole or not at all; keep the newest and protected ones."""
+    """Write the checkpoint of a step, whole or not at all; keep the newest `keep`, and the best.
+
+    `more` adds files to it.
+    """
     with run.new_checkpoint(state.step) as folder:
         save_policy(policy, folder, asdict(state))
         if reference is not None:
             reference.save(folder)
-    run.prune_checkpoints(keep, protected)
+        more(folder)
+    run.prune_checkpoints(keep, best_step(run))
 
 
 def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -> State:

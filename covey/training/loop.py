@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from covey.evaluation.evaluate import Evaluation, evaluate
@@ -51,8 +53,17 @@ class Trainer(Protocol):
     def fresh(self) -> State:
         """Return the state of a run that begins."""
 
+    def begin(self, checkpoint: Path | None, log: Tracker) -> None:
+        """Prepare for the first step, after the given checkpoint. None: the run begins."""
+
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Take training step number `state.step`, and log it."""
+
+    def save(self, folder: Path, step: int) -> None:
+        """Add to the checkpoint of a step what resuming after it needs, beside the state."""
+
+    def close(self) -> None:
+        """End what works beside the loop."""
 
 
 def train(
@@ -84,6 +95,7 @@ def run_loop(
             run, parts.policy, parts.reference, start, fresh=trainer.fresh(), note=log.note
         )
         watch.replay(run, state.step)
+        trainer.begin(start.checkpoint, log)
         loop = _Loop(trainer=trainer, run=run, log=log, watch=watch, state=state, saved=state.step)
         steps = trainer.budget.settings.steps
         log.started(steps=steps, done=state.step, rollouts=trainer.rollouts)
@@ -95,6 +107,7 @@ def run_loop(
             log.note(f"stopped after step {state.step}: {stop.received}")
         loop.save_last()
     finally:
+        trainer.close()
         log.close()
     return loop.saved
 
@@ -149,24 +162,25 @@ class _Loop:
         if state is None or state.step <= self.saved:
             return
         if parts.world.is_main:
+            more = partial(self.trainer.save, step=state.step)
             keep = parts.config.save.keep
-            policy, reference, kept = parts.policy, parts.reference, self.watch.protected
-            checkpoint.save(self.run, policy, reference, state, keep=keep, protected=kept)
+            checkpoint.save(self.run, parts.policy, parts.reference, state, keep=keep, more=more)
         parts.world.barrier()
         self.saved = state.step
 
 
 def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
     """Evaluate the policy as it is after `step`, and log that."""
-    model = parts.policy.model
-    parts.engine.load_weights(model.model.named_parameters, parts.policy.version)
-    evaluation = evaluate(
-        parts.held_out_prompts,
-        Collector(engine=parts.engine, model=model, scorer=parts.eval_scorer, progress=log.sampled),
-        sampling=parts.sampling,
-        samples=parts.config.evaluate.samples,
-        temperature=parts.config.evaluate.temperature,
-    )
+    model, engine = parts.policy.model, parts.engine
+    with parts.engine_lock:
+        engine.load_weights(parts.policy.weights, parts.policy.version)
+        evaluation = evaluate(
+            parts.held_out_prompts,
+            Collector(engine=engine, model=model, scorer=parts.eval_scorer, progress=log.sampled),
+            sampling=parts.sampling,
+            samples=parts.config.evaluate.samples,
+            temperature=parts.config.evaluate.temperature,
+        )
     # The rows first: a line in eval.jsonl means that they are there.
     log.table("evaluations", step, [item.row() for item in evaluation.items])
     log.evaluation(step, evaluation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,11 @@ class Policy:
     """Whether CUDA graphs are used, where the model and its device allow it."""
     passes: TrainGraphs | None = None
     """The CUDA graphs of forward and backward passes."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights that training changes, by name: what an engine's copy needs."""
+        named = self.model.model.named_parameters()
+        return ((name, weight.detach()) for name, weight in named if weight.requires_grad)
 
     def logp(self, batch: Batch) -> LogProbs:
         """Return log-probability and entropy of every trained token, with gradient if enabled.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from covey.config import Config, parse_config
 from covey.config.algorithm_names import check_algorithm_name
 from covey.config.options import choose, resolve_options
+from covey.config.overlap_modes import check_overlap
 from covey.config.reference_kinds import check_reference
 from covey.config.schema import Named
 from covey.errors import ConfigError, DataError
@@ -29,6 +30,11 @@ from covey.types import Prompt
 if TYPE_CHECKING:
     from covey.engines.protocol import Sampling
     from covey.objective import Objective
+
+
+STALE_CORRECTION = "token_truncate"
+"""The default of objective.correction where rollouts are older than the weights in training:
+truncated importance sampling, which with a recomputed old_logp is decoupled PPO."""
 
 
 def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = ()) -> Config:
@@ -57,6 +63,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     named = {where: {"name": getattr(config, where).name, **o} for where, o in options.items()}
     resolved = parse_config({**config.model_dump(), **named})
     check_reference(resolved.reference)
+    check_overlap(resolved)
     template_of(resolved)
     if "objective" in options:
         _check_old_logp(resolved)
@@ -64,13 +71,25 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
 
 
 def _check_old_logp(resolved: Config) -> None:
-    """Reject the engine's log-probs as old_logp where they differ from the trainer's."""
-    if resolved.train.old_logp == "sampler" and sampling_of(resolved).distribution.truncates:
+    """Reject the engine's log-probs as old_logp where they differ from the trainer's.
+
+    Reject old rollouts that nothing corrects for: with old_logp from the trainer the ratio starts
+    at 1, however old they are.
+    """
+    truncates = sampling_of(resolved).distribution.truncates
+    if resolved.train.old_logp == "sampler" and truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
             "min_p: the engine's log-probs are then those of a truncated distribution"
         )
     objective = objective_of(resolved)
+    blind = truncates or resolved.train.old_logp == "recompute" or "old_entropy" in objective.needs
+    if resolved.overlap.staleness and blind and not objective.corrects:
+        raise ConfigError(
+            f"config: overlap.staleness = {resolved.overlap.staleness} trains on completions of "
+            f"older weights, and nothing corrects for it: set objective.correction = "
+            f"{STALE_CORRECTION!r}"
+        )
     taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
     if taken and objective.corrects:
         raise ConfigError(
@@ -94,8 +113,12 @@ def _length_penalty_options(config: Config) -> dict[str, object]:
 def _objective_options(config: Config) -> dict[str, object]:
     from covey.objective import algorithm
 
-    section = config.objective
+    section: Named = config.objective
     maker = algorithm(section.name, section.options)
+    corrected = config.overlap.staleness and config.train.old_logp != "sampler"
+    if corrected and "correction" not in section.options:
+        options = {**section.options, "correction": STALE_CORRECTION}
+        section = Named.model_validate({"name": section.name, **options})
     return resolve_options(maker, section, "objective", _length_defaults(config))
 
 

@@ -6,11 +6,15 @@ Collecting is in rollout/source.py, training on the groups in training/step.py.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from covey.config.schema import Save
+from covey.rollout.in_flight import read_in_flight, write_in_flight
 from covey.rollout.metrics import rollout_metrics, selection_metrics
-from covey.rollout.source import SynchronousSource
+from covey.rollout.overlap import RolloutQueue, rollout_queue
 from covey.run.folder import RunFolder
 from covey.run.metric_names import with_open_instruct_names
 from covey.run.metrics import meaning
@@ -19,16 +23,19 @@ from covey.run.trackers import Tracker
 from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.checkpoint import State
+from covey.training.overlap_report import overlap_metrics, overlap_note, restarts
 from covey.training.report import mean_advantages
 from covey.training.step import training_step
 from covey.training.usage import reference_rewards, usage_metrics
+from covey.types import Group
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reinforcement:
     """Reinforcement learning: groups are collected, filtered and trained on."""
 
     parts: Parts
+    queue: RolloutQueue = field(init=False)
 
     @property
     def budget(self) -> Budget:
@@ -49,13 +56,42 @@ class Reinforcement:
         """Begin with the objective's own beta."""
         return State(beta=self.parts.objective.beta)
 
+    def begin(self, checkpoint: Path | None, log: Tracker) -> None:
+        """Continue with the rollouts that the checkpoint holds, and say what corrects for age."""
+        prompts, config = self.parts.train_prompts, self.parts.config
+        count = config.rollout.prompts_per_step
+        held = (
+            []
+            if checkpoint is None
+            else read_in_flight(checkpoint, prompts, seed=config.seed, count=count)
+        )
+        self.queue = rollout_queue(self.parts, log, held)
+        if self.parts.config.overlap.staleness:
+            log.note(overlap_note(self.parts))
+
+    def save(self, folder: Path, step: int) -> None:
+        """Save the rollouts that were generated ahead."""
+        write_in_flight(folder, self.queue.in_flight(after=step))
+
+    def close(self) -> None:
+        """End the generation that works beside the loop, and the processes of the engine."""
+        if hasattr(self, "queue"):
+            self.queue.source.close()
+        self.parts.engine.close()
+
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Collect and filter groups, train on them, and log."""
         parts, started = self.parts, time.perf_counter()
         learner = parts.learner_at(state)
         share = self.budget.spent(replace(state, step=state.step - 1).used(parts.policy))
-        rollouts = SynchronousSource(parts, log).groups(state.step, share=share)
+        rollouts = self.queue.take(state.step, share)
+        overlap = overlap_metrics(
+            parts, rollouts, time.perf_counter() - started, parts.policy.version
+        )
         collected = rollouts.collected
+        events, deaths = restarts(parts)
+        for note in (*rollouts.notes, *(f"step {state.step}: {event}" for event in events)):
+            log.note(note)
         groups = parts.world.gather(rollouts.selected.groups)
         state.episode += len(collected.rollouts)
         state.tokens += collected.tokens
@@ -74,6 +110,8 @@ class Reinforcement:
             **rollout_metrics(collected, parts.policy.model.stop_ids),
             **selection_metrics(rollouts),
             **learned,
+            **overlap,
+            **deaths,
             "time/rollout": collected.rollout_seconds,
             "time/score": collected.score_seconds,
             "time/update": ended - training,
@@ -87,8 +125,12 @@ class Reinforcement:
         if parts.config.save.rollouts:
             advantages = mean_advantages(collected.groups, groups, batch)
             log.table("rollouts", state.step, run.rollout_rows(collected.groups, advantages))
-        samples_every = parts.config.save.samples_every
-        if samples_every and state.step % samples_every == 0 and parts.world.is_main:
-            page = samples_page(state.step, collected.groups, parts.config.save.samples_shown)
-            run.write_samples(state.step, page)
+        if parts.world.is_main:
+            _write_samples(run, parts.config.save, state.step, collected.groups)
         log.step(with_open_instruct_names(metrics))
+
+
+def _write_samples(run: RunFolder, save: Save, step: int, groups: Sequence[Group]) -> None:
+    """Write the page of the highest and lowest rewards, every few steps."""
+    if save.samples_every and step % save.samples_every == 0:
+        run.write_samples(step, samples_page(step, groups, save.samples_shown))

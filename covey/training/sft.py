@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,6 +142,15 @@ class Supervised:
     def fresh(self) -> State:
         """Begin at step 0."""
         return State()
+
+    def begin(self, checkpoint: Path | None, log: Tracker) -> None:
+        """Do nothing: each step prepares its own data."""
+
+    def save(self, folder: Path, step: int) -> None:
+        """Add nothing to a checkpoint."""
+
+    def close(self) -> None:
+        """Do nothing: nothing works beside the loop."""
 
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Train on the solutions of a step, and log."""

@@ -59,11 +59,13 @@ class StepSettings:
     skip_zero_gradient: bool = False
     """Leave rows without advantage out of forward passes where they have no gradient."""
     mask_truncated: bool = False
+    stale: bool = False
+    """Whether rollouts may be of older weights than those that the step starts from."""
 
     @property
     def off_policy(self) -> bool:
-        """Whether some optimizer step comes after another on the same batch."""
-        return self.mini_batches * self.epochs > 1
+        """Whether some optimizer step is not the first one after the weights that generated."""
+        return self.stale or self.mini_batches * self.epochs > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

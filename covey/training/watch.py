@@ -71,11 +71,6 @@ class Watch(Tracker):
         every = self.config.save.every
         return self.best is None or self.best.of_evaluations or (every > 0 and step % every == 0)
 
-    @property
-    def protected(self) -> tuple[int, ...]:
-        """Steps whose checkpoints are kept, however old."""
-        return () if self.best is None or self.best.step is None else (self.best.step,)
-
     def report(self, log: Tracker, stop: StopSignal) -> None:
         """Tell the user what is new, and ask the loop to stop if the settings say so."""
         for finding in self.new:

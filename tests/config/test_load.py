@@ -76,7 +76,11 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "min_p": share,
         "stop": st.lists(text.filter(bool), max_size=3),
     },
-    "engine": {"max_concurrent": st.integers(1, 10**6)},
+    "engine": {
+        "kind": st.sampled_from(["native", "process"]),
+        "device": st.sampled_from(["auto", "cpu", "cuda:1"]),
+        "max_concurrent": st.integers(1, 10**6),
+    },
     "scoring": {
         "workers": st.integers(0, 4096),
         "timeout": size,
@@ -89,7 +93,12 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "mask_truncated": st.booleans(),
         "skip_zero_gradient": st.booleans(),
     },
-    "overlap": {"max_staleness": count},
+    "overlap": {
+        "staleness": st.integers(0, 64),
+        "mode": st.sampled_from(["ahead", "copy"]),
+        "in_flight": st.booleans(),
+        "max_staleness": count,
+    },
     "optimizer": {
         "learning_rate": st.floats(0, allow_infinity=False) | st.integers(0, 5),
         "beta1": share,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -234,3 +236,17 @@ def test_a_reward_that_the_process_cannot_load_is_an_error_at_once(tmp_path: Pat
             make_scorer("gone", as_reward(vanishing_module.f), workers=1, timeout=1)
     finally:
         sys.path.remove(str(tmp_path))
+
+
+def test_a_completion_keeps_its_reward_when_others_kill_its_process(tmp_path: Path) -> None:
+    pool = Pool(functions.Obeys(), "obeys", workers=1, timeout=60)
+    running = pool.submit(job("1"))
+    pid = int(running.result()[0].score.parts["pid"])
+    slow, waiting = pool.submit(job(f"wait {tmp_path / 'done'}")), pool.submit(job("0.25"))
+    time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    (tmp_path / "done").touch()
+    assert [reward_values(f.result()) for f in (slow, waiting)] == [[1.0], [0.25]]
+    assert pool.events() == ["a scoring process ended by signal SIGKILL, and was replaced"]
+    assert pool.events() == []
+    pool.close()

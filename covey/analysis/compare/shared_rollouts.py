@@ -57,6 +57,10 @@ class SharedEngine:
         self.version = version
         self.engine.load_weights(weights, version)
 
+    def events(self) -> list[str]:
+        """Return those of the engine."""
+        return self.engine.events()
+
     def close(self) -> None:
         """Close the engine."""
         self.engine.close()

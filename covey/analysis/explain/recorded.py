@@ -179,7 +179,9 @@ def policy_before(run: RunFolder, step: int, *, exact: bool = False) -> Trainee:
     learner = Learner(
         policy=policy_of(config, model),
         objective=objective,
-        settings=step_settings_of(config, sampling_of(config), exact_logp=has_exact_logp(model)),
+        settings=step_settings_of(
+            config, objective, sampling_of(config), exact_logp=has_exact_logp(model)
+        ),
         reference=reference_of(config, model, objective),
     )
     state, number, path = State(beta=objective.beta), 0, config.model.path

@@ -96,7 +96,8 @@ def _calls(config: Config, held_out: int) -> list[Call]:
     rollout, evaluate, most = config.rollout, config.evaluate, config.engine.max_concurrent
     truncates = sampling_of(config).distribution.truncates
     copies = TRUNCATED_COPIES if truncates else SAMPLED_COPIES
-    calls = [(rollout.prompts_per_step, rollout.group_size, copies)]
+    together = config.overlap.staleness + 1 if config.overlap.mode == "ahead" else 1
+    calls = [(rollout.prompts_per_step * together, rollout.group_size, copies)]
     if evaluate.every:
         calls.append((held_out, 1, GREEDY_COPIES))
         if evaluate.samples:

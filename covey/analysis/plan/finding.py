@@ -70,8 +70,11 @@ class Setup:
 
     @property
     def one_update(self) -> bool:
-        """Whether a rollout batch is used for one optimizer step, so that every ratio is 1."""
-        return self.config.train.updates == 1
+        """Whether a rollout batch is used for one optimizer step, so that every ratio is 1.
+
+        It is not with rollouts of older weights.
+        """
+        return self.config.train.updates == 1 and not self.config.overlap.staleness
 
     @property
     def truncates(self) -> bool:

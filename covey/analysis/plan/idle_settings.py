@@ -255,8 +255,15 @@ def filters(setup: Setup) -> Iterator[Said]:
             overlap.max_staleness > 0,
             ("overlap.max_staleness",),
             f"overlap.max_staleness = {overlap.max_staleness} drops nothing",
-            "A step trains the weights that generated its completions: none is stale.",
+            "overlap.staleness decides how old completions are: none is older.",
             "remove it",
+        ),
+        (
+            overlap.mode == "copy" and not overlap.staleness,
+            ("overlap.mode", "overlap.staleness"),
+            "overlap.mode = 'copy' overlaps nothing with overlap.staleness = 0",
+            "Each step waits for the completions of the weights before it.",
+            "set overlap.staleness = 1, or remove it",
         ),
     ]
     for holds, settings, title, why, remedy in cases:

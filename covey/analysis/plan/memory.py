@@ -200,7 +200,18 @@ class _Run:
                 f"AdamW's two moments of {shape.trained:,} trained parameters",
             ),
             self._reference(weights),
+            *self._engine_copies(weights),
         ]
+
+    def _engine_copies(self, weights: int) -> list[Part]:
+        """Return what an engine with weights of its own takes, if it is on the same device."""
+        overlap, engine = self.config.overlap, self.config.engine
+        if engine.kind == "native" or engine.device not in ("auto", self.config.model.device):
+            return []
+        waiting = overlap.staleness + 1 if overlap.mode == "copy" and not overlap.in_flight else 0
+        held = weights + self.shape.trained * (1 + waiting)
+        why = f"a copy, 1 to hand over, {waiting} that wait for their turn"
+        return [Part("weights of the engine", held * self.size, ALWAYS, why)]
 
     def _reference(self, weights: int) -> Part:
         kind, phases, held = self.config.reference.kind, ALWAYS, weights * self.size
@@ -224,7 +235,7 @@ class _Run:
         layout += ", recomputed" if checkpointing else ""
         by_reference = "reference" in self.objective.needs and config.reference.kind != "server"
         old_policy = self.objective.needs & {"old_logp", "old_entropy"}
-        by_policy = config.train.updates > 1 or bool(old_policy)
+        by_policy = config.train.updates > 1 or bool(old_policy) or config.overlap.staleness > 0
         # A CUDA graph of the policy computes log-probs where its activations are.
         no_grad = by_reference or (by_policy and not self.captured)
         graph = " in a CUDA graph, which keeps its memory" if self.captured else ""

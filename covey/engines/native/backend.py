@@ -43,6 +43,9 @@ class DecodeBackend(Protocol):
         The weights are those at the time of this call.
         """
 
+    def refresh(self) -> None:
+        """Go on with weights that have changed since `begin`."""
+
     def advance(self, slots: Slots, width: int, most: int) -> None:
         """Generate 1 to `most` tokens in each unfinished slot among the first `width`."""
 
@@ -59,6 +62,7 @@ class EagerBackend:
     sampling: Sampling | None = None
     spare: SlotCache | None = field(init=False, default=None)
     """A small cache on the CPU is kept for the next call: fresh memory is slow to touch."""
+    capacity: int = field(init=False, default=0)
 
     def width_for(self, completions: int) -> int:
         """Return the same number: any number of slots is equally fast."""
@@ -73,9 +77,14 @@ class EagerBackend:
         self.spare = None
         if cache.place.device.type == "cpu" and cache.bytes <= SPARE_BYTES:
             self.spare = cache
-        self.decoder.begin(capacity)
+        self.capacity = capacity
+        self.refresh()
         self.sampling = sampling
         return Slots.make(cache.emptied(), sampling.max_tokens, self.model.stop_ids)
+
+    def refresh(self) -> None:
+        """Let the decoder prepare the weights."""
+        self.decoder.begin(self.capacity)
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
         """Generate one token in every unfinished slot."""

@@ -78,9 +78,13 @@ class GraphBackend:
         if room not in self.slots:
             self.slots[room] = Slots.make(cache, room, self.model.stop_ids)
         cache.emptied()
-        self.decoder.begin(self.sizes["capacity"] + self.sizes["prompt_capacity"])
+        self.refresh()
         self.distribution = sampling.distribution
         return self.slots[room]
+
+    def refresh(self) -> None:
+        """Let the decoder prepare the weights, at the addresses that graphs hold."""
+        self.decoder.begin(self.sizes["capacity"] + self.sizes["prompt_capacity"])
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
         """Enqueue some tokens for every unfinished slot; does not wait for them."""

@@ -15,7 +15,6 @@ from covey.engines.protocol import Completion, EngineInfo, RequestSource, Weight
 from covey.errors import ModelError
 from covey.models.deterministic import skip_determinism_check
 from covey.models.language_model import LanguageModel
-from covey.types import VersionSpan
 
 
 def has_exact_logp(model: LanguageModel) -> bool:
@@ -33,6 +32,8 @@ class NativeEngine:
     model: LanguageModel
     backend: DecodeBackend = field(init=False)
     version: int = field(init=False, default=0)
+    scheduler: Scheduler | None = field(init=False, default=None)
+    """Of the run in progress."""
 
     def __post_init__(self) -> None:
         self.backend = choose_backend(self.model)
@@ -40,15 +41,28 @@ class NativeEngine:
     @property
     def info(self) -> EngineInfo:
         """Backend, exactness, weights."""
+        return self._info(shares_weights=True)
+
+    def _info(self, *, shares_weights: bool) -> EngineInfo:
         return EngineInfo(
             backend=self.backend.description,
             exact_logp=has_exact_logp(self.model),
-            shares_weights=True,
+            shares_weights=shares_weights,
         )
 
     def load_weights(self, weights: WeightSource, version: int) -> None:
-        """Note the version. The weights are those of the model already."""
+        """Note the version. The weights are those of the model already.
+
+        From within a run, by the source of requests, completions go on with the new weights.
+        """
         self.version = version
+        if self.scheduler is not None:
+            self.backend.refresh()
+            self.scheduler.change_version(version)
+
+    def events(self) -> list[str]:
+        """Return none: what fails here fails the trainer."""
+        return []
 
     def close(self) -> None:
         """Do nothing: the model belongs to the trainer."""
@@ -63,21 +77,44 @@ class NativeEngine:
         if training:
             self.model.model.eval()
         try:
-            for finished in Scheduler(self.model, self.backend, requests).run():
+            self.scheduler = Scheduler(self.model, self.backend, requests, self.version)
+            self.scheduler.change_version(self.version)  # its constructor takes requests
+            for finished in self.scheduler.run():
                 requests.done([self._completion(one) for one in finished])
         finally:
+            self.scheduler = None
             if training:
                 self.model.model.train()
 
-    def _completion(self, one: Finished) -> Completion:
+    @staticmethod
+    def _completion(one: Finished) -> Completion:
         _check_finite(one)
         return Completion(
             request=one.request,
             tokens=_tuple(one.tokens),
             logp=_tuple(one.logp),
             finish=one.finish,
-            versions=(VersionSpan(0, len(one.tokens), self.version),),
+            versions=one.versions,
         )
+
+
+class NativeCopy(NativeEngine):
+    """The native engine with a model of its own, for a trainer in another thread or process."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """The same, but for the weights."""
+        return self._info(shares_weights=False)
+
+    def load_weights(self, weights: WeightSource, version: int) -> None:
+        """Copy the weights."""
+        own = dict(self.model.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights():
+                own[name].copy_(weight)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # the caller may change them from now on
+        NativeEngine.load_weights(self, weights, version)
 
 
 def _check_finite(one: Finished) -> None:

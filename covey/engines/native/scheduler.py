@@ -18,7 +18,7 @@ from covey.engines.protocol import Request, RequestSource
 from covey.errors import DataError
 from covey.models.language_model import LanguageModel
 from covey.rng import completion_uniforms
-from covey.types import Finish
+from covey.types import Finish, VersionSpan
 
 REFILL_SHARE = 8
 """Free slots are refilled once they are one in this many: reading prompts one by one is slow."""
@@ -31,13 +31,24 @@ class Finished(NamedTuple):
     tokens: np.ndarray
     logp: np.ndarray
     finish: Finish
+    versions: tuple[VersionSpan, ...]
 
 
 class Scheduler:
     """Generates the completions of one source of requests."""
 
-    def __init__(self, model: LanguageModel, backend: DecodeBackend, source: RequestSource) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        backend: DecodeBackend,
+        source: RequestSource,
+        version: int = 0,
+    ) -> None:
         self.model, self.backend, self.source = model, backend, source
+        self.version = version
+        """Of the weights."""
+        self.spans: dict[int, list[VersionSpan]] = {}
+        """By number of the request: what earlier weights have generated of it."""
         self.limits = limits = source.limits
         self.sampling = sampling = limits.sampling
         self.queue: deque[Request] = deque()
@@ -78,6 +89,21 @@ class Scheduler:
             self.prompts[request.prompt] = request.tokens
             self.waiting[request.prompt] += 1
             self.unfinished[request.prompt] += 1
+
+    def change_version(self, version: int) -> None:
+        """Go on with other weights. What is generated so far was by those before."""
+        for slot in np.flatnonzero(self.taken).tolist() if version != self.version else ():
+            request, count = self.requests[slot], int(self.counts[slot])
+            assert request is not None
+            spans = self.spans.setdefault(request.number, [])
+            spans.append(VersionSpan(spans[-1].stop if spans else 0, count, self.version))
+        self.version = version
+
+    def _versions(self, request: Request, length: int) -> tuple[VersionSpan, ...]:
+        """Return the spans of a completion of `length` tokens."""
+        spans = self.spans.pop(request.number, [])
+        last = VersionSpan(spans[-1].stop if spans else 0, length, self.version)
+        return tuple(span for span in (*spans, last) if span.stop > span.start)
 
     def _check_length(self, request: Request) -> None:
         prompt, size, most = request.address.prompt, len(request.tokens), self.sampling.max_tokens
@@ -207,7 +233,8 @@ class Scheduler:
             assert request is not None
             stopped = slot in cut or int(row[length - 1]) in self.stop_ids
             finish: Finish = "stop" if stopped else "length"
-            result.append(Finished(request, row[:length], row_logps[:length], finish))
+            versions = self._versions(request, length)
+            result.append(Finished(request, row[:length], row_logps[:length], finish, versions))
             self.requests[slot] = None
             self.unfinished[request.prompt] -= 1
             if not self.unfinished[request.prompt]:

@@ -40,3 +40,5 @@ ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
         )
     }
 )
+
+__all__ = ["ALGORITHMS", "Objective"]

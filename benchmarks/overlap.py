@@ -1,0 +1,165 @@
+"""What overlap gains: steps per second and accuracy with and without it.
+
+    python benchmarks/overlap.py cpu                     # two cores against one: 3 seeds, 4 minutes
+    python benchmarks/overlap.py gpu [--model FOLDER]    # one card, sampling ahead: 6 minutes
+
+cpu: the trainer and an engine in its own process, one core each, at staleness 1, against one core
+that does both. gpu: the rollouts of 1, 2 and 4 steps in one call, which is staleness 0, 1 and 3.
+Steps per second are of training and generation, without loading, evaluation and the first steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from described import described
+from learn import files_of, flags
+
+from covey.evaluation.intervals import paired_difference
+from covey.run.folder import RunFolder
+
+HERE = Path(__file__).parent
+FIRST = 4
+"""Steps that are not counted: they fill the pipeline, compile kernels and capture graphs."""
+
+
+class Arm(NamedTuple):
+    """One way to run, the same for every seed."""
+
+    name: str
+    settings: dict[str, Any]
+    cores: int = 0
+    """Cores that all its processes share, each with one thread. 0: all of the machine."""
+
+
+COPY = {"overlap.mode": "copy", "engine.kind": "process"}
+ARMS = {
+    "cpu": (
+        Arm("one core", {}, cores=1),
+        Arm("one core each, staleness 1", {"overlap.staleness": 1, **COPY}, cores=2),
+    ),
+    "gpu": tuple(Arm(f"staleness {k}", {"overlap.staleness": k}) for k in (0, 1, 3)),
+}
+CONFIGS = {"cpu": "arithmetic", "gpu": str(HERE / "chain_sum.toml")}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cpu": {"model.device": "cpu", "train.steps": 40, "rollout.max_tokens": 32},
+    "gpu": {
+        "train.steps": 48, "train.mini_batches": 2, "rollout.prompts_per_step": 64,
+        "optimizer.warmup_steps": 2, "engine.max_concurrent": 4096,
+    },
+}  # fmt: skip
+EVERY_RUN = {"save.every": 0, "save.rollouts": "false", "evaluate.every": 10**6}
+
+
+def run(what: str, arm: Arm, seed: int, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train once, and return speed and accuracy."""
+    settings = {**SETTINGS[what], **EVERY_RUN, **arm.settings, "seed": seed}
+    chosen = [f"{key}={value}" for key, value in settings.items()] + given.settings
+    if given.model:
+        chosen.append(f"model.path={given.model}")
+    if given.prompts is not None:
+        chosen = [*files_of(given.prompts, "jsonl"), *chosen]
+    words = ["train", CONFIGS[what], *flags(chosen), "--run", str(folder)]
+    threads = {"OMP_NUM_THREADS": "1"} if arm.cores else {}
+    began = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-m", "covey", *words],
+        check=True,
+        env={**os.environ, **threads},
+        stdout=subprocess.DEVNULL,
+        preexec_fn=(lambda: os.sched_setaffinity(0, range(arm.cores))) if arm.cores else None,
+    )
+    wall = time.perf_counter() - began
+    done = RunFolder.open(folder)
+    rows = done.steps()[FIRST:]
+    last = done.evaluations()[-1]
+    means = {
+        name: statistics.fmean(row[name] for row in rows)
+        for name in ("time/rollout", "time/update", "time/wait_rollouts", "time/wait_training",
+                     "overlap/staleness", "policy/correction_ess")
+        if name in rows[0]
+    }  # fmt: skip
+    return {
+        "arm": arm.name,
+        "seed": seed,
+        "steps_per_second": len(rows) / sum(row["time/total"] for row in rows),
+        "accuracy": last["greedy"],
+        "right": [item["values"]["greedy"] for item in done.items(last["step"])],
+        "wall_seconds": wall,
+        **means,
+    }
+
+
+def summary(runs: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
+    """Compare every arm with the first: speed, and accuracy prompt by prompt over all seeds."""
+    lines = []
+    base = [one for one in runs if one["arm"] == first]
+    for name in dict.fromkeys(one["arm"] for one in runs):
+        arm = [one for one in runs if one["arm"] == name]
+        pairs = list(zip(arm, base, strict=True))
+        after = [value for one, _ in pairs for value in one["right"]]
+        before = [value for _, one in pairs for value in one["right"]]
+        speedups = [one["steps_per_second"] / other["steps_per_second"] for one, other in pairs]
+        lines.append(
+            {
+                "arm": name,
+                "steps_per_second": statistics.fmean(one["steps_per_second"] for one in arm),
+                "speedup": statistics.fmean(speedups),
+                "speedups": speedups,
+                "accuracy": [one["accuracy"]["value"] for one in arm],
+                "accuracy_difference": paired_difference(after, before).row(),
+            }
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("cpu", "gpu"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--model", default="", help="A folder instead of the model of the recipe.")
+    parser.add_argument("--prompts", type=Path, help="Folder with train.jsonl and held_out.jsonl.")
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        # Seed by seed, so that whatever else the machine does falls on all arms.
+        for seed in range(given.seeds):
+            for arm in ARMS[given.what]:
+                found = run(given.what, arm, seed, given, Path(folder) / f"{len(runs)}")
+                runs.append(found)
+                print(
+                    f"{arm.name}, seed {seed}: {found['steps_per_second']:.3f} steps/s, "
+                    f"accuracy {found['accuracy']['value']:.1%}",
+                    flush=True,
+                )
+    arms = summary(runs, ARMS[given.what][0].name)
+    for one in runs:
+        del one["right"]
+    for line in arms:
+        difference = line["accuracy_difference"]
+        print(
+            f"{line['arm']}: {line['speedup']:.2f} times, accuracy {100 * difference['value']:+.1f}"
+            f" [{100 * difference['low']:+.1f}, {100 * difference['high']:+.1f}] points"
+        )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    environment = described(0, device, torch.get_num_threads())
+    file = given.out or HERE / "results" / f"overlap-{given.what}.json"
+    text = json.dumps({"environment": environment, "arms": arms, "runs": runs}, indent=1)
+    file.write_text(text + "\n")
+    print(f"written to {file}")
+
+
+if __name__ == "__main__":
+    main()

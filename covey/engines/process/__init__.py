@@ -1,0 +1,1 @@
+"""The native engine in a process of its own, with a copy of the weights."""

@@ -1,0 +1,256 @@
+"""The native engine in a process of its own, seen from the trainer.
+
+The process has a copy of the model. It gets new weights through shared memory, and requests and
+completions through a pipe. If it dies, another one takes its place: it loads the same weights and
+generates the same requests again, so that the run goes on with the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from covey import errors
+from covey.engines.process.shared_weights import SharedWeights
+from covey.engines.protocol import (
+    Completion,
+    EngineInfo,
+    Request,
+    RequestSource,
+    WeightSource,
+)
+from covey.errors import ModelError
+from covey.subprocesses import module_command
+
+POLL_SECONDS = 0.005
+"""How often a source is asked for more requests while completions are generated."""
+EXIT_SECONDS = 5.0
+MOST_DEATHS = 3
+"""Deaths in a row, without a completion in between, after which the run fails."""
+
+
+class _Process:
+    """A running process, with a pipe for work and one for control."""
+
+    def __init__(self, module: str, setup: Any, weights: SharedWeights) -> None:
+        self.work, work = Pipe()
+        self.control, control = Pipe()
+        descriptors = [work.fileno(), control.fileno()]
+        shared = weights.handle.descriptor
+        self.process = subprocess.Popen(
+            module_command(module, *map(str, descriptors)),
+            pass_fds=[*descriptors, *([shared] if shared >= 0 else [])],
+            start_new_session=True,  # only the trainer gets Ctrl-C, and ends the process in order
+        )
+        work.close()
+        control.close()
+        with contextlib.suppress(OSError):  # the reply tells that it has died
+            self.control.send((setup, weights.handle, torch.get_num_threads()))
+
+    def reply(self) -> Any:
+        """Wait for an answer on the control pipe. EOFError if the process has died."""
+        return _checked(self.control)
+
+    def how_ended(self) -> str:
+        """Return how the process ended."""
+        try:
+            code = self.process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the connection"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"by signal {names.get(-code, -code)}" if code < 0 else f"with code {code}"
+
+    def kill(self) -> None:
+        """End the process at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.work.close()
+        self.control.close()
+
+
+def _checked(connection: Connection) -> Any:
+    """Receive a message; raise the error that it may be."""
+    try:
+        kind, content = connection.recv()
+    except ConnectionResetError:
+        raise EOFError from None
+    if kind == "error":
+        name, message = content
+        raise getattr(errors, name, ModelError)(message)
+    return content
+
+
+@dataclass(slots=True)
+class ProcessEngine:
+    """Generates in another process on this machine."""
+
+    module: str
+    """The module that the process runs. It builds a model and calls `worker.serve`."""
+    setup: Any
+    """What that module builds the model from."""
+    weights: SharedWeights
+    """With the weights that the trainer has, or had at the last `load_weights`."""
+    version: int = 0
+    process: _Process | None = field(init=False, default=None)
+    told: EngineInfo | None = field(init=False, default=None)
+    """What the engine says about itself; every process says the same."""
+    ready: bool = field(init=False, default=False)
+    """Whether the process has its model and weights."""
+    happened: list[str] = field(init=False, default_factory=list)
+    deaths: int = field(init=False, default=0)
+    closed: int = field(init=False, default=0)
+    """How often the engine was closed: a run that goes on then has to end."""
+    lock: threading.RLock = field(init=False, default_factory=threading.RLock)
+    """Held while the process starts or loads weights."""
+
+    def __post_init__(self) -> None:
+        self.process = _Process(self.module, self.setup, self.weights)
+
+    @property
+    def info(self) -> EngineInfo:
+        """That of the native engine in the process."""
+        if self.told is None:
+            self._running()
+        assert self.told is not None
+        return self.told
+
+    def _running(self) -> _Process:
+        """Return the process, once it has loaded its model and the weights."""
+        with self.lock:
+            while True:
+                if self.process is None:
+                    self.process = _Process(self.module, self.setup, self.weights)
+                process = self.process
+                if self.ready:
+                    return process
+                try:
+                    self.told = process.reply()
+                    self._load(process)
+                    self.ready = True
+                except (EOFError, OSError):
+                    self._died(process)
+
+    def _load(self, process: _Process) -> None:
+        process.control.send(("load", self.version))
+        assert process.reply() == self.version, "the engine has loaded these weights"
+
+    def _died(self, process: _Process) -> None:
+        """Note that a process has died, unless another thread has; the next use starts another."""
+        with self.lock:
+            if self.process is not process:
+                return
+            how = process.how_ended()
+            process.kill()
+            self.process, self.ready = None, False
+            self.deaths += 1
+            if self.deaths >= MOST_DEATHS:
+                raise ModelError(
+                    f"engine: its process ended {how}, {self.deaths} times in a row; its own "
+                    "messages are above; if the system ran out of memory, lower "
+                    "engine.max_concurrent"
+                )
+            self.happened.append(f"the engine's process ended {how}, and was started again")
+
+    def load_weights(self, weights: WeightSource, version: int) -> None:
+        """Write the weights into shared memory, and wait until the process has copied them."""
+        with self.lock:
+            process = self._running()  # it may be reading the shared memory until then
+            self.weights.write(weights())
+            self.version = version
+            try:
+                self._load(process)
+            except (EOFError, OSError):
+                self._died(process)
+
+    def run(self, requests: RequestSource) -> None:
+        """Generate until the source has no more requests."""
+        if not requests.limits.requests:
+            return
+        work, closed = _Work(requests), self.closed
+        while True:
+            process = self._running()
+            try:
+                work.run(process.work)
+                return
+            except (EOFError, OSError):
+                if self.closed != closed:
+                    raise ModelError("engine: it was closed while it generated") from None
+                if work.progress:
+                    self.deaths = 0
+                self._died(process)
+            except BaseException:
+                self.close()  # it would go on with requests that are no longer wanted
+                raise
+
+    def events(self) -> list[str]:
+        """Return the restarts since the last call."""
+        with self.lock:
+            happened, self.happened = self.happened, []
+        return happened
+
+    def close(self) -> None:
+        """End the process. If the engine is used again, it starts another."""
+        with self.lock:
+            self.closed += 1
+            if self.process is not None:
+                self.process.kill()
+            self.process, self.ready = None, False
+
+
+@dataclass(slots=True)
+class _Work:
+    """The requests of one source, and which of them are complete."""
+
+    source: RequestSource
+    taken: dict[int, Request] = field(default_factory=dict)
+    complete: set[int] = field(default_factory=set)
+    progress: bool = False
+
+    def run(self, connection: Connection) -> None:
+        """Have all requests generated.
+
+        After a restart, requests that are complete are generated with the others once more: in
+        another company the last bits of log-probabilities may differ.
+        """
+        self.progress = False
+        if not self.taken:
+            self._take()
+        connection.send(("run", (self.source.limits, list(self.taken.values()))))
+        running = set(self.taken)
+        while running:
+            if connection.poll(POLL_SECONDS):
+                running -= self._accept(_checked(connection))
+            if more := self._take():
+                connection.send(("more", more))
+                running |= {request.number for request in more}
+        connection.send(("end", None))
+
+    def _take(self) -> list[Request]:
+        more = list(self.source.take())
+        self.taken |= {request.number: request for request in more}
+        return more
+
+    def _accept(self, rows: Sequence[tuple[Any, ...]]) -> set[int]:
+        """Hand new completions to the source; return the numbers of all."""
+        self.progress = True
+        new = [
+            Completion(
+                request=self.taken[number], tokens=tokens, logp=logp, finish=end, versions=spans
+            )
+            for number, tokens, logp, end, spans in rows
+            if number not in self.complete
+        ]
+        self.complete |= {completion.request.number for completion in new}
+        self.source.done(new)
+        return {row[0] for row in rows}

@@ -1,0 +1,106 @@
+"""Weights that two processes on one machine share: in main memory, or in a GPU's by CUDA IPC.
+
+The trainer writes its weights into one block of memory, and the engine's process copies them into
+its own model. The block belongs to the trainer, outlives the engine's process, and is freed with
+the trainer's, however that ends.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+
+ALIGNMENT = 256
+"""Bytes: vector instructions and GPUs read aligned memory fastest."""
+
+
+class Piece(NamedTuple):
+    """Where a weight is in the block."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """The byte after the last."""
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+
+class Handle(NamedTuple):
+    """What another process needs to open the block."""
+
+    pieces: tuple[Piece, ...]
+    size: int
+    descriptor: int = -1
+    """Of the file, which the process inherits. -1: the block is in a GPU's memory."""
+    cuda: tuple[Callable[..., torch.Tensor], tuple[Any, ...]] | None = None
+    """What opens a tensor of another process, as torch.multiprocessing shares it by CUDA IPC."""
+
+
+@dataclass(slots=True)
+class SharedWeights:
+    """The block, in the process that made it or in one that opened it."""
+
+    handle: Handle
+    flat: torch.Tensor
+    """All bytes of it."""
+    memory: Any = field(default=None, repr=False)
+
+    @staticmethod
+    def allocate(weights: Iterable[tuple[str, torch.Tensor]], *, on_gpu: bool) -> SharedWeights:
+        """Make a block for weights; `on_gpu`: in the memory of the GPU that they are on."""
+        pieces, size, device = [], 0, torch.device("cpu")
+        for name, weight in weights:
+            pieces.append(Piece(name, tuple(weight.shape), weight.dtype, size))
+            size = -(-pieces[-1].stop // ALIGNMENT) * ALIGNMENT
+            device = weight.device
+        if on_gpu:
+            flat = torch.empty(size, dtype=torch.uint8, device=device)
+            return SharedWeights(Handle(tuple(pieces), size, cuda=reduce_tensor(flat)), flat)
+        handle = Handle(tuple(pieces), size, descriptor=_anonymous_file(size))
+        return SharedWeights.open(handle)
+
+    @staticmethod
+    def open(handle: Handle) -> SharedWeights:
+        """Open the block that another process has made."""
+        if handle.cuda is not None:
+            rebuild, arguments = handle.cuda
+            return SharedWeights(handle, rebuild(*arguments))
+        memory = mmap.mmap(handle.descriptor, handle.size)
+        return SharedWeights(handle, torch.frombuffer(memory, dtype=torch.uint8), memory)
+
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Yield the weights by name, in place."""
+        for piece in self.handle.pieces:
+            part = self.flat[piece.start : piece.stop]
+            yield piece.name, part.view(piece.dtype).view(piece.shape)
+
+    @torch.no_grad()
+    def write(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy all weights into the block, and wait until they are there."""
+        new = dict(weights)
+        for name, place in self.weights():
+            place.copy_(new[name])
+        if self.flat.is_cuda:
+            torch.cuda.synchronize(self.flat.device)
+
+
+def _anonymous_file(size: int) -> int:
+    """Return the descriptor of a file in memory without a name, which ends with its processes."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("covey-weights")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.truncate(descriptor, max(1, size))
+    return descriptor

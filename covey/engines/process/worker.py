@@ -1,0 +1,118 @@
+"""The process of an engine: it generates for a trainer in another process.
+
+It ends when the trainer closes the pipes, which also happens if the trainer is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from covey.engines.native.engine import NativeCopy
+from covey.engines.process.shared_weights import Handle, SharedWeights
+from covey.engines.protocol import Completion, Limits, Request
+from covey.errors import CoveyError
+from covey.models.language_model import LanguageModel
+
+
+def main(build: Callable[[Any], LanguageModel]) -> None:
+    """Serve the pipes that the command line names, with a model that `build` makes."""
+    work, control = (Connection(int(number)) for number in sys.argv[1:3])
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+        setup, handle, threads = control.recv()
+        torch.set_num_threads(threads)
+        with _told(control):
+            worker = _Worker(build(setup), handle, work, control)
+            control.send(("info", replace(worker.engine.info, loads_in_flight=True)))
+            worker.serve()
+
+
+@contextlib.contextmanager
+def _told(connection: Connection) -> Iterator[None]:
+    """Send an error to the trainer, which raises it there."""
+    try:
+        yield
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:
+        name, text = type(error).__name__, str(error)
+        if not isinstance(error, CoveyError):
+            traceback.print_exc()
+            name, text = "ModelError", f"engine: its process failed: {name}: {text}"
+        connection.send(("error", (name, text)))
+
+
+@dataclass(slots=True)
+class _Worker:
+    model: LanguageModel
+    handle: Handle
+    work: Connection
+    control: Connection
+    engine: NativeCopy = field(init=False)
+    shared: SharedWeights = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine = NativeCopy(self.model)
+        self.shared = SharedWeights.open(self.handle)
+
+    def load(self) -> None:
+        """Copy the weights that the trainer has written, and say so."""
+        _, version = self.control.recv()
+        self.engine.load_weights(self.shared.weights, version)
+        self.control.send(("loaded", version))
+
+    def serve(self) -> None:
+        """Load weights and generate until the pipes close."""
+        while True:
+            ready = wait([self.control, self.work])
+            if self.control in ready:
+                self.load()
+                continue
+            limits, requests = self.work.recv()[1]
+            with _told(self.work):
+                self.engine.run(_Remote(self, limits, requests))
+
+
+@dataclass(slots=True)
+class _Remote:
+    """A source of requests at the other end of a pipe."""
+
+    worker: _Worker
+    limits: Limits
+    ready: list[Request]
+    running: int = 0
+    ended: bool = False
+
+    def take(self) -> Sequence[Request]:
+        """Return the requests that have arrived; load weights if there are new ones.
+
+        Wait if nothing is being generated and the trainer may have more.
+        """
+        work, control = self.worker.work, self.worker.control
+        while True:
+            idle = not (self.ready or self.running or self.ended)
+            arrived = wait([work, control], None if idle else 0)
+            if control in arrived:
+                self.worker.load()
+            elif work in arrived and not self.ended:
+                kind, content = work.recv()
+                self.ended = kind == "end"
+                self.ready += content or ()
+            else:
+                break
+        ready, self.ready = self.ready, []
+        self.running += len(ready)
+        return ready
+
+    def done(self, completions: Sequence[Completion]) -> None:
+        """Send completions."""
+        self.running -= len(completions)
+        rows = [(c.request.number, c.tokens, c.logp, c.finish, c.versions) for c in completions]
+        self.worker.work.send(("done", rows))

@@ -1,0 +1,193 @@
+"""Overlap: rollouts that are generated ahead of training, by a bounded number of steps.
+
+With a staleness of k, two modes:
+
+    ahead   the trainer's weights generate the rollouts of k + 1 steps in one call: steps s to s + k
+            with the weights of step s - 1. A large call decodes more tokens per second.
+    copy    an engine with a copy of the weights generates in the background: step s with the
+            weights of step s - 1 - k, while the trainer trains on step s - k.
+
+Which weights generate a step depends on its number alone, never on time: a run can be repeated and
+resumed to the bit. The exception is `in_flight`, which loads weights as soon as there are any.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from covey.errors import ConfigError
+from covey.rollout.source import (
+    RolloutSource,
+    StepRollouts,
+    SynchronousSource,
+    Ticket,
+    collect_steps,
+)
+from covey.stopping import may_be_given_up
+
+if TYPE_CHECKING:
+    import torch
+
+    from covey.engines.protocol import WeightSource
+    from covey.run.trackers import Tracker
+    from covey.training.build import Parts
+
+    Snapshot = dict[str, torch.Tensor]
+
+CLOSE_SECONDS = 10.0
+"""How long to wait for the producer when a run ends."""
+
+
+class CopySource:
+    """Collects groups in a thread, by an engine that has its own copy of the weights.
+
+    Tickets are worked off one by one, each with the weights that were published when it was
+    started. They wait in snapshots until the engine gets to them: at most one more than the
+    staleness.
+    """
+
+    def __init__(self, parts: Parts, reporter: Tracker) -> None:
+        self.parts, self.reporter = parts, reporter
+        self.in_flight = parts.config.overlap.in_flight
+        if self.in_flight and not parts.engine.info.loads_in_flight:
+            raise ConfigError(
+                f"config: overlap.in_flight = true, and engine.kind = {parts.config.engine.kind!r} "
+                "cannot load weights while it generates"
+            )
+        self.changed = threading.Condition()
+        self.weights: WeightSource = tuple
+        self.queue: deque[tuple[Ticket, Snapshot]] = deque()
+        self.working: Ticket | None = None
+        self.done: dict[int, StepRollouts] = {}
+        self.failure: BaseException | None = None
+        self.closed = False
+        self.thread = threading.Thread(target=self._produce, name="rollouts", daemon=True)
+        self.thread.start()
+
+    def publish(self, weights: WeightSource, version: int) -> None:
+        """Note the weights; with `in_flight`, the engine continues with them."""
+        self.weights = weights
+        if self.in_flight:
+            self.parts.engine.load_weights(weights, version)
+
+    def start(self, tickets: Sequence[Ticket]) -> None:
+        """Queue tickets with a copy of the weights, which they share."""
+        if not tickets:
+            return
+        snapshot: Snapshot = {}
+        if not self.in_flight:
+            snapshot = {name: weight.clone() for name, weight in self.weights()}
+        with self.changed:
+            self.queue.extend((ticket, snapshot) for ticket in tickets)
+            self.changed.notify_all()
+
+    def take(self, step: int) -> StepRollouts:
+        """Wait for the rollouts of a step."""
+        with self.changed, may_be_given_up():
+            self._wait_for([step])
+            return self.done.pop(step)
+
+    def pending(self, after: int) -> list[StepRollouts]:
+        """Wait for everything that was started."""
+        with self.changed:
+            queued = [ticket.step for ticket, _ in self.queue]
+            working = [] if self.working is None else [self.working.step]
+            steps = sorted(step for step in (*self.done, *working, *queued) if step > after)
+            self._wait_for(steps)
+            return [self.done[step] for step in steps]
+
+    def _wait_for(self, steps: Sequence[int]) -> None:
+        self.changed.wait_for(lambda: self.failure or all(step in self.done for step in steps))
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        """Let the producer end after the ticket that it works on."""
+        with self.changed:
+            self.closed = True
+            self.queue.clear()
+            self.changed.notify_all()
+        self.thread.join(CLOSE_SECONDS)
+
+    def _produce(self) -> None:
+        """Work off tickets until the source is closed."""
+        while True:
+            idle = time.perf_counter()
+            with self.changed:
+                self.changed.wait_for(lambda: self.queue or self.closed)
+                if self.closed:
+                    return
+                self.working, snapshot = self.queue.popleft()
+            waited = time.perf_counter() - idle
+            try:
+                found = self._collect(self.working, snapshot)
+            except BaseException as error:  # the trainer raises it when it asks for the rollouts
+                with self.changed:
+                    self.failure = error
+                    self.changed.notify_all()
+                return
+            with self.changed:
+                self.done[found.ticket.step] = replace(found, engine_waited=waited)
+                self.working = None
+                self.changed.notify_all()
+
+    def _collect(self, ticket: Ticket, snapshot: Snapshot) -> StepRollouts:
+        # An evaluation may use the engine in between, with weights of its own.
+        with self.parts.engine_lock:
+            if not self.in_flight:
+                self.parts.engine.load_weights(snapshot.items, ticket.version)
+            (found,) = collect_steps(self.parts, self.reporter, [ticket])
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutQueue:
+    """The rollouts of a run, step by step: what is started when, and what a checkpoint holds."""
+
+    parts: Parts
+    source: RolloutSource
+    held: dict[int, StepRollouts] = field(default_factory=dict)
+    """By step: from a checkpoint, and of the step that is trained until the next is taken."""
+    newest: int = 0
+    """The last step that was started."""
+
+    def take(self, step: int, share: float) -> StepRollouts:
+        """Start what may be started before `step` is trained, and return the rollouts of it."""
+        policy = self.parts.policy
+        self.newest = max(self.newest, step - 1, *self.held)
+        tickets = [Ticket(each, policy.version, share) for each in self._to_start(step)]
+        self.source.publish(policy.weights, policy.version)
+        self.source.start(tickets)
+        self.newest += len(tickets)
+        found = self.held.get(step) or self.source.take(step)
+        self.held = {n: one for n, one in self.held.items() if n > step} | {step: found}
+        return found
+
+    def _to_start(self, step: int) -> range:
+        """Return the steps to generate with the weights that `step` starts from."""
+        overlap, train = self.parts.config.overlap, self.parts.config.train
+        last = step + overlap.staleness
+        if train.budget == "steps":
+            last = min(last, train.steps)
+        if overlap.mode == "ahead" and step <= self.newest:
+            return range(0)  # the last call has generated this step already
+        return range(self.newest + 1, last + 1)
+
+    def in_flight(self, after: int) -> list[StepRollouts]:
+        """Return the rollouts that training has not used after a step: wait for them."""
+        held = [one for step, one in sorted(self.held.items()) if step > after]
+        taken = {one.ticket.step for one in held}
+        return held + [p for p in self.source.pending(after) if p.ticket.step not in taken]
+
+
+def rollout_queue(parts: Parts, reporter: Tracker, held: Sequence[StepRollouts]) -> RolloutQueue:
+    """Return the rollouts of a run that starts, or resumes with those of its checkpoint."""
+    source: RolloutSource = SynchronousSource(parts, reporter)
+    if parts.config.overlap.mode == "copy":
+        source = CopySource(parts, reporter)
+    return RolloutQueue(parts=parts, source=source, held={one.ticket.step: one for one in held})

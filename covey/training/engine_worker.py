@@ -1,0 +1,23 @@
+"""The entry point of an engine's process: `python -m covey.training.engine_worker FD FD`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from covey.config import parse_config
+from covey.engines.process.worker import main
+from covey.models.language_model import LanguageModel
+from covey.training.build import load_model
+
+
+def _model(settings: Mapping[str, Any]) -> LanguageModel:
+    """Load the model of a configuration, on the engine's device."""
+    config = parse_config(settings)
+    device = config.model.device if config.engine.device == "auto" else config.engine.device
+    changed = config.model.model_copy(update={"device": device, "gradient_checkpointing": False})
+    return load_model(config.model_copy(update={"model": changed}))
+
+
+if __name__ == "__main__":
+    main(_model)

@@ -1,0 +1,67 @@
+"""What a run says about overlap: age of rollouts, waiting, restarts, and the active correction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from covey.rollout.source import StepRollouts
+from covey.training.build import Parts
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "token_truncate": "truncated importance sampling, as in decoupled PPO",
+        "token_mask": "masked importance sampling, as in IcePop",
+    }
+)
+"""What the field calls a correction."""
+
+
+def overlap_note(parts: Parts) -> str:
+    """Return how old rollouts may be, and what corrects for it."""
+    overlap, options = parts.config.overlap, parts.config.objective.options
+    age = f"overlap: rollouts are up to {overlap.staleness} steps old (mode {overlap.mode!r})"
+    if parts.step_settings.old_logp_from_sampler:
+        return f"{age}; the objective's ratio to the engine's log-probs corrects for it"
+    name, low, high = (options[f"correction{end}"] for end in ("", "_low", "_high"))
+    known = f" ({NAMES[name]})" if name in NAMES else ""
+    more = f" and objective.veto = {options['veto']:g}" if options["veto"] else ""
+    return (
+        f"{age}; objective.correction = {name!r}{known}, {low:g} to {high:g}{more} corrects for it"
+    )
+
+
+def overlap_metrics(
+    parts: Parts, rollouts: StepRollouts, waited: float, version: int
+) -> dict[str, float]:
+    """Return the metrics of overlap: of a step that starts at `version`, and waited so long."""
+    overlap, metrics = parts.config.overlap, {}
+    if not overlap.staleness:
+        return {}
+    spans = [
+        span for rollout in rollouts.collected.rollouts for s in rollout.segments
+        for span in s.versions
+    ]  # fmt: skip
+    sizes, versions = [span.stop - span.start for span in spans], [span.version for span in spans]
+    mean = sum(s * v for s, v in zip(sizes, versions, strict=True)) / max(1, sum(sizes))
+    metrics = {
+        "overlap/staleness": version - mean,
+        "overlap/staleness_max": version - min(versions),
+        "overlap/version_min": min(versions),
+        "overlap/version_max": max(versions),
+    }
+    if overlap.mode == "copy":
+        metrics["time/wait_rollouts"] = waited
+        metrics["time/wait_training"] = rollouts.engine_waited
+    return metrics
+
+
+def restarts(parts: Parts) -> tuple[list[str], dict[str, float]]:
+    """Return what died and was started again since the last call, as notes and as metrics."""
+    engine, scoring = parts.engine.events(), parts.scorer.events()
+    metrics: dict[str, float] = {}
+    if engine or not parts.engine.info.shares_weights:
+        metrics["engine/restarts"] = len(engine)
+    if scoring:
+        metrics["scoring/restarts"] = len(scoring)
+    return [*engine, *scoring], metrics
