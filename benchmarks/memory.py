@@ -105,6 +105,15 @@ SETTINGS: Mapping[str, Mapping[str, Setting]] = {
             model="llama-1b",
             overrides=(*LARGE, "objective.beta=0.0", "model.gradient_checkpointing=true"),
         ),
+        "llama-1b-fsdp": Setting(
+            model="llama-1b",
+            overrides=(
+                *LARGE,
+                "objective.beta=0.04",
+                "model.gradient_checkpointing=true",
+                "parallel.strategy=fsdp",
+            ),
+        ),
     },
 }
 
@@ -136,7 +145,7 @@ def random_model(
 
     from covey.models.load_model import wrap
 
-    kind = torch.bfloat16 if device == "cuda" else torch.float32
+    kind = torch.bfloat16 if device.startswith("cuda") else torch.float32
     assert dtype == "auto"
     torch.manual_seed(0)
     config = transformers.AutoConfig.from_pretrained(path)
@@ -170,11 +179,12 @@ def run_setting(config: Any) -> None:
     from covey.training import checkpoint
     from covey.training.build import assemble
     from covey.training.loop import train
+    from covey.training.parallel.join import joined_world
 
-    parts = assemble(config)
-    with tempfile.TemporaryDirectory() as runs, closing(parts.scorer):
+    with tempfile.TemporaryDirectory() as runs, joined_world(config) as world:
+        parts = assemble(config, world=world)
         run = RunFolder.create(Path(runs) / "run", "", {})
-        with mock.patch.object(checkpoint, "save"):
+        with closing(parts.scorer), mock.patch.object(checkpoint, "save"):
             train(parts, run, [], StopSignal())
 
 

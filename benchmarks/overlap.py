@@ -1,10 +1,13 @@
 """What overlap gains: steps per second and accuracy with and without it.
 
-    python benchmarks/overlap.py cpu                     # two cores against one: 3 seeds, 4 minutes
+    python benchmarks/overlap.py cpu                     # two cores against one: 3 seeds, 6 minutes
     python benchmarks/overlap.py gpu [--model FOLDER]    # one card, sampling ahead: 6 minutes
 
 cpu: the trainer and an engine in its own process, one core each, at staleness 1, against one core
-that does both. gpu: the rollouts of 1, 2 and 4 steps in one call, which is staleness 0, 1 and 3.
+that does both. The default correction takes another forward pass, for old_logp; the third arm does
+without, and has the ratio of the objective correct instead. gpu: the rollouts of 1, 2 and 4 steps
+in one call, which is staleness 0, 1 and 3.
+
 Steps per second are of training and generation, without loading, evaluation and the first steps.
 """
 
@@ -47,6 +50,11 @@ ARMS = {
     "cpu": (
         Arm("one core", {}, cores=1),
         Arm("one core each, staleness 1", {"overlap.staleness": 1, **COPY}, cores=2),
+        Arm(
+            "one core each, staleness 1, old_logp of the engine",
+            {"overlap.staleness": 1, "train.old_logp": "sampler", **COPY},
+            cores=2,
+        ),
     ),
     "gpu": tuple(Arm(f"staleness {k}", {"overlap.staleness": k}) for k in (0, 1, 3)),
 }

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from covey.rewards import Reward
     from covey.tasks import Task
     from covey.training.build import Parts
+    from covey.training.parallel.world import World
 
 Source = Config | Mapping[str, Any] | str | Path | None
 """A configuration, plain settings, a TOML file, the name of a recipe, or nothing."""
@@ -254,17 +255,20 @@ def _train(
 ) -> TrainResult:
     from covey.training.build import assemble
     from covey.training.loop import train as run_loop
+    from covey.training.parallel.join import joined_world
     from covey.training.resolve import resolve
+    from covey.training.run_start import locked_by_main
 
     passed = {where for where, value in objects.items() if value is not None}
     config = resolve(load_config(source), passed=passed)
-    parts = assemble(config, objects["reward"], objects["task"])
-    with closing(parts.scorer):
-        folder, begins = _folder(parts, target)
-        with folder.locked(), _signals() as stop:
-            start = Start() if begins else start_of(folder, save_every=config.save.every)
-            follow = [*_shown(folder, trackers, quiet), _Callbacks(callbacks, stop)]
-            done = run_loop(parts, folder, follow, stop, start)
+    with joined_world(config) as world:
+        parts = assemble(config, objects["reward"], objects["task"], world)
+        with closing(parts.scorer):
+            folder, begins = _folder(parts, target)
+            with locked_by_main(folder, world), _signals() as stop:
+                start = Start() if begins else _start_of(folder, config, world)
+                follow = [*_shown(folder, trackers, quiet), _Callbacks(callbacks, stop)]
+                done = run_loop(parts, folder, follow, stop, start)
     evaluations = folder.evaluations()
     return TrainResult(
         folder=folder.path,
@@ -281,22 +285,18 @@ def _train(
 
 def _folder(parts: Parts, target: RunFolder | Path | None) -> tuple[RunFolder, bool]:
     """Return the run folder, and whether the run begins there."""
-    import torch
-
-    from covey.config import to_toml
-    from covey.run.provenance import describe_environment
+    from covey.training.run_start import created_run
 
     if isinstance(target, RunFolder):
         return target, False
     config = parts.config
     name = f"{config.task.name}-{config.objective.name}".replace(":", ".")
-    environment = describe_environment(
-        config.seed, str(parts.policy.model.device), torch.get_num_threads()
-    )
-    environment["reward"] = parts.scorer.identity
-    environment["reference"] = parts.reference.identity if parts.reference else None
-    path = target or next_run_path(Path("runs"), name)
-    return RunFolder.create(path, to_toml(config), environment), True
+    about = {"reference": parts.reference.identity if parts.reference else None}
+    return created_run(parts, target or next_run_path(Path("runs"), name), about), True
+
+
+def _start_of(folder: RunFolder, config: Config, world: World) -> Start:
+    return world.from_main(lambda: start_of(folder, save_every=config.save.every))
 
 
 def _shown(folder: RunFolder, trackers: Sequence[Tracker] | None, quiet: bool) -> list[Tracker]:

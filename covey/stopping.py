@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,14 +70,21 @@ def exit_code(number: int) -> int:
 
 
 @contextmanager
-def stop_signal() -> Iterator[StopSignal]:
-    """Turn the first SIGINT or SIGTERM into a flag; the second ends the process at once."""
-    stop = StopSignal()
+def stop_signal(repeats: float = 0.0) -> Iterator[StopSignal]:
+    """Turn the first SIGINT or SIGTERM into a flag; the second ends the process at once.
+
+    A signal within `repeats` seconds of the first is the same one, sent on: a terminal sends Ctrl-C
+    to every process, and a launcher sends it to its ranks again.
+    """
+    stop, first = StopSignal(), 0.0
 
     def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal first
         if stop.by_signal:
+            if time.monotonic() < first + repeats:
+                return
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(exit_code(number))
-        stop.received = signal.Signals(number).name
+        stop.received, first = signal.Signals(number).name, time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS, POLL_SECONDS)
 
     def look(number: int, frame: FrameType | None) -> None:

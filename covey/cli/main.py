@@ -25,6 +25,7 @@ from covey.cli.sft import sft_command
 from covey.cli.train import train_command
 from covey.errors import CoveyError, reason
 from covey.escape import printable
+from covey.training.parallel.lifeline import RankError, Reported
 from covey.trust import scoped_trust
 
 INTERRUPTED = 130
@@ -80,7 +81,7 @@ def run(arguments: list[str]) -> int:
                 args=arguments, prog_name="covey", standalone_mode=False
             )
     except CoveyError as error:
-        return _fail(str(error), error.exit_code)
+        return error.exit_code if _told(error) else _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -101,6 +102,15 @@ def run(arguments: list[str]) -> int:
     if result == INTERRUPTED:  # some versions of typer return this after Ctrl-C, silently
         return _fail("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
+
+
+def _told(error: CoveyError) -> bool:
+    """Whether another rank tells the user: of several that fail, one does."""
+    if isinstance(error, RankError | Reported) or "RANK" not in os.environ:
+        return not str(error)
+    from covey.training.parallel.join import told_by_main
+
+    return told_by_main(str(error), error.exit_code)
 
 
 def _show_traceback(

@@ -38,12 +38,24 @@ Gpu = Annotated[
     ),
 ]
 
+Ranks = Annotated[
+    int,
+    typer.Option(
+        "--ranks",
+        min=1,
+        max=4096,
+        metavar="N",
+        help="Plan for training on N devices, one rank each; memory is that of one rank.",
+    ),
+]
+
 
 def plan_command(
     source: Source = None,
     overrides: Overrides = None,
     model: Model = None,
     gpu: Gpu = None,
+    ranks: Ranks = 1,
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -66,7 +78,7 @@ def plan_command(
         facts = task_facts(config, measure)
         plan, found = summarize(config, facts), findings(config, facts)
         say(f"measuring {config.model.path}")
-        memory, problem, more = _memory(config, facts, gpu)
+        memory, problem, more = _memory(config, facts, gpu, ranks)
         found = [*more, *found]
     if as_json:
         rows = [{**finding.row(), "settings": list(finding.settings)} for finding in found]
@@ -81,7 +93,7 @@ def plan_command(
 
 
 def _memory(
-    config: Config, facts: TaskFacts, gpu: float | None
+    config: Config, facts: TaskFacts, gpu: float | None, ranks: int
 ) -> tuple[Forecast | None, str, list[Finding]]:
     """Return the forecast, or why there is none, and what to do if the run does not fit."""
     from covey.analysis.plan.fit import memory_findings
@@ -92,8 +104,8 @@ def _memory(
     try:
         device = Device.here(config.model.device) if gpu is None else Device.gpu(gpu)
         shape = shape_of(config)
-        memory = forecast(config, device, facts, shape)
-        return memory, "", list(memory_findings(config, memory, facts, shape))
+        memory = forecast(config, device, facts, shape, ranks)
+        return memory, "", list(memory_findings(config, memory, facts, shape, ranks))
     except CoveyError as error:
         return None, str(error), []
 

@@ -20,6 +20,7 @@ from covey.cli.training_run import NewRun, Resume, ResumeStep, Training, check_a
 
 if TYPE_CHECKING:
     from covey.config import Config
+    from covey.training.parallel.world import World
     from covey.training.sft import SftParts
 
 
@@ -49,10 +50,10 @@ def sft_command(
     sft.start(config, run, f"{Path(label).stem}-sft")
 
 
-def _build(config: Config) -> SftParts:
+def _build(config: Config, world: World) -> SftParts:
     from covey.training.sft import build_sft
 
-    return build_sft(config)
+    return build_sft(config, world)
 
 
 def _loop(parts: SftParts, folder: Any, reporter: Any, stop: Any, start: Any) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -60,7 +61,8 @@ def waiting(text: str) -> Iterator[Say]:
 
     Print results after it: while it is shown, everything printed goes to stderr.
     """
-    with Screen(stderr=True).status(escape(text)) as status:
+    quiet = os.environ.get("RANK", "0") != "0"  # of several ranks, the first one talks
+    with Screen(stderr=True, quiet=quiet).status(escape(text)) as status:
         yield lambda then: status.update(escape(then))
 
 

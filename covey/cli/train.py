@@ -27,6 +27,7 @@ from covey.config.smoke import changed_by_smoke
 if TYPE_CHECKING:
     from covey.config import Config
     from covey.training.build import Parts
+    from covey.training.parallel.world import World
 
 
 def train_command(
@@ -70,10 +71,10 @@ def _training(not_own: frozenset[str]) -> Training:
     return Training(command="train", build=_build, environment=_environment, loop=loop)
 
 
-def _build(config: Config) -> Parts:
+def _build(config: Config, world: World) -> Parts:
     from covey.training.build import assemble
 
-    return assemble(config)
+    return assemble(config, world=world)
 
 
 def _environment(parts: Parts) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def _loop(
 
     for note in prompt_notes(parts.policy.model, parts.train_prompts):
         reporter.note(note)
-    if start.checkpoint is None:
+    if start.checkpoint is None and parts.world.is_main:
         tell_findings(reporter, parts, not_own)
     done = train(parts, folder, [reporter], stop, start)
     # A budget of tokens or updates ends where it ends; only a signal leaves steps undone.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from covey.cli.screen import Screen
+from covey.cli.screen import Screen, echo
 from covey.cli.startup import STARTING, resolved, tell_notes, waiting
 from covey.config import Config, to_toml
 from covey.errors import ConfigError, RunError
@@ -21,6 +21,10 @@ from covey.stopping import StopSignal, stop_signal
 
 if TYPE_CHECKING:
     from covey.training.build import Components
+    from covey.training.parallel.world import World
+
+REPEATS_SECONDS = 2.0
+"""On several ranks, a signal this soon after the first is the same one, sent on by torchrun."""
 
 NewRun = Annotated[
     Path | None,
@@ -47,7 +51,7 @@ class Training:
 
     command: str
     """`train` or `sft`."""
-    build: Callable[[Config], Any]
+    build: Callable[[Config, World], Any]
     environment: Callable[[Any], dict[str, Any]]
     """What environment.json says about the parts, beside the machine and the reward."""
     loop: Callable[[Any, RunFolder, Tracker, StopSignal, Start], tuple[int, int]]
@@ -55,19 +59,16 @@ class Training:
 
     def start(self, config: Config, path: Path | None, name: str) -> None:
         """Create a run folder and train; `name` is that of a new folder in runs."""
-        import torch
+        from covey.training.run_start import created_run, locked_by_main
 
-        from covey.run.provenance import describe_environment
-
-        parts = self._built(config)  # errors come before the run folder is created
-        device, threads = str(parts.policy.model.device), torch.get_num_threads()
-        environment = describe_environment(config.seed, device, threads)
-        environment |= {"reward": parts.scorer.identity, **self.environment(parts)}
-        with closing(parts.scorer):
-            path = path or next_run_path(Path("runs"), name)
-            folder = RunFolder.create(path, to_toml(config), environment)
-            with folder.locked():
-                self._run(parts, folder, Start())
+        with _joined(config) as world:
+            parts = self._built(config, world)  # errors come before the run folder is created
+            with closing(parts.scorer):
+                chosen = path or next_run_path(Path("runs"), name)
+                folder = created_run(parts, chosen, self.environment(parts))
+                with locked_by_main(folder, world):
+                    code = self._run(parts, folder, Start())
+        raise typer.Exit(code)
 
     def resume(self, path: Path, step: int | None, print_config: bool = False) -> None:
         """Resume a run with its own settings, or only print them."""
@@ -79,26 +80,37 @@ class Training:
             config = resolved(str(folder.config_file), imports=not print_config)
         if print_config:
             return typer.echo(to_toml(config), nl=False)
-        with folder.locked():
-            start = start_of(folder, step, save_every=config.save.every)
-            parts = self._built(config)
+        from covey.training.run_start import locked_by_main
+
+        with _joined(config) as world, locked_by_main(folder, world):
+            start = world.from_main(lambda: start_of(folder, step, save_every=config.save.every))
+            parts = self._built(config, world)
             with closing(parts.scorer):
-                self._run(parts, folder, start)
+                code = self._run(parts, folder, start)
+        raise typer.Exit(code)
 
-    def _built(self, config: Config) -> Any:
+    def _built(self, config: Config, world: World) -> Any:
         with waiting(f"loading {config.model.path}"):
-            return self.build(config)
+            return self.build(config, world)
 
-    def _run(self, parts: Components, folder: RunFolder, start: Start) -> None:
+    def _run(self, parts: Components, folder: RunFolder, start: Start) -> int:
+        """Train, and return the exit code."""
         from covey.run.trackers.console import console_tracker
 
-        reporter = console_tracker(folder, Screen(soft_wrap=True))
+        several = parts.world.size > 1
+        reporter = console_tracker(folder, Screen(soft_wrap=True, quiet=not parts.world.is_main))
         tell_notes(reporter, folder, parts)
-        with stop_signal() as stop:
+        with stop_signal(repeats=REPEATS_SECONDS if several else 0.0) as stop:
             done, steps = self.loop(parts, folder, reporter, stop, start)
         reporter.finished(done, steps, stop.received, command=self.command)
-        if done < steps:
-            raise typer.Exit(stop.exit_code)
+        return stop.exit_code if done < steps else 0
+
+
+def _joined(config: Config) -> AbstractContextManager[World]:
+    """Join the other ranks, if torchrun or the like has started several."""
+    from covey.training.parallel.join import joined_world
+
+    return joined_world(config, lambda text: echo(text, err=True))
 
 
 def check_new(run: Path | None, step: int | None) -> None:

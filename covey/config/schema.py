@@ -293,6 +293,19 @@ class Train(Section):
         return self.mini_batches * self.epochs
 
 
+class Parallel(Section):
+    """[parallel]: several ranks, as torchrun starts them."""
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: every rank has the whole model; fsdp: parameters, gradients and optimizer state are
+    divided among ranks (FSDP2)."""
+    shard_ranks: Count = 0
+    """fsdp: ranks that divide one model among them, such as those of a machine; each such set has
+    the whole model. 0: all ranks."""
+    timeout: Annotated[float, Field(gt=0, le=10**6)] = 600.0
+    """Seconds that a rank waits for the others: at the start, and in a step."""
+
+
 class Sft(Section):
     """[sft]"""
 
@@ -370,6 +383,7 @@ class Config(Section):
     overlap: Overlap = Overlap()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
+    parallel: Parallel = Parallel()
     sft: Sft = Sft()
     evaluate: Evaluate = Evaluate()
     save: Save = Save()
@@ -388,8 +402,6 @@ class Config(Section):
                 f"rollout.group_size = {self.rollout.group_size} are {rows} completions a step; "
                 f"at most {MOST_COMPLETIONS} fit"
             )
-        if self.train.patience and not self.save.best:
-            raise ValueError("train.patience needs save.best, the metric that it waits for")
         if self.train.mini_batches > rows:
             raise ValueError(
                 f"train.mini_batches = {self.train.mini_batches} exceeds the {rows} completions "

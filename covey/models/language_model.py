@@ -42,6 +42,8 @@ class LanguageModel:
     """Renders conversations as prompts."""
     adapter: Any = None
     """peft's configuration of the trained adapter. None: all weights are trained."""
+    sharded: bool = False
+    """Whether its parameters are divided among ranks (training/parallel/shard.py)."""
 
     @property
     def backbone(self) -> nn.Module:

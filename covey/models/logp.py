@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 
@@ -20,7 +21,42 @@ class LogProbs(NamedTuple):
     entropy: torch.Tensor
 
 
-def batch_logp(
+class Layout(TypedDict, total=False):
+    """How `batch_logp` lays out a batch, and of which distribution it takes log-probabilities."""
+
+    temperature: float
+    logits_megabytes: float
+    side: Side | Literal["packed", "auto"]
+    width: int
+
+
+ENTRY = "covey_logp"
+"""The method of a sharded model's outermost module by which passes enter, so that what the head
+reads is gathered as well."""
+
+
+def entry_method(
+    root: Any, model: LanguageModel, batch: Batch, options: Mapping[str, Any]
+) -> LogProbs:
+    """Compute `batch_logp` inside the outermost module, whose results must not be views."""
+    return LogProbs(*(values.clone() for values in _batch_logp(model, batch, **options)))
+
+
+def batch_logp(model: LanguageModel, batch: Batch, **options: Unpack[Layout]) -> LogProbs:
+    """Run the model over a batch; return log-probability and entropy of every trained token.
+
+    The layout (packed, or the side and width of the padding) changes rounding only. "auto" packs
+    where the model supports it.
+    """
+    if not model.sharded:
+        return _batch_logp(model, batch, **options)
+    found: LogProbs = getattr(model.model, ENTRY)(model, batch, options)
+    if not torch.is_grad_enabled():  # else the backward pass does it
+        model.model.reshard()
+    return found
+
+
+def _batch_logp(
     model: LanguageModel,
     batch: Batch,
     *,
@@ -29,11 +65,6 @@ def batch_logp(
     side: Side | Literal["packed", "auto"] = "auto",
     width: int = 0,
 ) -> LogProbs:
-    """Run the model over a batch; return log-probability and entropy of every trained token.
-
-    The layout (packed, or the side and width of the padding) changes rounding only. "auto" packs
-    where the model supports it.
-    """
     if side == "auto":
         side = "packed" if model.packs else "right"
     if side != "packed":

@@ -7,13 +7,47 @@ tokens of a completion share one ratio, ratio and clip are counted once for each
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from covey.objective.loss import Objective, PolicyLoss
 from covey.objective.masked import MAX_LOG_RATIO, bounded, difference, row_mean, row_sum
 from covey.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Numbers that add up over ranks."""
+
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Sum and count by name."""
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Smallest and largest by name."""
+
+    @staticmethod
+    def joined(parts: Sequence[Measured]) -> Measured:
+        """Return what several ranks have measured as one."""
+        sums: dict[str, list[tuple[float, float]]] = {}
+        ranges: dict[str, list[tuple[float, float]]] = {}
+        for part in parts:
+            for name, pair in part.sums.items():
+                sums.setdefault(name, []).append(pair)
+            for name, pair in part.ranges.items():
+                ranges.setdefault(name, []).append(pair)
+        return Measured(
+            {n: (math.fsum(v for v, _ in s), math.fsum(c for _, c in s)) for n, s in sums.items()},
+            {n: (min(low for low, _ in r), max(high for _, high in r)) for n, r in ranges.items()},
+        )
+
+    def means(self) -> dict[str, float]:
+        """Return means, and extremes as `name_min` and `name_max`, of what was seen at all."""
+        result = {name: total / count for name, (total, count) in self.sums.items() if count}
+        for name, (low, high) in self.ranges.items():
+            if low <= high:  # else nothing was in any mask
+                result |= {f"{name}_min": low, f"{name}_max": high}
+        return result
 
 
 class Meter:
@@ -46,20 +80,22 @@ class Meter:
 
     def read(self) -> dict[str, float]:
         """Return means, and extremes as `name_min` and `name_max`, of all that was seen."""
+        return self.measured().means()
+
+    def measured(self) -> Measured:
+        """Fetch the sums, counts and ranges of all that was seen."""
         numbers = self._fetched()
-        result: dict[str, float] = {}
+        measured = Measured()
         for names in self._sums:
             totals, count = [next(numbers) for _ in names], next(numbers)
-            if count:
-                result.update(zip(names, (total / count for total in totals), strict=True))
+            pairs = zip(names, totals, strict=True)
+            measured.sums.update((name, (total, count)) for name, total in pairs)
         for name, values in self._added.items():
-            if count := math.fsum(count for _, count in values):
-                result[name] = math.fsum(value for value, _ in values) / count
+            count = math.fsum(count for _, count in values)
+            measured.sums[name] = math.fsum(value for value, _ in values), count
         for name in self._ranges:
-            low, high = next(numbers), next(numbers)
-            if low <= high:  # else nothing was in any mask
-                result |= {f"{name}_min": low, f"{name}_max": high}
-        return result
+            measured.ranges[name] = next(numbers), next(numbers)
+        return measured
 
     def _fetched(self) -> Iterator[float]:
         """Return sums and count of what was summed together, then the range of each name."""
@@ -174,7 +210,12 @@ def observe_correction(meter: Meter, batch: Batch) -> None:
 
 def summary(meter: Meter) -> dict[str, float]:
     """Return every number by its metric's name."""
-    numbers = meter.read()
+    return summary_of(meter.measured())
+
+
+def summary_of(measured: Measured) -> dict[str, float]:
+    """Return every number by its metric's name."""
+    numbers = measured.means()
     if "ratio_square" in numbers:
         # Var r = E r^2 - (E r)^2, from sums that add up over micro-batches.
         variance = numbers.pop("ratio_square") - numbers["policy/ratio"] ** 2

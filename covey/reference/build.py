@@ -48,11 +48,7 @@ def make_reference(
             model=policy, temperature=temperature, logits_megabytes=megabytes
         )
     if section.kind in ("moving", "renewed"):
-        if policy.adapter is not None:
-            raise ConfigError(
-                f"config: reference.kind = {section.kind!r} does not work with an adapter; use "
-                "'adapter_off' or 'frozen'"
-            )
+        _check_moving(policy, section.kind)
         return MovingReference(
             model=load(),
             temperature=temperature,
@@ -60,8 +56,24 @@ def make_reference(
             alpha=section.alpha if section.kind == "moving" else 1.0,
             every=section.every,
         )
-    kind = OffloadedReference if section.kind == "offloaded" else FrozenReference
-    return kind(model=load(), temperature=temperature, logits_megabytes=megabytes)
+    model = load()
+    # Sharded weights that are offloaded are brought back by the shards themselves.
+    offloaded = section.kind == "offloaded" and not model.sharded
+    kind = OffloadedReference if offloaded else FrozenReference
+    return kind(model=model, temperature=temperature, logits_megabytes=megabytes)
+
+
+def _check_moving(policy: LanguageModel, kind: str) -> None:
+    if policy.adapter is not None:
+        raise ConfigError(
+            f"config: reference.kind = {kind!r} does not work with an adapter; use "
+            "'adapter_off' or 'frozen'"
+        )
+    if policy.sharded:
+        raise ConfigError(
+            f"config: reference.kind = {kind!r} does not work with parallel.strategy = 'fsdp'; use "
+            "'frozen' or 'offloaded', or the strategy 'ddp'"
+        )
 
 
 def _token(variable: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 from covey.engines.protocol import Engine, Sampling
 from covey.errors import RewardError
@@ -13,6 +14,25 @@ from covey.rollout.episode import EncodedPrompt, generate
 from covey.scoring import Job, Pending, Scorer, ScoreResult
 from covey.stopping import may_be_given_up
 from covey.types import Group, Prompt, Rollout
+
+_T = TypeVar("_T")
+
+
+class Sharing(Protocol):
+    """The ranks among which prompts are divided."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def share(self, items: Sequence[_T]) -> list[_T]:
+        """Return this rank's share."""
+
+    def gather(self, item: _T) -> list[_T]:
+        """Return the item of every rank."""
+
+    def unshare(self, done: Sequence[_T]) -> list[_T]:
+        """Return what all ranks have made of their shares, in the order of the whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +67,16 @@ class Collected:
             errors=self.errors + more.errors,
             rollout_seconds=self.rollout_seconds + more.rollout_seconds,
             score_seconds=self.score_seconds + more.score_seconds,
+        )
+
+    def of_all(self, ranks: Sharing) -> Collected:
+        """Return what all ranks have collected, in the order of the prompts."""
+        seconds = ranks.gather((self.rollout_seconds, self.score_seconds))
+        return Collected(
+            groups=tuple(ranks.unshare(self.groups)),
+            errors=tuple(ranks.unshare(self.errors)),
+            rollout_seconds=max(rollout for rollout, _ in seconds),
+            score_seconds=max(score for _, score in seconds),
         )
 
     def split(self, counts: Sequence[int]) -> list[Collected]:
@@ -109,6 +139,8 @@ class Collector:
     scorer: Scorer
     progress: Callable[[int], None] = field(default=lambda count: None)
     """Called with the number of completions that have just ended."""
+    ranks: Sharing | None = None
+    """Several ranks each collect their share, and get all groups. None: there is one rank."""
 
     def collect(
         self,
@@ -124,11 +156,20 @@ class Collector:
         the order of the prompts, whichever ended first. `share` is the share of the run that is
         done, 0 to 1: the weights of a reward may depend on it.
         """
+        if self.ranks is None or self.ranks.size == 1:
+            return self._collect(prompts, sampling, step, share)
+        mine = self._collect(self.ranks.share(prompts), sampling, step, share)
+        return mine.of_all(self.ranks)
+
+    def _collect(
+        self, prompts: Sequence[EncodedPrompt], sampling: Sampling, step: int, share: float
+    ) -> Collected:
         scoring = _Scoring([p.prompt for p in prompts], sampling.group_size, self.scorer, share)
 
         def finished(number: int, rollout: Rollout) -> None:
             scoring.add(number, rollout)
-            self.progress(1)
+            # The other ranks are about as far.
+            self.progress(1 if self.ranks is None else self.ranks.size)
 
         started = time.perf_counter()
         generated = generate(

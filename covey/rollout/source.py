@@ -223,7 +223,11 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
     """Sample and score the next round of each step, and apply the length penalty."""
     model = parts.policy.model
     collector = Collector(
-        engine=parts.engine, model=model, scorer=parts.scorer, progress=reporter.sampled
+        engine=parts.engine,
+        model=model,
+        scorer=parts.scorer,
+        progress=reporter.sampled,
+        ranks=parts.world,
     )
     encoded = [
         replace(prompt, step=one.ticket.step)

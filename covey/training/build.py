@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from covey.config import Config
-from covey.engines.native.engine import NativeEngine
+from covey.engines.native.engine import NativeCopy, NativeEngine
 from covey.engines.process.engine import ProcessEngine
 from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Engine, Sampling
@@ -28,7 +29,11 @@ from covey.training.budget import Used
 from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
-from covey.training.parallel import OneRank, World
+from covey.training.parallel.gradients import GradientSums
+from covey.training.parallel.join import check_alike
+from covey.training.parallel.ranks import Ranks
+from covey.training.parallel.shard import shard_model
+from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.resolve import (
     held_out_of,
@@ -60,7 +65,7 @@ class Components:
     engine_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held from loading weights into the engine until it has generated with them."""
     sampling: Sampling
-    world: World = field(default_factory=OneRank)
+    world: World = field(default_factory=World)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,29 +89,36 @@ class Parts(Components):
         return learner_at(base, self.config, state)
 
 
-def scorer_of(config: Config, reward: Reward | None = None) -> Scorer:
-    """Build the scorer, and start the processes that it needs."""
+def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
+    """Build the scorer, and start the processes that it needs: a share if a machine has ranks."""
     return make_scorer(
         config.reward.name,
         reward_of(config) if reward is None else reward,
-        workers=config.scoring.workers,
+        workers=config.scoring.workers or max(1, (os.cpu_count() or 1) // ranks),
         timeout=config.scoring.timeout,
         gigabytes=config.scoring.gigabytes,
     )
 
 
-def assemble(config: Config, reward: Reward | None = None, task: Task | None = None) -> Parts:
+def assemble(
+    config: Config,
+    reward: Reward | None = None,
+    task: Task | None = None,
+    world: World = World(),  # noqa: B008 - without state
+) -> Parts:
     """Build everything that a resolved configuration names; objects from Python replace theirs."""
     task = task_of(config) if task is None else task
     train_prompts, held_out = task.train(), held_out_of(config, task)
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
     objective = objective_of(config)
-    model = load_model(config)
-    reference = reference_of(config, model, objective)
-    policy = policy_of(config, model)
+    model = load_model(config, world.device(config.model.device))
+    if world.size > 1:
+        check_ranks(config, world, _digest(model, train_prompts, held_out))
+    policy = policy_of(config, model, world)
+    reference = reference_of(config, policy.model, objective, world)
     engine, sampling = make_engine(config, policy), sampling_of(config)
-    scorer = scorer_of(config, reward)
+    scorer = scorer_of(config, reward, world.local_size)
     return Parts(
         config=config,
         train_prompts=train_prompts,
@@ -120,6 +132,7 @@ def assemble(config: Config, reward: Reward | None = None, task: Task | None = N
         policy=policy,
         reference=reference,
         engine=engine,
+        world=world,
         sampling=sampling,
         objective=objective,
         step_settings=step_settings_of(
@@ -128,24 +141,60 @@ def assemble(config: Config, reward: Reward | None = None, task: Task | None = N
     )
 
 
+def check_ranks(config: Config, world: World, digest: str) -> None:
+    """Refuse ranks that differ in weights or data, and settings that several ranks do not have."""
+    if config.overlap.staleness and config.overlap.mode == "copy":
+        raise ConfigError(
+            "config: overlap.mode = 'copy' works on one rank; set it to 'ahead', or "
+            "overlap.staleness = 0"
+        )
+    check_alike(world, "weights or data", digest)
+
+
+def _digest(model: LanguageModel, *prompts: Sequence[Prompt]) -> str:
+    """Return a text in which ranks with other weights, or other prompts, would differ."""
+    ids = hashlib.sha256(repr([[p.id for p in some] for some in prompts]).encode()).hexdigest()
+    size = sum(float(p.detach().double().abs().sum()) for p in model.model.parameters())
+    return f"{ids} {size!r}"
+
+
 def make_engine(config: Config, policy: Policy) -> Engine:
     """Build what generates for a policy."""
     if config.engine.kind == "native":
-        return NativeEngine(policy.model)
+        return native_engine(policy)
     here = policy.model.device.type == "cuda" and config.engine.device != "cpu"
     shared = SharedWeights.allocate(policy.weights(), on_gpu=here)
     shared.write(policy.weights())
     return ProcessEngine("covey.training.engine_worker", config.model_dump(), shared)
 
 
-def reference_of(config: Config, model: LanguageModel, objective: Objective) -> Reference | None:
+def native_engine(policy: Policy) -> NativeEngine:
+    """Return the engine in this process; of a sharded policy it has a whole copy."""
+    return NativeEngine(policy.model) if policy.whole is None else NativeCopy(policy.whole)
+
+
+def reference_of(
+    config: Config,
+    model: LanguageModel,
+    objective: Objective,
+    world: World = World(),  # noqa: B008 - without state
+) -> Reference | None:
     """Build the reference policy, if the objective needs one."""
     if "reference" not in objective.needs:
         return None
-    return make_reference(config, policy=model, load=partial(load_model, config))
+
+    def load() -> LanguageModel:
+        found = load_model(config, world.device(config.model.device))
+        if not model.sharded:
+            return found
+        found.model.requires_grad_(False)
+        offload = config.reference.kind == "offloaded" and found.device.type != "cpu"
+        return shard_model(found, config.parallel, world, offload=offload)
+
+    return make_reference(config, policy=model, load=load)
 
 
-def load_model(config: Config) -> LanguageModel:
+def load_model(config: Config, device: str = "") -> LanguageModel:
     """Load the model. Checkpointing only acts in training mode, so references may have it too."""
     if config.model.deterministic:
         make_deterministic()
@@ -154,7 +203,7 @@ def load_model(config: Config) -> LanguageModel:
     model = load_language_model(
         path if base is None else base,
         dtype=config.model.dtype,
-        device=config.model.device,
+        device=device or config.model.device,
         gradient_checkpointing=config.model.gradient_checkpointing,
         template=template_of(config),
     )
@@ -185,14 +234,23 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
     return add_adapter(model, **wanted.model_dump(), seed=config.seed, base=config.model.path)
 
 
-def policy_of(config: Config, model: LanguageModel) -> Policy:
-    """Give a model its optimizer."""
+def policy_of(
+    config: Config,
+    model: LanguageModel,
+    world: World = World(),  # noqa: B008 - without state
+) -> Policy:
+    """Give a model its optimizer; on several ranks, divide it among them or sum its gradients."""
+    sharded = config.parallel.strategy == "fsdp" and isinstance(world, Ranks)
+    whole, model = model, shard_model(model, config.parallel, world) if sharded else model
+    optimizer = optimizer_of(config, model)
     return Policy(
         model=model,
-        optimizer=optimizer_of(config, model),
+        optimizer=optimizer,
         temperature=config.rollout.temperature,
         logits_megabytes=config.train.logits_megabytes,
-        graphs=config.records_passes,
+        graphs=config.records_passes and not sharded,
+        whole=whole if sharded else None,
+        sums=GradientSums(world, optimizer) if isinstance(world, Ranks) and not sharded else None,
     )
 
 
@@ -205,6 +263,11 @@ def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
     }
+    if settings.state == "compact" and model.sharded:
+        raise ConfigError(
+            "config: optimizer.state = 'compact' does not work with parallel.strategy = 'fsdp', "
+            "which divides the state among ranks; set it to 'float32'"
+        )
     if settings.state == "compact":
         return CompactAdamW(parameters, **options, seed=config.seed)
     return MasterAdamW(parameters, **options)

@@ -6,7 +6,9 @@
 
 With an adapter, the first line is adapter_config.json and adapter_model.safetensors instead, as
 peft has them: frozen weights are not saved again. A reference that moves adds files of its own, and
-so do rollouts that were generated ahead (in_flight.jsonl).
+so do rollouts that were generated ahead (in_flight.jsonl). Where parameters are sharded, the folder
+`state` takes the place of optimizer.safetensors (sharded_state.py). Any number of ranks loads
+either.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +28,18 @@ from safetensors.torch import load_file, save_file
 from covey.errors import RunError
 from covey.models.adapter import WEIGHTS_FILE, named_weights, save_adapter
 from covey.models.from_pretrained import read_pretrained
+from covey.models.language_model import LanguageModel
 from covey.reference import Reference
 from covey.run.best import best_step
 from covey.run.folder import RunFolder
 from covey.run.records import Note
 from covey.run.resume import Start, offer, put_aside_after
 from covey.training.budget import Used
+from covey.training.optimizer import Optimizer
+from covey.training.parallel.shard import placed_like, whole_tensor
+from covey.training.parallel.world import World
 from covey.training.policy import Policy
+from covey.training.sharded_state import has_state, load_state, save_state
 
 STATE_FILE = "covey.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -64,17 +72,26 @@ def save(
     *,
     keep: int,
     more: Callable[[Path], None] = lambda folder: None,
+    world: World = World(),  # noqa: B008 - without state
 ) -> None:
     """Write the checkpoint of a step, whole or not at all; keep the newest `keep`, and the best.
 
-    `more` adds files to it.
+    Rank 0 writes it. Of sharded parameters each rank writes its own, into the same folder. `more`
+    adds files to it, and is called on every rank.
     """
-    with run.new_checkpoint(state.step) as folder:
-        save_policy(policy, folder, asdict(state))
-        if reference is not None:
+    with ExitStack() as stack:
+        folder = world.from_main(lambda: stack.enter_context(run.new_checkpoint(state.step)))
+        if policy.whole is not None:
+            save_state(policy.optimizer, folder)
+        if world.is_main or policy.whole is not None:
+            save_policy(policy, folder, asdict(state), writes=world.is_main)
+        if reference is not None and world.is_main:
             reference.save(folder)
         more(folder)
-    run.prune_checkpoints(keep, best_step(run))
+        world.barrier()
+    if world.is_main:
+        run.prune_checkpoints(keep, best_step(run))
+    world.barrier()
 
 
 def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -> State:
@@ -106,6 +123,7 @@ def resume(
     *,
     fresh: State,
     note: Note,
+    world: World = World(),  # noqa: B008 - without state
 ) -> State:
     """Restore a run at `start`: the state of its checkpoint, or `fresh` where it has none.
 
@@ -117,62 +135,98 @@ def resume(
             state = load(policy, reference, start.checkpoint, start.step)
         except RunError as error:
             raise RunError(f"{error}; {offer(run, before=start.step)}") from None
-    aside = put_aside_after(run, start)
+    aside = world.from_main(lambda: put_aside_after(run, start))
     if aside is not None:
         note(f"steps after {start.step} are done again; their earlier records are in {aside}")
     return state
 
 
-def save_policy(policy: Policy, folder: Path, state: Mapping[str, Any]) -> None:
-    """Write policy and optimizer into an existing, empty folder, and `state` beside them."""
+def save_policy(
+    policy: Policy, folder: Path, state: Mapping[str, Any], *, writes: bool = True
+) -> None:
+    """Write policy and optimizer into an existing folder, and `state` beside them.
+
+    Of a sharded policy, all ranks call this, and the one that `writes` writes the whole model. The
+    optimizer's part is then in the folder already.
+    """
     try:
         if policy.model.adapter is None:
-            _write_model(policy, folder)
+            weights = master_state_dict(policy, keep=writes)
+            if writes:
+                _write_model(policy.whole or policy.model, weights, folder)
         else:
-            save_adapter(policy.model, policy.optimizer.masters, folder)
-        tensors = {k: v.contiguous() for k, v in policy.optimizer.state().items()}
-        save_file(tensors, folder / OPTIMIZER_FILE)
+            masters = _whole(policy.optimizer.masters, keep=writes)
+            if writes:
+                save_adapter(policy.model, masters, folder)
+        if not writes:
+            return
+        if policy.whole is None:
+            tensors = {k: v.contiguous() for k, v in policy.optimizer.state().items()}
+            save_file(tensors, folder / OPTIMIZER_FILE)
     except SafetensorError as error:
         # A full disk, in safetensors' own words; callers handle it as an OSError.
         raise OSError(str(error)) from None
     (folder / STATE_FILE).write_text(json.dumps({**state, "version": policy.version}, indent=2))
 
 
-def _write_model(policy: Policy, folder: Path) -> None:
-    model = policy.model.model
-    config = copy.deepcopy(model.config)
+def _write_model(model: LanguageModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    config = copy.deepcopy(model.model.config)
     config.dtype = torch.float32
-    model.save_pretrained(folder, state_dict=master_state_dict(policy))
+    model.model.save_pretrained(folder, state_dict=dict(weights))
     config.save_pretrained(folder)
-    policy.model.tokenizer.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
 
 
-def master_state_dict(policy: Policy) -> dict[str, torch.Tensor]:
-    """Return the model's weights at the optimizer's precision."""
-    state: dict[str, torch.Tensor] = dict(policy.model.model.state_dict())
-    # A tied weight has two names; whichever shares memory with a parameter gets its master.
-    names = {p.data_ptr(): n for n, p in policy.optimizer.parameters.items()}
+def master_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    """Return the model's weights at the optimizer's precision; without `keep`, only gather them."""
+    state: dict[str, torch.Tensor] = dict(policy.model.model.state_dict(keep_vars=True))
+    # A tied weight has two names, and one master.
+    names = {id(p): n for n, p in policy.optimizer.parameters.items()}
+    found = _whole(policy.optimizer.masters, keep=keep)
+    rest = {name: value for name, value in state.items() if id(value) not in names}
+    whole = _whole(rest, keep=keep)
+    if not keep:
+        return {}
+    return {n: whole[n] if n in rest else found[names[id(v)]] for n, v in state.items()}
+
+
+def _whole(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
+    """Return tensors whole and in main memory; without `keep`, only take part in gathering them.
+
+    One at a time: a device may have no room for all of them, or for masters made on demand.
+    """
     found: dict[str, torch.Tensor] = {}
-    for name, value in state.items():
-        own = names.get(value.data_ptr())
-        if own is not None and own not in found:
-            # One at a time to main memory: a device may have no room for masters made on demand.
-            found[own] = policy.optimizer.masters[own].detach().cpu()
-        state[name] = value.detach() if own is None else found[own]
-    return state
+    for name, value in tensors.items():
+        whole = whole_tensor(value.detach())
+        if keep:
+            found[name] = whole.cpu()
+    return found
 
 
 def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
     """Restore policy and optimizer in place; return the state that was saved beside them."""
     try:
-        weights = _read_weights(policy, folder)
-        moments = load_file(folder / OPTIMIZER_FILE)
         state = _read_state(folder / STATE_FILE)
-        policy.optimizer.load(weights, moments)
+        if has_state(folder):
+            load_state(policy.optimizer, folder, sharded=policy.model.sharded)
+        else:
+            weights = _read_weights(policy, folder)
+            moments = load_file(folder / OPTIMIZER_FILE)
+            _load_whole(policy.optimizer, weights, moments)
         policy.version = state["version"]
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise RunError(f"checkpoint {folder} cannot be read: {error}") from None
     return state
+
+
+def _load_whole(
+    optimizer: Optimizer, weights: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]
+) -> None:
+    """Load whole tensors, which all ranks have read; sharded masters take their parts."""
+    masters = optimizer.masters
+    placed = {name: placed_like(weights[name].detach(), masters[name]) for name in masters}
+    state = {k: placed_like(v, masters[k.split(".", 1)[1]]) for k, v in moments.items()}
+    optimizer.load(placed, state)
 
 
 def _read_state(file: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from covey.errors import RunError
 from covey.evaluation.evaluate import Evaluation, evaluate
 from covey.rollout.collect import Collector
 from covey.run.folder import RunFolder
@@ -92,7 +93,13 @@ def run_loop(
     start = start or start_of(run, save_every=parts.config.save.every)
     try:
         state = checkpoint.resume(
-            run, parts.policy, parts.reference, start, fresh=trainer.fresh(), note=log.note
+            run,
+            parts.policy,
+            parts.reference,
+            start,
+            fresh=trainer.fresh(),
+            note=log.note,
+            world=parts.world,
         )
         watch.replay(run, state.step)
         trainer.begin(start.checkpoint, log)
@@ -102,6 +109,11 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
+            if parts.world.size > 1:  # the others may be in the middle of a step: nothing is saved
+                raise RunError(
+                    f"step {state.step} was waiting for another process, and was given up; "
+                    "--resume continues from the last checkpoint"
+                ) from None
             log.note(f"step {state.step} was waiting for another process, and was given up")
         if stop.received is not None and not stop.by_signal:
             log.note(f"stopped after step {state.step}: {stop.received}")
@@ -138,7 +150,9 @@ class _Loop:
         evaluate_every, save_every = trainer.evaluate_every, parts.config.save.every
         if state.step == 0 and evaluate_every:
             measure(parts, self.log, step=0)
-        while not trainer.budget.over(used := state.used(parts.policy)) and stop.received is None:
+        while not (
+            trainer.budget.over(used := state.used(parts.policy)) or parts.world.agree(stop)
+        ):
             state.step += 1
             try:
                 trainer.step(state, self.run, self.log)
@@ -161,11 +175,15 @@ class _Loop:
         parts, state = self.trainer.parts, self.complete
         if state is None or state.step <= self.saved:
             return
-        if parts.world.is_main:
-            more = partial(self.trainer.save, step=state.step)
-            keep = parts.config.save.keep
-            checkpoint.save(self.run, parts.policy, parts.reference, state, keep=keep, more=more)
-        parts.world.barrier()
+        checkpoint.save(
+            self.run,
+            parts.policy,
+            parts.reference,
+            state,
+            keep=parts.config.save.keep,
+            more=partial(self.trainer.save, step=state.step),
+            world=parts.world,
+        )
         self.saved = state.step
 
 
@@ -176,7 +194,13 @@ def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
         engine.load_weights(parts.policy.weights, parts.policy.version)
         evaluation = evaluate(
             parts.held_out_prompts,
-            Collector(engine=engine, model=model, scorer=parts.eval_scorer, progress=log.sampled),
+            Collector(
+                engine=engine,
+                model=model,
+                scorer=parts.eval_scorer,
+                progress=log.sampled,
+                ranks=parts.world,
+            ),
             sampling=parts.sampling,
             samples=parts.config.evaluate.samples,
             temperature=parts.config.evaluate.temperature,

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from covey.accel.fused_parameters import attach_grad_sinks, set_grad_hook
+from covey.training.parallel.shard import whole_tensor
 
 
 class AdamWSettings(TypedDict):
@@ -93,7 +94,7 @@ class MasterAdamW:
     def step(self, rate: float) -> Stepped:
         """Clip, step and clear the gradients."""
         masters = list(self._masters.values())
-        norm = float(torch.nn.utils.clip_grad_norm_(masters, self.max_grad_norm))
+        norm = float(whole_tensor(torch.nn.utils.clip_grad_norm_(masters, self.max_grad_norm)))
         finite = math.isfinite(norm)
         if finite:
             for group in self.adamw.param_groups:

@@ -12,6 +12,8 @@ from covey.accel.train_graph import TrainGraphs, train_graphs_for
 from covey.models.language_model import LanguageModel
 from covey.models.logp import LogProbs, batch_logp, scatter_logp
 from covey.training.optimizer import Optimizer, Stepped
+from covey.training.parallel.gradients import GradientSums
+from covey.training.parallel.shard import whole_tensor
 from covey.types import Batch
 
 
@@ -30,11 +32,18 @@ class Policy:
     """Whether CUDA graphs are used, where the model and its device allow it."""
     passes: TrainGraphs | None = None
     """The CUDA graphs of forward and backward passes."""
+    whole: LanguageModel | None = None
+    """Of a sharded model the whole copy that the engine has, which checkpoints are written from."""
+    sums: GradientSums | None = None
+    """Sums gradients over ranks. None: they are whole already."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights that training changes, by name: what an engine's copy needs."""
+        """Yield the weights that training changes, by name: what an engine's copy needs.
+
+        Sharded ones are gathered one by one, which all ranks must do together.
+        """
         named = self.model.model.named_parameters()
-        return ((name, weight.detach()) for name, weight in named if weight.requires_grad)
+        return ((name, whole_tensor(w.detach())) for name, w in named if w.requires_grad)
 
     def logp(self, batch: Batch) -> LogProbs:
         """Return log-probability and entropy of every trained token, with gradient if enabled.
@@ -68,7 +77,14 @@ class Policy:
             logits_megabytes=self.logits_megabytes,
         )
 
+    def expect_last_pass(self) -> None:
+        """Note that the next backward pass is the last before an optimizer step."""
+        if self.sums is not None:
+            self.sums.expect()
+
     def step(self, rate: float) -> Stepped:
-        """Take an optimizer step on the gradients collected so far."""
+        """Take an optimizer step on the gradients collected so far, on all ranks."""
+        if self.sums is not None:
+            self.sums.finish()
         self.version += 1
         return self.optimizer.step(rate)

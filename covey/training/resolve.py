@@ -46,10 +46,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
-    check_trackers(config.trackers)
-    check_names(config.train.stop_on)
-    if config.save.best:
-        check_metric(config.save.best, samples=config.evaluate.samples)
+    _check_watching(config)
     own = {
         "task": is_user_task(config.task.name),
         "reward": is_import_path(config.reward.name),
@@ -68,6 +65,16 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     if "objective" in options:
         _check_old_logp(resolved)
     return resolved
+
+
+def _check_watching(config: Config) -> None:
+    """Check the names of trackers, health checks and the metric of the best checkpoint."""
+    check_trackers(config.trackers)
+    check_names(config.train.stop_on)
+    if config.save.best:
+        check_metric(config.save.best, samples=config.evaluate.samples)
+    elif config.train.patience:
+        raise ConfigError("config: train.patience needs save.best, the metric that it waits for")
 
 
 def _check_old_logp(resolved: Config) -> None:

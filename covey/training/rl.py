@@ -71,7 +71,9 @@ class Reinforcement:
 
     def save(self, folder: Path, step: int) -> None:
         """Save the rollouts that were generated ahead."""
-        write_in_flight(folder, self.queue.in_flight(after=step))
+        held = self.queue.in_flight(after=step)  # which every rank may have to wait for
+        if self.parts.world.is_main:
+            write_in_flight(folder, held)
 
     def close(self) -> None:
         """End the generation that works beside the loop, and the processes of the engine."""
@@ -92,7 +94,7 @@ class Reinforcement:
         events, deaths = restarts(parts)
         for note in (*rollouts.notes, *(f"step {state.step}: {event}" for event in events)):
             log.note(note)
-        groups = parts.world.gather(rollouts.selected.groups)
+        groups = rollouts.selected.groups
         state.episode += len(collected.rollouts)
         state.tokens += collected.tokens
         training = time.perf_counter()

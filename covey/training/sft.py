@@ -21,10 +21,8 @@ import torch
 
 from covey.config import Config
 from covey.config.schema import Train
-from covey.engines.native.engine import NativeEngine
 from covey.errors import DataError, ModelError
 from covey.models.language_model import LanguageModel
-from covey.models.micro_batches import micro_batches
 from covey.objective.weights import token_mean
 from covey.rng import sft_indices
 from covey.run.folder import RunFolder
@@ -34,10 +32,12 @@ from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
 from covey.training.budget import Budget
-from covey.training.build import Components, load_model, policy_of, scorer_of
+from covey.training.build import Components, load_model, native_engine, policy_of, scorer_of
 from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.loop import run_loop
+from covey.training.parallel.passes import rank_passes, without_weight
+from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.resolve import held_out_of, sampling_of, task_of
 from covey.training.schedule import sft_schedule_of
@@ -70,15 +70,18 @@ class SftParts(Components):
         return math.ceil(self.total / self.config.sft.solutions)
 
 
-def build_sft(config: Config) -> SftParts:
+def build_sft(
+    config: Config,
+    world: World = World(),  # noqa: B008 - without state
+) -> SftParts:
     """Build everything that a resolved configuration names."""
     task = task_of(config)
     solutions, held_out = solutions_of(config, task), held_out_of(config, task)
-    model = load_model(config)
-    policy = policy_of(config, model)
+    model = load_model(config, world.device(config.model.device))
+    policy = policy_of(config, model, world)
     # Cross-entropy is that of the model itself, whatever temperature it will be sampled at.
     policy.temperature = 1.0
-    scorer = scorer_of(config)
+    scorer = scorer_of(config, ranks=world.local_size)
     parts = SftParts(
         config=config,
         solutions=solutions,
@@ -87,8 +90,9 @@ def build_sft(config: Config) -> SftParts:
         scorer=scorer,
         eval_scorer=scorer,
         policy=policy,
-        engine=NativeEngine(model),
+        engine=native_engine(policy),
         sampling=sampling_of(config),
+        world=world,
     )
     try:
         _check_lengths(parts)  # before a run folder is made
@@ -165,6 +169,7 @@ class Supervised:
                 stack(examples, policy.model.device),
                 rate=rate,
                 micro_batch_tokens=parts.config.train.micro_batch_tokens,
+                world=parts.world,
             )
             metrics |= {
                 "loss/cross_entropy": learned.loss,
@@ -284,16 +289,28 @@ def _backward(policy: Policy, micro: Batch) -> torch.Tensor:
     return torch.stack([part.detach(), -cross_entropy(micro, now.entropy.detach())])
 
 
-def learn(policy: Policy, batch: Batch, *, rate: float, micro_batch_tokens: int) -> SftLearned:
-    """Take one optimizer step on a batch."""
+def learn(
+    policy: Policy,
+    batch: Batch,
+    *,
+    rate: float,
+    micro_batch_tokens: int,
+    world: World = World(),  # noqa: B008 - without state
+) -> SftLearned:
+    """Take one optimizer step on a batch, of which every rank takes its share."""
     policy.model.model.train()
     batch = with_token_mean(batch)
-    parts = [
-        _backward(policy, batch.rows(rows)) for rows in micro_batches(batch, micro_batch_tokens)
-    ]
+    passes = rank_passes(batch, micro_batch_tokens, world)
+    parts = []
+    for place, (rows, counts) in enumerate(passes, start=1):
+        micro = batch.rows(rows) if counts else without_weight(batch.rows(rows))
+        if place == len(passes):
+            policy.expect_last_pass()
+        parts.append(_backward(policy, micro))
     stepped = policy.step(rate)
     # Fetched last, when the device has done its work anyway.
-    loss, entropy = (sum(column) for column in zip(*torch.stack(parts).tolist(), strict=True))
+    mine = [sum(column) for column in zip(*torch.stack(parts).tolist(), strict=True)]
+    loss, entropy = (sum(column) for column in zip(*world.gather(mine), strict=True))
     return SftLearned(
         loss=loss,
         entropy=entropy,

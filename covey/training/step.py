@@ -18,7 +18,6 @@ import torch
 
 from covey.accel.packing import to_device
 from covey.models.logp import LogProbs
-from covey.models.micro_batches import micro_batches
 from covey.objective import (
     Objective,
     PolicyLoss,
@@ -40,7 +39,8 @@ from covey.rng import mini_batch_order
 from covey.rollout.filter import without_truncated
 from covey.training.collate import collate
 from covey.training.finite_checks import check_finite
-from covey.training.parallel import OneRank, World
+from covey.training.parallel.passes import rank_passes, without_weight
+from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.types import Batch, Group, Totals
 
@@ -77,7 +77,7 @@ class Learner:
     """With the beta of this step."""
     settings: StepSettings
     reference: Reference | None = None
-    world: World = field(default_factory=OneRank)
+    world: World = field(default_factory=World)
 
     @property
     def skips_rows(self) -> bool:
@@ -156,7 +156,8 @@ def prepare(learner: Learner, batch: Batch) -> Batch:
     if "reference" in needs:
         assert learner.reference is not None, "an objective with a penalty is given a reference"
         with learner.reference.loaded():
-            ref = whole_batch(batch, settings.micro_batch_tokens, learner.reference.logp)
+            logp, tokens = learner.reference.logp, settings.micro_batch_tokens
+            ref = whole_batch(batch, tokens, logp, learner.world)
         batch = replace(batch, ref_logp=ref.logp)
     return batch
 
@@ -165,10 +166,10 @@ def _with_old_policy(learner: Learner, batch: Batch) -> Batch:
     """Fill in old_logp and entropy; without the entropy of rows that the filter leaves out."""
     tokens, logp = learner.settings.micro_batch_tokens, learner.policy.logp
     if batch.advantage is None or not learner.skips_rows:
-        old = whole_batch(batch, tokens, logp)
+        old = whole_batch(batch, tokens, logp, learner.world)
         return replace(batch, old_logp=old.logp, entropy=old.entropy)
     useful = RowFacts.of(batch, skip=True).in_passes(torch.arange(len(batch)))
-    old = whole_batch(batch.rows(useful), tokens, logp)
+    old = whole_batch(batch.rows(useful), tokens, logp, learner.world)
     (rows,) = to_device([useful], old.logp.device)
     whole = batch.sampler_logp.float().clone()
     whole[rows, : old.logp.shape[1]] = old.logp
@@ -176,17 +177,24 @@ def _with_old_policy(learner: Learner, batch: Batch) -> Batch:
 
 
 def whole_batch(
-    batch: Batch, micro_batch_tokens: int, logp: Callable[[Batch], LogProbs]
+    batch: Batch,
+    micro_batch_tokens: int,
+    logp: Callable[[Batch], LogProbs],
+    world: World = World(),  # noqa: B008 - without state
 ) -> LogProbs:
-    """Run `logp` over micro-batches and put the rows back in their places."""
-    blank = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
-    whole = LogProbs(logp=blank, entropy=blank.clone())
-    for index in micro_batches(batch, micro_batch_tokens):
+    """Run `logp` over micro-batches and put the rows back in their places.
+
+    Every row has one rank that computes it, so that the sum over ranks is exact.
+    """
+    whole = torch.zeros((2, *batch.tokens.shape), device=batch.tokens.device)
+    for index, counts in rank_passes(batch, micro_batch_tokens, world):
         part = logp(batch.rows(index))
-        (rows,) = to_device([index], blank.device)
-        for target, values in zip(whole, part, strict=True):
-            target[rows, : values.shape[1]] = values.float()
-    return whole
+        if counts:
+            (rows,) = to_device([index], whole.device)
+            for target, values in zip(whole, part, strict=True):
+                target[rows, : values.shape[1]] = values.float()
+    world.sum_in_place(whole)
+    return LogProbs(*whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,22 +267,21 @@ def optimize(
 ) -> dict[str, float]:
     """Take every optimizer step on a filled batch, and return the metrics of the training step."""
     policy, objective, settings = learner.policy, learner.objective, learner.settings
+    world = learner.world
     meter, facts = Meter(), RowFacts.of(batch, skip=learner.skips_rows)
     policy.model.model.train()
     losses: list[list[torch.Tensor]] = []
     skipped = 0
     for number, index in enumerate(facts.mini_batches(settings, step)):
-        totals = learner.world.sum(facts.totals(index))
-        mini = filled_mini_batch(learner, batch.rows(index), totals)
-        observe_correction(meter, mini)
+        mini = filled_mini_batch(learner, batch.rows(index), facts.totals(index))
+        if world.is_main:
+            observe_correction(meter, mini)
         kept = facts.in_passes(index)
         mini, index = mini.rows(kept), index[kept]
         # A row that only stands in for a step without any may have no old_logp to compare with.
         counts = bool(facts.useful[index].any())
         losses.append([])
-        for rows in micro_batches(mini, settings.micro_batch_tokens):
-            micro = mini.rows(rows)
-            output, now = _backward(policy, objective, micro)
+        for rows, micro, output, now in _backward_passes(learner, mini):
             losses[-1].append(output.loss)
             if counts:
                 observe(meter, objective, micro, output, now.entropy)
@@ -289,11 +296,26 @@ def optimize(
         if learner.reference is not None:
             learner.reference.after_step(policy)
         skipped += stepped.skipped
-        if not stepped.skipped:
+        if not stepped.skipped and world.is_main:
             meter.add("optim/grad_norm", stepped.grad_norm)
     for loss in _sums(losses):
-        meter.add("loss/policy_avg", loss)
-    return {**learner.world.mean(meter), "lr": rate, "optim/skipped": skipped}
+        # Each rank has a part of the loss of one optimizer step.
+        meter.add("loss/policy_avg", loss, count=float(world.is_main))
+    return {**world.mean(meter), "lr": rate, "optim/skipped": skipped}
+
+
+def _backward_passes(
+    learner: Learner, mini: Batch
+) -> Iterator[tuple[torch.Tensor, Batch, PolicyLoss, LogProbs]]:
+    """Add the gradient of this rank's rows; yield each micro-batch with its loss and `logp`."""
+    passes = rank_passes(mini, learner.settings.micro_batch_tokens, learner.world)
+    for place, (rows, counts) in enumerate(passes, start=1):
+        micro = mini.rows(rows) if counts else without_weight(mini.rows(rows))
+        if place == len(passes):
+            learner.policy.expect_last_pass()
+        output, now = _backward(learner.policy, learner.objective, micro)
+        if counts:
+            yield rows, micro, output, now
 
 
 def filled_mini_batch(learner: Learner, mini: Batch, totals: Totals) -> Batch:
@@ -302,7 +324,8 @@ def filled_mini_batch(learner: Learner, mini: Batch, totals: Totals) -> Batch:
     if learner.objective.marks is None:
         return mini
     with torch.no_grad():
-        now = whole_batch(mini, learner.settings.micro_batch_tokens, learner.policy.logp)
+        tokens, logp = learner.settings.micro_batch_tokens, learner.policy.logp
+        now = whole_batch(mini, tokens, logp, learner.world)
     return with_marks(learner.objective, mini, now.logp)
 
 
@@ -321,7 +344,8 @@ def _backward(policy: Policy, objective: Objective, micro: Batch) -> tuple[Polic
 
 def _sums(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
     """Add up the losses of each optimizer step; they are fetched once, at the end."""
-    values = iter(torch.stack([part for parts in losses for part in parts]).tolist())
+    flat = [part for parts in losses for part in parts]
+    values = iter(torch.stack(flat).tolist() if flat else ())
     return [math.fsum(next(values) for _ in parts) for parts in losses]
 
 

@@ -110,6 +110,11 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "warmup_steps": count,
         "state": st.sampled_from(["float32", "compact"]),
     },
+    "parallel": {
+        "strategy": st.sampled_from(["ddp", "fsdp"]),
+        "shard_ranks": count,
+        "timeout": st.floats(0.1, 1e6),
+    },
     "train": {
         "steps": positive,
         "stop_after": st.fixed_dictionaries({"tokens": count}),
@@ -119,6 +124,8 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "logits_megabytes": size,
         "old_logp": st.sampled_from(["auto", "recompute", "sampler"]),
         "graphs": st.sampled_from(["auto", "off"]),
+        "stop_on": st.lists(text, max_size=3),
+        "patience": count,
     },
     "sft": {
         "steps": count,
@@ -141,6 +148,8 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "save": {
         "every": count,
         "keep": positive,
+        "best": text,
+        "best_is": st.sampled_from(["highest", "lowest"]),
         "rollouts": st.booleans(),
         "samples_every": count,
         "samples_shown": positive,
@@ -150,6 +159,7 @@ configs = st.fixed_dictionaries(
     {},
     optional={
         "seed": st.integers(0, 2**63 - 1),
+        "trackers": st.lists(text),
         "task": named,
         "reward": named,
         "length_penalty": named,
@@ -229,7 +239,7 @@ def test_the_round_trip_above_varies_every_field() -> None:
     varied = {name: set(values) for name, values in VALUES.items()}
     fields = {name: set(kind.model_fields) for name, kind in SECTIONS.items()}
     assert varied == {name: f for name, f in fields.items() if f != {"name"}}
-    assert set(Config.model_fields) == {"seed", *fields}
+    assert set(Config.model_fields) == {"seed", "trackers", *fields}
 
 
 def test_what_is_written_names_every_field_with_its_value() -> None:

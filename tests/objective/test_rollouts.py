@@ -17,7 +17,6 @@ from covey.objective import (
     with_weight,
 )
 from covey.objective.rollouts import joined
-from covey.training.parallel import OneRank
 from covey.training.step import RowFacts
 from covey.types import Batch, Totals
 from tests.conftest import make_batch
@@ -140,10 +139,3 @@ def test_mini_batches_take_the_same_rollouts_and_never_part_of_one(count: int) -
         assert totals == [len(rollouts) for rollouts in taken[-1]]
     assert taken[0] == taken[1]
     assert sorted(n for rollouts in taken[0] for n in rollouts) == list(range(8))
-
-
-def test_a_world_of_one_rank_has_nothing_to_add() -> None:
-    world, totals = OneRank(), Totals.of(whole_batch())
-    assert (world.rank, world.size, world.is_main) == (0, 1, True)
-    assert world.sum(totals) is totals
-    assert world.gather([]) == ()

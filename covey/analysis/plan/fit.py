@@ -18,14 +18,20 @@ LEAST_CONCURRENT = 64
 RANK = 16
 """LoRA rank of a suggested adapter."""
 
+RANKS = (2, 4, 8, 16, 32, 64)
+"""Numbers of ranks that are tried."""
+
 Settings = Mapping[str, Any]
 
 
 def memory_findings(
-    config: Config, found: Forecast, facts: TaskFacts, shape: Shape
+    config: Config, found: Forecast, facts: TaskFacts, shape: Shape, ranks: int = 1
 ) -> Iterator[Finding]:
     """Yield a finding if a resolved configuration does not fit the device of its forecast."""
     if found.fits:
+        return
+    if ranks > 1:
+        yield _more_ranks(config, found, facts, shape, ranks)
         return
     changes = settings_that_fit(config, found.device, facts, shape)
     name, memory = found.device.name, size_text(found.device.memory)
@@ -34,6 +40,8 @@ def memory_findings(
         remedy = "set " + ", ".join(f"{key} = {toml_value(v)}" for key, v in changes.items())
         peak = forecast(changed(config, changes), found.device, facts).peak
         remedy += f": the peak is then {size_text(peak)}"
+    if (needed := ranks_that_fit(config, found.device, facts, shape)) is not None:
+        remedy += f"; or train on {needed} such devices with parallel.strategy = 'fsdp'"
     yield Finding(
         kind="risk",
         title=f"the run needs {size_text(found.peak)}, and {name} has {memory}",
@@ -42,6 +50,39 @@ def memory_findings(
         docs="docs/memory.md",
         settings=tuple(changes or ("model.path",)),
     )
+
+
+def _more_ranks(
+    config: Config, found: Forecast, facts: TaskFacts, shape: Shape, ranks: int
+) -> Finding:
+    """Return the finding of a run that does not fit on each of its ranks."""
+    needed = ranks_that_fit(config, found.device, facts, shape)
+    remedy = f"use devices with {size_text(found.peak / (1 - MARGIN))}, a tenth of it to spare"
+    if needed is not None:
+        remedy = f"train on {needed} ranks with parallel.strategy = 'fsdp'"
+    return Finding(
+        kind="risk",
+        title=f"each of {ranks} ranks needs {size_text(found.peak)}, and {found.device.name} has "
+        f"{size_text(found.device.memory)}",
+        why=f"It runs out of memory. Largest part: {_largest(found)}.",
+        remedy=remedy,
+        docs="docs/scaling.md",
+        settings=("parallel.strategy",),
+    )
+
+
+def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
+    """Return on how few devices of this kind the sharded run fits, with a tenth of each free.
+
+    None: on no number that is tried, since the engine needs the whole weights on each.
+    """
+    changes = {"parallel.strategy": "fsdp", "optimizer.state": "float32"}
+    sharded = changed(config, changes)
+    for ranks in RANKS:
+        found = forecast(sharded, device, facts, shape, ranks)
+        if found.peak <= (1 - MARGIN) * device.memory:
+            return ranks
+    return None
 
 
 def _largest(found: Forecast) -> str:

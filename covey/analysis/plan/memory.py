@@ -8,7 +8,7 @@ peak is that of the fullest phase. Everything is counted at its worst: all compl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from covey.accel.head import LIVE_COPIES, chunk_rows
 from covey.analysis.plan.activations import FLOAT, Pass, passing_bytes, training_bytes
@@ -23,6 +23,7 @@ from covey.analysis.plan.forecast import (
     Part,
 )
 from covey.analysis.plan.model_shape import Shape, shape_of
+from covey.analysis.plan.sharded_memory import sharded_parts
 from covey.analysis.plan.task_facts import TaskFacts, task_facts
 from covey.config import Config
 from covey.models.adapter import adapter_base
@@ -47,10 +48,12 @@ def forecast(
     device: Device | None = None,
     facts: TaskFacts | None = None,
     shape: Shape | None = None,
+    ranks: int = 1,
 ) -> Forecast:
     """Forecast the peak memory of a run on `device`, by default the one it would use here.
 
-    `facts` and `shape` are those of the configuration's task and model, if they are known already.
+    With several ranks, it is that of one rank, on a device of its own. `facts` and `shape` are
+    those of the configuration's task and model, if they are known already.
     """
     config = resolve(config)
     run = _Run(
@@ -59,6 +62,7 @@ def forecast(
         shape=shape_of(config) if shape is None else shape,
         facts=task_facts(config) if facts is None else facts,
         objective=objective_of(config),
+        ranks=ranks,
     )
     tokens = config.train.micro_batch_tokens
     return Forecast(
@@ -98,6 +102,26 @@ class _Run:
     shape: Shape
     facts: TaskFacts
     objective: Objective
+    ranks: int = 1
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks divide the parameters among them."""
+        return self.config.parallel.strategy == "fsdp"
+
+    @property
+    def shards(self) -> int:
+        """Ranks that have one whole model together."""
+        return min(self.config.parallel.shard_ranks or self.ranks, self.ranks)
+
+    @property
+    def trainer(self) -> Shape:
+        """The model as training passes see it: fused passes need whole parameters."""
+        return replace(self.shape, fuses=False) if self.sharded else self.shape
+
+    def share(self, count: int) -> int:
+        """Return a rank's share of some prompts or completions."""
+        return -(-count // self.ranks)
 
     @property
     def size(self) -> int:
@@ -118,9 +142,10 @@ class _Run:
 
     @property
     def rows(self) -> int:
-        """Completions in a mini-batch."""
+        """Completions in a mini-batch, of one rank."""
         rollout = self.config.rollout
-        return -(-rollout.prompts_per_step * rollout.group_size // self.config.train.mini_batches)
+        rows = rollout.prompts_per_step * rollout.group_size
+        return self.share(-(-rows // self.config.train.mini_batches))
 
     @property
     def on_gpu(self) -> bool:
@@ -129,7 +154,7 @@ class _Run:
     @property
     def gradient_sinks(self) -> bool:
         """Whether float32 gradients are accumulated beside bfloat16 weights."""
-        return self.on_gpu and self.size < FLOAT
+        return self.on_gpu and self.size < FLOAT and not self.sharded
 
     @property
     def captured(self) -> bool:
@@ -174,15 +199,26 @@ class _Run:
         return (
             Part("framework", framework, ALWAYS, why),
             *self._model_parts(),
-            *engine_parts(engine, self.config, self.facts.held_out or ASSUMED_HELD_OUT),
+            *engine_parts(engine, self._own_config(), self._held_out()),
             *self._pass_parts(batch),
-            *self._gradient_parts(batch),
+            *([] if self.sharded else self._gradient_parts(batch)),
         )
 
+    def _own_config(self) -> Config:
+        """Return the configuration of what one rank generates."""
+        rollout = self.config.rollout
+        own = {"prompts_per_step": self.share(rollout.prompts_per_step)}
+        return self.config.model_copy(update={"rollout": rollout.model_copy(update=own)})
+
+    def _held_out(self) -> int:
+        return self.share(self.facts.held_out or ASSUMED_HELD_OUT)
+
     def _model_parts(self) -> list[Part]:
-        """Return what is allocated from start to end."""
+        """Return what is allocated from start to end, and the gradients if they are sharded."""
         shape, size = self.shape, self.size
         weights = shape.parameters + shape.added
+        if self.sharded:
+            return [*sharded_parts(shape, size, self.shards), self._reference(weights)]
         state = self.config.optimizer.state
         master, moments = STATE_BYTES[state]
         return [
@@ -217,10 +253,14 @@ class _Run:
         kind, phases, held = self.config.reference.kind, ALWAYS, weights * self.size
         why = f"{kind}: a second copy of the weights"
         under = self.shape.rank and kind == "frozen" and not adapter_base(self.config.model.path)
+        if self.sharded:
+            held, why = -(-held // self.shards), f"{kind}: 1 of {self.shards} parts of a copy"
         if "reference" not in self.objective.needs:
             held, why = 0, "none: the objective has no penalty"
         elif kind == "server" or kind == "adapter_off" or under:
             held, why = 0, f"{kind}: no copy on this device"
+        elif kind == "offloaded" and self.on_gpu and self.sharded:
+            held, why = 0, "offloaded: in main memory, gathered block by block"
         elif kind == "offloaded" and self.on_gpu:
             phases, why = ("prepare",), "offloaded: a copy, on the device only while it is used"
         elif kind in ("moving", "renewed") and self.size < FLOAT:
@@ -229,7 +269,7 @@ class _Run:
 
     def _pass_parts(self, batch: Pass) -> list[Part]:
         """Return the memory of forward passes, with gradient and without."""
-        shape, size, config, device = self.shape, self.size, self.config, self.device.kind
+        shape, size, config, device = self.trainer, self.size, self.config, self.device.kind
         checkpointing = config.model.gradient_checkpointing
         layout = "packed" if batch.packed else "padded"
         layout += ", recomputed" if checkpointing else ""
@@ -302,7 +342,9 @@ class _Run:
 
     def _head_gradient(self) -> int:
         """Return the bytes of the output layer's gradient beyond those in `gradients`."""
-        return 0 if self.gradient_sinks else self.shape.head * self.size * self.shape.head_trained
+        if self.gradient_sinks or self.sharded:
+            return 0
+        return self.shape.head * self.size * self.shape.head_trained
 
     def _logits(self, batch: Pass) -> int:
         vocabulary, megabytes = self.shape.vocabulary, self.config.train.logits_megabytes
@@ -324,4 +366,8 @@ class _Run:
         else:
             prompts += f", the longest of {self.facts.measured}"
         longest = self.config.rollout.max_tokens
-        return (f"assumed: {prompts}; all completions of {longest} tokens",)
+        assumed = f"assumed: {prompts}; all completions of {longest} tokens"
+        if self.ranks == 1:
+            return (assumed,)
+        how = f"{self.shards} of them share one model" if self.sharded else "each has the model"
+        return (f"for each of {self.ranks} ranks ({self.config.parallel.strategy}: {how})", assumed)

@@ -54,6 +54,8 @@ class Plan:
     evaluations: int
     """With a token budget, the most there can be."""
     evaluation_samples: int
+    staleness: int = 0
+    """Training steps that generation may be ahead."""
 
     @property
     def completions(self) -> int:
@@ -68,7 +70,7 @@ class Plan:
     @property
     def age(self) -> int:
         """Optimizer steps between generation and the last use of a completion."""
-        return self.updates - 1
+        return (1 + self.staleness) * self.updates - 1
 
     @property
     def step_tokens(self) -> int:
@@ -107,15 +109,18 @@ class Plan:
         )
 
     def _updates_text(self) -> str:
-        if self.updates == 1:
+        if not self.age:
             return (
                 f"{self.algorithm} takes one optimizer step, with the weights that generated: "
                 "every ratio is 1, and no clip acts."
             )
         epochs = f" in each of {self.epochs} epochs" * (self.epochs > 1)
+        takes = (
+            "one optimizer step" if self.updates == 1 else f"{self.mini_batches} optimizer steps"
+        )
         return (
-            f"{self.algorithm} takes {self.mini_batches} optimizer steps{epochs}; at the last one "
-            f"the completions are {_steps(self.age)} old."
+            f"{self.algorithm} takes {takes}{epochs}; at the last one the completions are "
+            f"{'up to ' * (self.staleness > 0)}{_steps(self.age)} old."
         )
 
     def _evaluations_text(self) -> str:
@@ -161,6 +166,7 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
         held_out=(facts and facts.held_out) or config.evaluate.prompts or None,
         evaluations=most_evaluations(config),
         evaluation_samples=config.evaluate.samples,
+        staleness=config.overlap.staleness,
     )
 
 

@@ -184,3 +184,16 @@ def test_the_token_limit_holds_for_a_run_that_drops_every_group(
     plan = plan_of(*settings)
     assert (last["step"], last["tokens"]) == (21, 168)
     assert plan.total_tokens == 168
+
+
+def test_the_age_of_completions_counts_the_steps_that_generation_is_ahead() -> None:
+    def text(*settings: str) -> str:
+        return summarize(resolve(load_config("arithmetic", [*settings]))).paragraph()
+
+    assert "every ratio is 1" in text("train.mini_batches=1")
+    stale = text("train.mini_batches=1", "overlap.staleness=2")
+    assert (
+        "one optimizer step; at the last one the completions are up to 2 optimizer steps old"
+        in (stale)
+    )
+    assert "up to 11 optimizer steps old" in text("train.mini_batches=4", "overlap.staleness=2")

@@ -1,0 +1,68 @@
+"""Memory of a rank whose parameters are sharded (parallel.strategy = "fsdp").
+
+A rank has its part of the float32 weights, moments and gradients. Of whole tensors it has the
+engine's copy of the weights, and in a pass those of the block at work and of the next one, with
+embedding, head and last norm.
+"""
+
+from __future__ import annotations
+
+from covey.analysis.plan.activations import FLOAT
+from covey.analysis.plan.forecast import ALWAYS, Part
+from covey.analysis.plan.model_shape import Shape
+
+BLOCKS = 2
+"""Blocks that are gathered at once: the one at work, and the next one or the gradients of the last
+one."""
+
+
+def sharded_parts(shape: Shape, size: int, shards: int, *, whole_copy: bool = True) -> list[Part]:
+    """Return what is allocated for weights and optimizer state, with `size` bytes per number."""
+    weights = shape.parameters + shape.added
+    own = shape.trained * FLOAT + (weights - shape.trained) * size
+    what = f"1 of {shards} parts"
+    return [
+        Part("weights", weights * size * whole_copy, ALWAYS, "the engine's whole copy"),
+        Part("sharded weights", -(-own // shards), ALWAYS, f"{what}, trained ones in float32"),
+        Part(
+            "moments",
+            -(-shape.trained * 2 * FLOAT // shards),
+            ALWAYS,
+            f"{what} of AdamW's two moments of {shape.trained:,} trained parameters",
+        ),
+        Part(
+            "gradients",
+            -(-shape.trained * FLOAT // shards),
+            ("update", "step"),
+            f"{what}, float32",
+        ),
+        Part(
+            "gathered",
+            (BLOCKS * block_parameters(shape) + end_parameters(shape)) * size,
+            ("prepare", "update"),
+            f"whole weights of {BLOCKS} blocks, embedding and head",
+        ),
+        Part("gathered grad", _gradients(shape, size), ("update",), "of one block, whole"),
+    ]
+
+
+def block_parameters(shape: Shape) -> int:
+    """Return the parameters of one block, with those of its adapter."""
+    if not shape.fuses:
+        return (shape.parameters + shape.added - shape.head) // shape.layers
+    attention = 2 * shape.hidden * (shape.query + shape.key)
+    return attention + shape.hidden * (3 * shape.inner + 2) + shape.added // shape.layers
+
+
+def end_parameters(shape: Shape) -> int:
+    """Return the parameters outside of the blocks."""
+    whole = shape.parameters + shape.added
+    return max(shape.head, whole - shape.layers * block_parameters(shape))
+
+
+def _gradients(shape: Shape, size: int) -> int:
+    """Return whole gradients: of a block before they are summed and as the float32 that is sent;
+    of the output layer, if it is trained."""
+    per_block = shape.trained // shape.layers if shape.rank else block_parameters(shape)
+    sent = FLOAT if size < FLOAT else 0
+    return per_block * (size + sent) + shape.head * size * shape.head_trained

@@ -1,0 +1,118 @@
+"""Sums of gradients over ranks, once for each optimizer step, before they are clipped.
+
+Gradients are summed in place: large ones as they are, small ones by the bucket. Where autograd
+hands them out one by one, a bucket starts as soon as the last backward pass has completed it, so
+that communication runs beside the rest of that pass. Where CUDA graphs or fused passes write them,
+all start after the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from covey.training.optimizer import Optimizer
+    from covey.training.parallel.ranks import Ranks
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(slots=True)
+class _Bucket:
+    names: list[str]
+    missing: int = 0
+    """How many of its gradients the last pass has still to complete."""
+    work: Any = None
+    flat: torch.Tensor | None = None
+    """A copy of all its gradients. None: there is one, which is summed where it is."""
+
+
+@dataclass(slots=True)
+class GradientSums:
+    """Sums the gradients of an optimizer over ranks."""
+
+    world: Ranks
+    optimizer: Optimizer
+    buckets: list[_Bucket] = field(init=False)
+    _started: int = field(default=0, init=False)
+    _overlaps: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        # The last parameters have their gradients first.
+        named = list(self.optimizer.parameters.items())[::-1]
+        self.buckets = _buckets([(name, 4 * p.numel()) for name, p in named])
+        place = {name: bucket for bucket in self.buckets for name in bucket.names}
+        for name, parameter in named:
+            parameter.register_post_accumulate_grad_hook(self._completed(place[name]))
+
+    def _completed(self, bucket: _Bucket) -> Any:
+        def hook(parameter: torch.Tensor) -> None:
+            if self._overlaps:
+                bucket.missing -= 1
+                self._start_complete()
+
+        return hook
+
+    def expect(self) -> None:
+        """Let buckets start during the backward pass that comes next, the last of the step."""
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.names)
+        self._overlaps = True
+
+    def finish(self) -> None:
+        """Sum what is left, and wait until all gradients are sums over all ranks."""
+        self._overlaps = False
+        for bucket in self.buckets[self._started :]:
+            self._start(bucket)
+        self._started = 0
+        for bucket in self.buckets:
+            self._end(bucket)
+
+    def _start_complete(self) -> None:
+        """Start complete buckets, in the same order on every rank."""
+        while self._started < len(self.buckets) and not self.buckets[self._started].missing:
+            self._start(self.buckets[self._started])
+            self._started += 1
+
+    def _start(self, bucket: _Bucket) -> None:
+        grads = self._gradients(bucket)
+        if not grads:
+            return
+        if len(grads) == 1 and grads[0].is_contiguous():
+            whole = grads[0]
+        else:
+            bucket.flat = whole = torch.cat([grad.flatten() for grad in grads])
+        bucket.work = self.world.summing(whole)
+
+    def _end(self, bucket: _Bucket) -> None:
+        if bucket.work is None:
+            return
+        self.world.wait(bucket.work)
+        if bucket.flat is not None:
+            grads = self._gradients(bucket)
+            parts = bucket.flat.split([grad.numel() for grad in grads])
+            for grad, part in zip(grads, parts, strict=True):
+                grad.copy_(part.view_as(grad))
+        bucket.work = bucket.flat = None
+
+    def _gradients(self, bucket: _Bucket) -> list[torch.Tensor]:
+        """Return its gradients. A parameter that no pass uses has none, on any rank."""
+        found = self.optimizer.gradients()
+        return [grad for name in bucket.names if (grad := found[name]) is not None]
+
+
+def _buckets(sizes: Sequence[tuple[str, int]]) -> list[_Bucket]:
+    """Put small gradients together; one that fills a bucket alone has its own."""
+    buckets: list[_Bucket] = []
+    room = 0
+    for name, size in sizes:
+        if size > room:
+            buckets.append(_Bucket([]))
+            room = BUCKET_BYTES
+        buckets[-1].names.append(name)
+        room -= size
+    return buckets

@@ -1,0 +1,211 @@
+"""Joining the ranks of a run, and leaving them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from covey.config import Config, to_toml
+from covey.errors import ConfigError, CoveyError
+from covey.training.parallel.environment import Place, place
+from covey.training.parallel.lifeline import (
+    Lifeline,
+    Loss,
+    RankError,
+    Reported,
+    accept,
+    connect,
+    listen,
+)
+from covey.training.parallel.ranks import Ranks
+from covey.training.parallel.world import World
+
+Say = Callable[[str], None]
+TELL_SECONDS = 10.0
+"""How long a rank that fails before it joins waits for rank 0 to say so."""
+
+
+@contextmanager
+def joined_world(config: Config, say: Say = lambda text: None) -> Iterator[World]:
+    """Join the ranks that the environment names, for as long as a run takes.
+
+    A failure of one rank ends all of them, and one line says why: that of rank 0.
+    """
+    here = place()
+    if here.size == 1 and config.parallel.strategy == "ddp":
+        yield World()
+        return
+    world = _join(here, config, say)
+    try:
+        check_alike(world, "settings", to_toml(config))
+        yield world
+        world.barrier()
+    except CoveyError as error:
+        _fail(world, str(error), error.exit_code)
+        if world.is_main or not str(error) or isinstance(error, RankError):
+            raise
+        reported = Reported("")
+        reported.exit_code = error.exit_code
+        raise reported from None
+    except BaseException as error:
+        _fail(world, f"{type(error).__name__}: {error}".strip(": "), 1)
+        raise
+    _leave(world)
+
+
+def check_alike(world: World, what: str, mine: str) -> None:
+    """Refuse ranks that differ in something all must have alike: settings as TOML, or any text."""
+    all_of_them = world.gather(mine)
+    for rank, other in enumerate(all_of_them):
+        if other != all_of_them[0]:
+            raise ConfigError(
+                f"ranks: rank {rank} has other {what} than rank 0"
+                f"{_difference(all_of_them[0], other) if what == 'settings' else ''}; start every "
+                "rank with the same"
+            )
+
+
+def _difference(first: str, other: str) -> str:
+    tables = [dict(_flat(tomllib.loads(text))) for text in (first, other)]
+    for key in sorted(tables[0].keys() | tables[1].keys()):
+        values = [table.get(key) for table in tables]
+        if values[0] != values[1]:
+            return f": {key} is {values[1]!r}, and {values[0]!r} on rank 0"
+    return ""
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _join(here: Place, config: Config, say: Say) -> Ranks:
+    import torch
+    import torch.distributed as dist
+
+    timeout = config.parallel.timeout
+    wants_gpu = config.model.device != "cpu" and torch.cuda.is_available()
+    world = Ranks(here, None, timeout)
+    if wants_gpu and here.size > 1:
+        torch.cuda.set_device(world.device(config.model.device))
+    backend = "cpu:gloo,cuda:nccl" if wants_gpu else "gloo"
+    limit = timedelta(seconds=timeout)
+    if here.size == 1:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit
+        )
+        return world
+    store = _store(here, timeout)
+    _wait_for_all(store, here, timeout, say)
+    lifeline = _lifeline(store, here)
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=here.rank, world_size=here.size, timeout=limit
+        )
+    except (RuntimeError, ValueError) as error:
+        lifeline.fail(str(error))
+        raise RankError(f"ranks: cannot connect them: {str(error).splitlines()[0]}") from None
+    return Ranks(here, lifeline, timeout)
+
+
+def told_by_main(text: str, code: int) -> bool:
+    """Have rank 0 tell the user why this rank failed before it joined; return whether it does.
+
+    Ranks that fail alike are then one line. Rank 0 lets the others know that it tells.
+    """
+    try:
+        here = place()
+        if here.size == 1:
+            return False
+        store = _store(here, TELL_SECONDS) if here.rank or _agent() else None
+        if here.rank == 0:
+            if store is not None:
+                store.set("told", "")
+            return False
+        if not store.check(["told"]):
+            store.set("failed", json.dumps({"rank": here.rank, "text": text, "code": code}))
+        store.wait(["told"], timedelta(seconds=TELL_SECONDS))
+    except (CoveyError, RuntimeError):
+        return False
+    return True
+
+
+def _agent() -> bool:
+    """Whether torchrun keeps the store itself; without it, rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _store(here: Place, timeout: float) -> Any:
+    import torch.distributed as dist
+
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        store = dist.TCPStore(
+            address, int(port), is_master=here.rank == 0 and not _agent(), wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        what = str(error).splitlines()[0]
+        raise RankError(
+            f"ranks: rank {here.rank} cannot reach rank 0 at {address}:{port}: {what}"
+        ) from None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"covey/{attempt}", store)
+
+
+def _wait_for_all(store: Any, here: Place, timeout: float, say: Say) -> None:
+    """Wait until every rank is there; a rank that is twice there, or missing, is an error."""
+    if store.add(f"rank/{here.rank}", 1) > 1:
+        raise ConfigError(f"ranks: two processes are rank {here.rank}; each needs its own RANK")
+    store.add("ranks", 1)
+    limit, told = time.monotonic() + timeout, False
+    while (count := store.add("ranks", 0)) < here.size:
+        if store.check(["failed"]):
+            loss = Loss(**json.loads(store.get("failed")))
+            if here.rank == 0:
+                store.set("told", "")
+                time.sleep(0.5)  # the others read that from this process, unless torchrun has it
+            raise loss.error(here.rank == 0)
+        if time.monotonic() > limit:
+            missing = [str(r) for r in range(here.size) if not store.add(f"rank/{r}", 0)]
+            raise RankError(
+                f"ranks: {count} of {here.size} ranks started within {timeout:g} seconds; rank "
+                f"{', '.join(missing)} is missing: start it, or set WORLD_SIZE (torchrun "
+                "--nproc-per-node and --nnodes) to how many there are"
+            )
+        if not told and time.monotonic() > limit - timeout + 5.0:
+            say(f"waiting for {here.size - count} of {here.size} ranks")
+            told = True
+        time.sleep(0.05)
+
+
+def _lifeline(store: Any, here: Place) -> Lifeline:
+    address = os.environ["MASTER_ADDR"]
+    if here.rank == 0:
+        server, where = listen(address)
+        store.set("lifeline", where)
+        return accept(server, where.split()[1], here.size)
+    port, secret = store.get("lifeline").decode().split()
+    return connect(address, int(port), secret, here.rank)
+
+
+def _fail(world: World, text: str, code: int) -> None:
+    if isinstance(world, Ranks) and world.lifeline is not None:
+        world.lifeline.fail(text, code)
+
+
+def _leave(world: Ranks) -> None:
+    import torch.distributed as dist
+
+    if world.lifeline is not None:
+        world.lifeline.close()
+    dist.destroy_process_group()

@@ -1,0 +1,213 @@
+"""The lifeline between ranks: each one notices within seconds that another has failed or is gone.
+
+A collective call waits for all ranks, and one of them may be in the middle of minutes of work. So
+every rank keeps a TCP connection to rank 0, which closes when its process ends, however it ends. A
+rank that fails says why before it leaves, and rank 0 passes that on. The main thread of each rank
+raises it at its next collective call; if it does not come to one within some seconds, the process
+is ended from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from covey.errors import CoveyError
+from covey.escape import printable
+
+GRACE_SECONDS = 8.0
+"""How long the main thread may take to notice a loss, and again to end after that."""
+CONNECT_SECONDS = 60.0
+LINE_BYTES = 4096
+LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+class RankError(CoveyError):
+    """Another rank has failed or is gone."""
+
+
+class Reported(CoveyError):
+    """A failure that another rank reports to the user; this one says nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """The first rank that failed or is gone."""
+
+    rank: int
+    text: str
+    """Why, in one line. Empty: its process is gone without a word."""
+    code: int = 1
+
+    def error(self, reporter: bool) -> CoveyError:
+        """Return what to raise on a rank that reports the loss, or on another."""
+        if not reporter:
+            error: CoveyError = Reported("")
+        elif self.text:
+            error = RankError(f"rank {self.rank}: {self.text}")
+        else:
+            error = RankError(
+                f"rank {self.rank} is gone: its process was killed or its machine is down; "
+                "all ranks end, and --resume continues from the last checkpoint"
+            )
+        error.exit_code = self.code
+        return error
+
+
+@dataclass(slots=True)
+class Lifeline:
+    """The connections of one rank: rank 0 has one to each other rank, the others one to rank 0."""
+
+    rank: int
+    peers: dict[int, socket.socket]
+    loss: Loss | None = None
+    left: set[int] = field(default_factory=set)
+    """Ranks that have ended as they should."""
+    closing: threading.Event = field(default_factory=threading.Event)
+    noticed: threading.Event = field(default_factory=threading.Event)
+    _buffers: dict[int, bytes] = field(default_factory=dict)
+
+    def start(self) -> Lifeline:
+        """Watch the connections from a thread of its own."""
+        threading.Thread(target=self._watch, name="covey-lifeline", daemon=True).start()
+        return self
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank tells the user about a loss: rank 0, or the next if rank 0 is lost."""
+        lost = None if self.loss is None else self.loss.rank
+        return self.rank == (1 if lost == 0 else 0)
+
+    def check(self) -> None:
+        """Raise if a rank has failed or is gone."""
+        if self.loss is not None:
+            self.noticed.set()
+            raise self.loss.error(self.reports)
+
+    def fail(self, text: str, code: int = 1) -> None:
+        """Tell the other ranks that this one has failed, and why."""
+        self.closing.set()
+        self._send({"rank": self.rank, "text": text[: LINE_BYTES // 2], "code": code})
+
+    def close(self) -> None:
+        """Tell the other ranks that this one has ended as it should, and close."""
+        self.closing.set()
+        self._send({"rank": self.rank, "left": True})
+        for peer in self.peers.values():
+            peer.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        for peer in list(self.peers.values()):
+            with contextlib.suppress(OSError):  # it may be gone as well
+                peer.sendall(json.dumps(message).encode() + b"\n")
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, peer in self.peers.items():
+                selector.register(peer, selectors.EVENT_READ, rank)
+            while not self.closing.is_set() and self.loss is None:
+                for key, _ in selector.select(timeout=0.5):
+                    if not self._read(key.data):
+                        selector.unregister(key.fileobj)
+        if self.loss is not None and not self.closing.is_set():
+            self._end()
+
+    def _read(self, rank: int) -> bool:
+        """Read from a rank; return whether its connection is still open."""
+        try:
+            data = self.peers[rank].recv(LINE_BYTES)
+        except OSError:
+            data = b""
+        *lines, rest = (self._buffers.get(rank, b"") + data).split(b"\n")
+        self._buffers[rank] = rest[-LINE_BYTES:]
+        for line in lines:
+            self._hear(rank, line)
+        if not data and rank not in self.left and self.loss is None:
+            self.loss = Loss(rank=rank, text="")
+            self._pass_on()
+        return bool(data)
+
+    def _hear(self, rank: int, line: bytes) -> None:
+        try:
+            message = json.loads(line)
+            about, text = int(message["rank"]), str(message.get("text", ""))
+            code = int(message.get("code", 1))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return
+        if message.get("left"):
+            self.left.add(rank)
+        elif self.loss is None:
+            self.loss = Loss(rank=about, text=text, code=code)
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self.rank == 0 and self.loss is not None:
+            self._send({"rank": self.loss.rank, "text": self.loss.text, "code": self.loss.code})
+
+    def _end(self) -> None:
+        """End the process if its main thread does not."""
+        assert self.loss is not None
+        if not self.noticed.wait(GRACE_SECONDS):
+            error = self.loss.error(self.reports)
+            if str(error):
+                print(f"covey: {printable(str(error))}", file=sys.stderr, flush=True)
+            os._exit(error.exit_code)
+        if not self.closing.wait(GRACE_SECONDS):
+            os._exit(self.loss.code)
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """Open rank 0's socket; return it, and how other ranks reach it, with a secret."""
+    server = socket.create_server((LOCAL[1] if address in LOCAL else "", 0))
+    return server, f"{server.getsockname()[1]} {secrets.token_hex(16)}"
+
+
+def accept(server: socket.socket, secret: str, size: int) -> Lifeline:
+    """Wait for the connections of all other ranks."""
+    peers: dict[int, socket.socket] = {}
+    limit = time.monotonic() + CONNECT_SECONDS
+    with server:
+        while len(peers) < size - 1:
+            server.settimeout(max(0.1, limit - time.monotonic()))
+            try:
+                peer, _ = server.accept()
+                peer.settimeout(5.0)
+                found, rank = peer.makefile("r").readline(100).split()
+                number = int(rank)
+            except TimeoutError:
+                raise RankError("ranks: not all ranks connect to rank 0") from None
+            except (OSError, ValueError):
+                continue
+            if secrets.compare_digest(found, secret) and 0 < number < size:
+                peer.settimeout(None)
+                peers[number] = _kept_alive(peer)
+    return Lifeline(0, peers).start()
+
+
+def connect(address: str, port: int, secret: str, rank: int) -> Lifeline:
+    """Connect to rank 0."""
+    try:
+        peer = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
+        peer.sendall(f"{secret} {rank}\n".encode())
+    except OSError as error:
+        raise RankError(f"ranks: rank {rank} cannot connect to {address}:{port}: {error}") from None
+    peer.settimeout(None)
+    return Lifeline(rank, {0: _kept_alive(peer)}).start()
+
+
+def _kept_alive(peer: socket.socket) -> socket.socket:
+    """Have the system notice within some 15 seconds that the other machine is down."""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return peer

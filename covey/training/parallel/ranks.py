@@ -1,0 +1,140 @@
+"""Several ranks over torch.distributed.
+
+Waiting for other ranks never blocks the interpreter: signals are handled, and a rank that has
+failed or is gone is noticed (lifeline.py).
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from covey.errors import ConfigError, ModelError
+from covey.objective.diagnostics import Measured, Meter, summary_of
+from covey.stopping import StopSignal
+from covey.training.parallel.environment import Place
+from covey.training.parallel.lifeline import Lifeline, RankError
+from covey.training.parallel.world import World
+
+_T = TypeVar("_T")
+
+
+class Ranks(World):
+    """The ranks of torch.distributed's default process group."""
+
+    def __init__(self, place: Place, lifeline: Lifeline | None, timeout: float) -> None:
+        self.place, self.lifeline, self.timeout = place, lifeline, timeout
+        self.rank, self.size, self.local_size = place.rank, place.size, place.local_size
+
+    def share(self, items: Sequence[_T]) -> list[_T]:
+        """Return every `size`-th item."""
+        return list(items[self.rank :: self.size])
+
+    def unshare(self, done: Sequence[_T]) -> list[_T]:
+        """Return the items of all ranks, in the order that `share` took them from."""
+        parts = self.gather(list(done))
+        total = sum(len(part) for part in parts)
+        return [parts[number % self.size][number // self.size] for number in range(total)]
+
+    def gather(self, item: _T) -> list[_T]:
+        """Return the item of every rank, in the order of the ranks."""
+        data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        self.wait(dist.all_gather(sizes, torch.tensor([len(data)]), async_op=True))
+        longest = int(max(sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = data
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        self.wait(dist.all_gather(found, padded, async_op=True))
+        return [
+            pickle.loads(memoryview(each.numpy())[: int(size)])
+            for each, size in zip(found, sizes, strict=True)
+        ]
+
+    def from_main(self, make: Callable[[], _T]) -> _T:
+        """Return what rank 0 makes, on every rank."""
+        return self.gather(make() if self.is_main else None)[0]  # type: ignore[return-value]
+
+    def sum_in_place(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its sum over the ranks."""
+        self.wait(self.summing(tensor))
+
+    def summing(self, tensor: torch.Tensor) -> Any:
+        """Begin to sum a tensor over the ranks; `wait` for what this returns."""
+        self.check()
+        try:
+            return dist.all_reduce(tensor, async_op=True)
+        except RuntimeError as error:
+            raise self._lost(error) from None
+
+    def mean(self, meter: Meter) -> dict[str, float]:
+        """Return the metrics of all observations, whichever rank made them."""
+        return summary_of(Measured.joined(self.gather(meter.measured())))
+
+    def agree(self, stop: StopSignal) -> bool:
+        """Return whether some rank has received a signal; all then know of it."""
+        received = [name for name in self.gather(stop.received) if name is not None]
+        if received and stop.received is None:
+            stop.received = received[0]
+        return bool(received)
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        self.gather(None)
+
+    def device(self, name: str) -> str:
+        """Return the device of this rank: each rank of a machine has a GPU of its own."""
+        if self.size == 1:
+            return name
+        if name.startswith("cuda:"):
+            raise ConfigError(
+                f"config: model.device = {name!r} with {self.size} ranks: set it to 'cuda'; rank n "
+                "of a machine takes GPU n"
+            )
+        found = torch.cuda.device_count()
+        if name == "cpu" or (name == "auto" and not found):
+            return "cpu"
+        if found <= self.place.local_rank:
+            raise ModelError(
+                f"model: rank {self.rank} has no GPU: this machine has {found} and "
+                f"{self.local_size} ranks; start it with torchrun --nproc-per-node {found or 1}, "
+                "or set model.device = 'cpu'"
+            )
+        return f"cuda:{self.place.local_rank}"
+
+    def check(self) -> None:
+        """Raise if another rank has failed or is gone."""
+        if self.lifeline is not None:
+            self.lifeline.check()
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective call."""
+        limit, pause = time.monotonic() + self.timeout, 0.0
+        try:
+            while not work.is_completed():
+                self.check()
+                if time.monotonic() > limit:
+                    raise RankError(
+                        f"rank {self.rank} has waited {self.timeout:g} seconds for the other "
+                        "ranks; if their share of a step may take longer, raise parallel.timeout"
+                    )
+                time.sleep(pause)
+                pause = min(0.002, pause + 2e-5)
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from None
+
+    def _lost(self, error: RuntimeError) -> Exception:
+        """Return what to raise for a failed call: why a rank is gone, if that becomes known."""
+        if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
+            return error
+        limit = time.monotonic() + 5.0
+        while self.lifeline is not None and time.monotonic() < limit:
+            self.check()
+            time.sleep(0.05)
+        return RankError(f"ranks: communication failed: {str(error).splitlines()[0]}")

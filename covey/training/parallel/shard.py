@@ -1,0 +1,129 @@
+"""Sharded models: parameters, gradients and optimizer state divided among ranks (FSDP2).
+
+Each block of the model is gathered when a pass comes to it, and its gradients are summed and
+divided again in the backward pass. The sharded parameters are float32, the optimizer's masters;
+a model in bfloat16 computes in bfloat16. Embedding, head and final norm are gathered for a whole
+pass, which therefore enters by one method of the outermost module (`batch_logp` does).
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from covey.config.schema import Parallel
+from covey.errors import ConfigError, ModelError
+from covey.models.language_model import LanguageModel
+from covey.models.logp import ENTRY, entry_method
+from covey.training.parallel.world import World
+
+
+def shard_model(
+    model: LanguageModel, settings: Parallel, world: World, *, offload: bool = False
+) -> LanguageModel:
+    """Return a sharded copy of a model. The model itself stays whole, with tensors of its own.
+
+    With `offload` the shards stay in main memory until a pass needs them.
+    """
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
+    root, dtype = _copied_modules(model.model), model.head.linear.weight.dtype
+    rounds = dtype not in (torch.float32, torch.float64)
+    options: dict[str, Any] = {"mesh": device_mesh(settings, world, model.device.type)}
+    if rounds:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    masters: dict[int, nn.Parameter] = {}
+    for module in [*_blocks(root), root]:
+        _make_masters(module, masters)
+        fully_shard(module, **options)
+    for module in root.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)  # gradients are sums over ranks
+            if model.device.type == "cpu":  # gloo has no operation that scales and sums
+                module.set_force_sum_reduction_for_comms(True)
+    setattr(root, ENTRY, types.MethodType(entry_method, root))
+    register_fsdp_forward_method(root, ENTRY)
+    head = replace(model.head, linear=_twin(model.model, root, model.head.linear))
+    return replace(model, model=root, head=head, fused=False, sharded=True)
+
+
+def device_mesh(settings: Parallel, world: World, device: str) -> Any:
+    """Return the ranks as a row, or as rows of `shard_ranks` that each have the whole model."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = settings.shard_ranks or world.size
+    if world.size % size:
+        raise ConfigError(
+            f"config: parallel.shard_ranks = {size} does not divide the {world.size} ranks"
+        )
+    if size == world.size:
+        return init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
+    shape = (world.size // size, size)
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whole; a sharded one is gathered, which all ranks must do together."""
+    gather = getattr(value, "full_tensor", None)
+    return value if gather is None else gather()
+
+
+def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor that all ranks have, sharded like another if that is sharded."""
+    mesh = getattr(like, "device_mesh", None)
+    if mesh is None or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(
+        value.to(like.device, like.dtype), mesh, like.placements, src_data_rank=None
+    )
+
+
+def _copied_modules(root: Any) -> Any:
+    """Copy a model's modules, but not yet their tensors."""
+    tensors = [*root.parameters(), *root.buffers()]
+    return copy.deepcopy(root, {id(tensor): tensor for tensor in tensors})
+
+
+def _blocks(root: Any) -> list[nn.Module]:
+    """Return the blocks of a model: the longest list of modules that are all alike."""
+    lists = [m for m in root.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    alike = [m for m in lists if len({type(block) for block in m}) == 1]
+    if not alike:
+        raise ModelError(
+            "model: parallel.strategy = 'fsdp' finds no blocks in this model; use 'ddp'"
+        )
+    return list(max(alike, key=lambda m: sum(p.numel() for p in m.parameters())))
+
+
+def _make_masters(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
+    """Give trained parameters of 16 bits float32 values; tied ones stay tied."""
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            exact = parameter is None or parameter.dtype in (torch.float32, torch.float64)
+            if exact or not parameter.requires_grad or hasattr(parameter, "full_tensor"):
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(parameter.detach().float())
+            part._parameters[name] = made[id(parameter)]
+
+
+def _twin(root: Any, copied: Any, module: nn.Module) -> Any:
+    """Return the copy of a module, by its name in the original."""
+    name = next(name for name, each in root.named_modules() if each is module)
+    return copied.get_submodule(name)

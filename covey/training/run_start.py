@@ -1,0 +1,36 @@
+"""The start of a run: its folder, made and locked by rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from covey.config import to_toml
+from covey.run.folder import RunFolder
+from covey.run.provenance import describe_environment
+from covey.training.build import Components
+from covey.training.parallel.world import World
+
+
+def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> RunFolder:
+    """Create the folder of a run, which every rank gets; `more` is added to its environment."""
+
+    def create() -> RunFolder:
+        device, threads = str(parts.policy.model.device), torch.get_num_threads()
+        environment = {
+            **describe_environment(parts.config.seed, device, threads),
+            "ranks": parts.world.size,
+            "reward": parts.scorer.identity,
+            **more,
+        }
+        return RunFolder.create(path, to_toml(parts.config), environment)
+
+    return parts.world.from_main(create)
+
+
+def locked_by_main(folder: RunFolder, world: World) -> AbstractContextManager[None]:
+    """Lock a run for all ranks."""
+    return folder.locked() if world.is_main else nullcontext()

@@ -1,0 +1,219 @@
+"""The gradient of an optimizer step is the same on one rank and on several, whichever algorithm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from covey.config import Config, load_config
+from covey.config.schema import Parallel
+from covey.engines.native.engine import NativeEngine
+from covey.objective import ALGORITHMS
+from covey.reference import Reference
+from covey.rollout.episode import encode_prompts, generate
+from covey.training.build import load_model, policy_of, reference_of, step_settings_of
+from covey.training.optimizer import Stepped
+from covey.training.parallel.join import joined_world
+from covey.training.parallel.shard import whole_tensor
+from covey.training.parallel.world import World
+from covey.training.policy import Policy
+from covey.training.resolve import objective_of, resolve, sampling_of, task_of
+from covey.training.step import Learner, training_step
+from covey.types import Group, Rollout
+from tests.conftest import build
+from tests.training.ranks import run_ranks
+
+SMALL = [
+    "model.device=cpu", "rollout.prompts_per_step=4", "rollout.group_size=4",
+    "rollout.max_tokens=16", "train.mini_batches=2", "train.micro_batch_tokens=300",
+    "train.old_logp=sampler",
+]  # fmt: skip
+EVERYTHING = [
+    "objective.beta=0.02", "objective.entropy_bonus=0.001", "objective.correction=token_truncate",
+    "objective.correction_mean_one=true", "objective.veto=1e-4", "objective.off_policy_limit=0.5",
+    "filter.mask_truncated=true", "train.old_logp=recompute",
+]  # fmt: skip
+LORA = ["adapter.rank=4", "objective.beta=0.1"]
+SPECIAL = {
+    "lora": LORA,
+    "lora adapter off": [*LORA, "reference.kind=adapter_off"],
+    "kl in the reward": ["objective.name=reinforce_pp", "objective.beta=0.05"],
+    "skip rows": ["objective.name=grpo", "filter.skip_zero_gradient=true"],
+    "offloaded": ["objective.beta=0.1", "reference.kind=offloaded"],
+}
+CASES = {
+    2: {name: [f"objective.name={name}", *EVERYTHING] for name in ALGORITHMS} | SPECIAL,
+    4: {name: [f"objective.name={name}"] for name in ALGORITHMS} | SPECIAL,
+}
+"""By the number of ranks."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Watched(Policy):
+    """A policy that takes no optimizer step, but keeps the gradient it would have taken it on."""
+
+    caught: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+    def step(self, rate: float) -> Stepped:
+        if self.sums is not None:
+            self.sums.finish()
+        found = self.optimizer.gradients()
+        self.caught.append({n: whole_tensor(g).clone() for n, g in found.items() if g is not None})
+        self.optimizer.zero_grad()
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in self.caught[-1].values()))
+        return Stepped(grad_norm=norm, skipped=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    metrics: dict[str, float]
+    gradients: list[dict[str, torch.Tensor]]
+
+
+def configured(*settings: str) -> Config:
+    return resolve(load_config("arithmetic", [*SMALL, *settings]))
+
+
+def sampled(config: Config) -> list[Group]:
+    """Return groups of a policy that differs a little from the one that is trained."""
+    model = load_model(config)
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            wave = torch.sin(torch.arange(parameter.numel(), dtype=parameter.dtype))
+            parameter.mul_(1 + 0.02 * wave.view_as(parameter))
+    prompts = encode_prompts(model, task_of(config).train()[: config.rollout.prompts_per_step])
+    groups = generate(
+        prompts, engine=NativeEngine(model), model=model, sampling=sampling_of(config), step=1
+    )
+    return [replace(g, rollouts=tuple(map(scored, g.rollouts))) for g in groups]
+
+
+def scored(rollout: Rollout) -> Rollout:
+    """Give a rollout a reward that depends on its tokens, and one in eleven none."""
+    value = sum(rollout.tokens)
+    if value % 11 == 0:
+        return rollout
+    return replace(rollout, reward=float(value % 3), success=value % 3 > 0)
+
+
+class Trainer:
+    """Policies of one world, each made once: no test step changes their weights."""
+
+    def __init__(self, world: World, strategy: str = "ddp") -> None:
+        self.world, self.strategy = world, strategy
+        self.policies: dict[tuple[int, bool], Watched] = {}
+        self.references: dict[tuple[int, str], Reference | None] = {}
+
+    def policy(self, config: Config, exact: bool) -> Watched:
+        key = (config.adapter.rank, exact)
+        if key not in self.policies:
+            model = build("gpt2", torch.float64) if exact else load_model(config)
+            made = policy_of(config, model, self.world)
+            fields = {name: getattr(made, name) for name in Policy.__dataclass_fields__}
+            self.policies[key] = Watched(**fields)
+        return self.policies[key]
+
+    def outcome(self, config: Config, groups: Sequence[Group], *, exact: bool = False) -> Outcome:
+        """Take one training step without optimizer steps."""
+        parallel = config.parallel.model_copy(update={"strategy": self.strategy})
+        config = config.model_copy(update={"parallel": parallel})
+        objective, policy = objective_of(config), self.policy(config, exact)
+        kind = (config.adapter.rank, config.reference.kind if objective.beta else "none")
+        if kind not in self.references:
+            self.references[kind] = reference_of(config, policy.model, objective, self.world)
+        learner = Learner(
+            policy=policy,
+            objective=objective,
+            settings=step_settings_of(config, objective, sampling_of(config), exact_logp=True),
+            reference=self.references[kind],
+            world=self.world,
+        )
+        policy.caught = []
+        return Outcome(*training_step(learner, groups, 1)[1:2], policy.caught)
+
+
+def assert_close(found: Outcome, wanted: Outcome, most: float, what: str) -> None:
+    assert len(found.gradients) == len(wanted.gradients) > 0, what
+    for mine, theirs in zip(found.gradients, wanted.gradients, strict=True):
+        assert mine.keys() == theirs.keys(), what
+        size = max(float(g.abs().max()) for g in theirs.values())
+        off = max(float((mine[n] - theirs[n]).abs().max()) for n in theirs)
+        assert off <= most * size, (what, off / max(size, 1e-300))
+    assert found.metrics.keys() == wanted.metrics.keys(), what
+    for name, value in wanted.metrics.items():
+        same = math.isclose(found.metrics[name], value, rel_tol=2e-5, abs_tol=2e-6)
+        assert same, (what, name, value, found.metrics[name])
+
+
+def stretched(groups: Sequence[Group], times: int) -> list[Group]:
+    """Make the first completion very long."""
+    first, *others = groups
+    long, *rest = first.rollouts
+    segment = long.segments[0]
+    size = len(segment.tokens) * times
+    segment = replace(
+        segment,
+        tokens=segment.tokens * times,
+        sampler_logp=segment.sampler_logp * times,
+        trained=(True,) * size,
+    )
+    return [replace(first, rollouts=(replace(long, segments=(segment,)), *rest)), *others]
+
+
+def untrained(groups: Sequence[Group]) -> list[Group]:
+    """Leave trained tokens in one completion only, so that other ranks have none."""
+    first, *others = groups
+
+    def blank(rollout: Rollout) -> Rollout:
+        segment = rollout.segments[0]
+        return replace(
+            rollout, segments=(replace(segment, trained=(False,) * len(segment.tokens)),)
+        )
+
+    kept, *rest = first.rollouts
+    return [
+        replace(first, rollouts=(kept, *map(blank, rest))),
+        *(replace(g, rollouts=tuple(map(blank, g.rollouts))) for g in others),
+    ]
+
+
+SHAPES: dict[str, Callable[[list[Group]], list[Group]]] = {
+    "one group": lambda groups: groups[:1],
+    "two rollouts": lambda groups: [replace(groups[0], rollouts=groups[0].rollouts[:2])],
+    "very long": lambda groups: stretched(groups, 40),
+    "no trained tokens on most ranks": untrained,
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
+    configs = {name: configured(*settings) for name, settings in CASES[size].items()}
+    plain = configured("train.micro_batch_tokens=200")
+    groups, alone = sampled(plain), Trainer(World())
+    wanted = {name: alone.outcome(config, groups) for name, config in configs.items()}
+    shaped = {name: alone.outcome(plain, change(groups)) for name, change in SHAPES.items()}
+    exact = alone.outcome(plain, groups, exact=True)
+
+    def work(rank: int) -> list[float]:
+        sums: list[float] = []
+        for strategy in ("ddp", "fsdp"):
+            settings = plain.model_copy(update={"parallel": Parallel(strategy=strategy)})
+            with joined_world(settings) as world:
+                ours = Trainer(world, strategy)
+                for name, config in configs.items():
+                    what = f"{strategy} {name}"
+                    assert_close(ours.outcome(config, groups), wanted[name], 1e-6, what)
+                for name, change in SHAPES.items():
+                    assert_close(ours.outcome(plain, change(groups)), shaped[name], 1e-6, name)
+                found = ours.outcome(plain, groups, exact=True)
+                assert_close(found, exact, 1e-12, "float64")
+                sums += [float(g.sum()) for g in found.gradients[0].values()]
+        return sums
+
+    first, *others = run_ranks(size, work, tmp_path)
+    assert all(other == first for other in others)
