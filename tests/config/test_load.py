@@ -380,7 +380,7 @@ def test_an_override_of_a_table_or_inside_a_value_is_an_error(
         ),
         (
             "save.zzz=1",
-            "config: save.zzz is not a setting; choose from every, keep, rollouts, samples_every, samples_shown",
+            "config: save.zzz is not a setting; choose from best, best_is, every, keep, rollouts, samples_every, samples_shown",
         ),
     ],
 )
