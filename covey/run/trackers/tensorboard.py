@@ -18,9 +18,9 @@ class TensorBoardTracker(ExternalTracker):
         """Open a new event file. TensorBoard drops earlier events of the steps that follow."""
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = self.run.path / "tensorboard"
-        purge = done + 1 if folder.exists() else None
-        self.writer = SummaryWriter(str(folder), purge_step=purge)
+        folder = str(self.run.path / "tensorboard")
+        # The first file says so as well: TensorBoard takes a second one for a restart.
+        self.writer = SummaryWriter(folder, purge_step=done + 1 if done else 0)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         """Write scalars: single precision would round counts of tokens."""
