@@ -180,9 +180,9 @@ def mismatch(history: History) -> str | None:
 
 
 def stalled(history: History) -> str | None:
-    """Find a step that waited for something."""
+    """Find a step that took half a minute or more, many times what others did."""
     times = history.last("time/total", 6)
-    if not times or times[-1] < 10 or times[-1] < 5 * median(times[:-1]):
+    if not times or times[-1] < 30 or times[-1] < 5 * median(times[:-1]):
         return None
     parts = {n: history.row[n] - history.mean(n, 5, before=1) for n in _TIMES if n in history.row}
     slow = max(parts, key=parts.__getitem__, default="time/total")
