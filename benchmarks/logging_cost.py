@@ -60,12 +60,14 @@ def main() -> None:
     timed(ExternalTracker, "table", "trackers")
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("TRACKIO_DIR", folder)
-        settings = {
-            "train.steps": steps, "evaluate.every": 0, "trackers": installed,
-            "save.samples_every": 10,
-        }  # fmt: skip
-        run = covey.train("arithmetic", run=Path(folder) / "run", quiet=True, **settings)
-    total = sum(row["time/total"] for row in run.metrics)
+        settings = {"train.steps": steps + 2, "evaluate.every": 0, "save.every": 0}
+        # The first two steps import what trackers and tables need; they are left out.
+        warm = lambda metrics: spent.clear() if metrics["step"] == 2 else None  # noqa: E731
+        run = covey.train(
+            "arithmetic", run=Path(folder) / "run", trackers=installed, callbacks=[warm],
+            quiet=True, **settings,
+        )  # fmt: skip
+    total = sum(row["time/total"] for row in run.metrics[2:])
     result = {
         **described(0, "cpu", 1),
         "trackers": installed,

@@ -95,7 +95,7 @@ def train(
     dataset: Dataset | None = None,
     held_out: Dataset | None = None,
     rewards: Any = None,
-    trackers: Sequence[Tracker] | None = None,
+    trackers: Sequence[Tracker | str] | None = None,
     callbacks: Sequence[Callback] = (),
     run: str | Path | None = None,
     resume: str | Path | None = None,
@@ -114,7 +114,8 @@ def train(
         held_out: rows of evaluations. Default: a tenth of the dataset.
         rewards: TRL-style functions, `f(completions, **columns)`: one, a list (summed), or a dict
             of function to weight; or a reward object.
-        trackers: what follows the run. Default: the console, unless `quiet`.
+        trackers: what follows the run: names, such as "wandb", and objects. Without objects, the
+            console does, unless `quiet`.
         callbacks: functions that are called with the metrics of each step. One that returns a
             text ends the run after that step, with a checkpoint.
         run: the run folder to create. Default: the next `runs/NAME-N`.
@@ -123,6 +124,10 @@ def train(
         **overrides: settings by dotted key.
     """
     task, reward = _objects(dataset, held_out, rewards)
+    named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
+    overrides |= {"trackers": named} if named else {}
+    sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]
+    shown = sinks if sinks or trackers == [] else None
     names = {"task": task, "reward": reward}
     passed = {where for where, value in names.items() if value is not None}
     if resume is not None:
@@ -130,12 +135,12 @@ def train(
             raise ConfigError("resume takes its settings from the run; give it alone")
         folder = RunFolder.open(Path(resume))
         _check_passed(folder, passed)
-        return _train(folder.config_file, folder, names, trackers, callbacks, quiet)
+        return _train(folder.config_file, folder, names, shown, callbacks, quiet)
     if run is not None:
         check_new_run(Path(run))
     source = "arithmetic" if config is None and dataset is None else config
     chosen = _with_objects(source, passed, model, overrides)
-    return _train(chosen, None if run is None else Path(run), names, trackers, callbacks, quiet)
+    return _train(chosen, None if run is None else Path(run), names, shown, callbacks, quiet)
 
 
 def evaluate(

@@ -91,7 +91,7 @@ def of_wandb(run: Path) -> Series:
 def of_trackio(run: Path) -> Series:
     from trackio.sqlite_storage import SQLiteStorage
 
-    known = json.loads((run / "trackers.json").read_text())["trackio"]["id"]
+    known = json.loads((run / "trackio.json").read_text())["id"]
     found: Series = {}
     for row in SQLiteStorage.get_logs("covey", f"{run.name}-{known[:4]}"):
         values = {n: v for n, v in row.items() if n not in ("step", "__step", "timestamp")}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from covey.errors import RunError
 from covey.escape import printable
-from covey.run.files import write_text
 from covey.run.folder import RunFolder
 from covey.run.history import is_number
 from covey.run.records import read_object
@@ -78,17 +77,17 @@ class RememberingTracker(ExternalTracker):
     """A tracker whose series only grow. A resumed run does not log again what it has logged.
 
     Steps after the checkpoint that a run resumes from are computed again, with the same numbers.
-    trackers.json in the run folder holds the run's id and the last steps that were logged.
+    NAME.json in the run folder holds the run's id and the last steps that were logged.
     """
 
     name: str
 
     def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
         super().__init__(run, settings)
-        self.file = run.path / "trackers.json"
+        self.file = run.path / f"{self.name}.json"
         self.known: dict[str, Any] = {
             "id": uuid.uuid4().hex[:12],
-            **self._saved().get(self.name, {}),
+            **self._saved(),
         }
 
     def _saved(self) -> dict[str, Any]:
@@ -105,8 +104,10 @@ class RememberingTracker(ExternalTracker):
         return True
 
     def remember(self) -> None:
-        """Save what is logged, after it was."""
-        write_text(self.file, json.dumps({**self._saved(), self.name: self.known}) + "\n")
+        """Save what is logged, after it was. Without fsync, which would cost more than the rest."""
+        new = self.file.with_suffix(".partial")
+        new.write_text(json.dumps(self.known) + "\n")
+        new.replace(self.file)
 
     def _log(self, event: str, step: int, values: Mapping[str, float]) -> None:
         if self.is_new(event, step):
@@ -115,8 +116,9 @@ class RememberingTracker(ExternalTracker):
 
 
 def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row; of an estimate its value."""
+    """Return the finite numbers of a row but its step; of an estimate its value."""
     values = {n: v.get("value") if isinstance(v, Mapping) else v for n, v in row.items()}
+    values.pop("step", None)
     return {name: value for name, value in values.items() if is_number(value)}
 
 

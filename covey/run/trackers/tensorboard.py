@@ -23,9 +23,18 @@ class TensorBoardTracker(ExternalTracker):
         self.writer = SummaryWriter(folder, purge_step=done + 1 if done else 0)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """Write scalars: single precision would round counts of tokens."""
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step, new_style=True, double_precision=True)
+        """Write scalars as one event, in double precision: single would round counts of tokens."""
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+
+        about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"))
+        scalars = [
+            Summary.Value(
+                tag=name, metadata=about, tensor=TensorProto(dtype="DT_DOUBLE", double_val=[value])
+            )
+            for name, value in values.items()
+        ]
+        self.writer.file_writer.add_summary(Summary(value=scalars), step)
 
     def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         """Write completions as indented Markdown, which no text can leave."""
