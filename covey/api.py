@@ -95,6 +95,7 @@ def train(
     dataset: Dataset | None = None,
     held_out: Dataset | None = None,
     rewards: Any = None,
+    environment: Any = None,
     trackers: Sequence[Tracker | str] | None = None,
     callbacks: Sequence[Callback] = (),
     run: str | Path | None = None,
@@ -114,6 +115,7 @@ def train(
         held_out: rows of evaluations. Default: a tenth of the dataset.
         rewards: TRL-style functions, `f(completions, **columns)`: one, a list (summed), or a dict
             of function to weight; or a reward object.
+        environment: a class of environments, of Covey's contract or in TRL's style.
         trackers: what follows the run: names, such as "wandb", and objects. Without objects, the
             console does, unless `quiet`.
         callbacks: functions that are called with the metrics of each step. One that returns a
@@ -128,7 +130,7 @@ def train(
     overrides |= {"trackers": named} if named else {}
     sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]
     shown = sinks if sinks or trackers == [] else None
-    names = {"task": task, "reward": reward}
+    names = {"task": task, "reward": reward, "environment": _factory(environment)}
     passed = {where for where, value in names.items() if value is not None}
     if resume is not None:
         if config is not None or overrides or model is not None or run is not None:
@@ -221,14 +223,21 @@ def _objects(
     return task, None if rewards is None else function_reward(rewards)
 
 
+def _factory(environment: Any) -> Any:
+    from covey.environments import environment_factory
+
+    return None if environment is None else environment_factory(environment)
+
+
 def _with_objects(
     source: Source, passed: set[str], model: str | Path | None, overrides: Mapping[str, Any]
 ) -> Config:
     """Return the configuration, in which objects from Python have names of their own."""
+    from covey.environments.registry import PASSED
     from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET
 
-    names = {"task": DATASET, "reward": FUNCTIONS}
+    names = {"task": DATASET, "reward": FUNCTIONS, "environment": PASSED}
     given = {f"{where}.name": names[where] for where in sorted(passed)}
     if model is not None:
         given["model.path"] = str(model)
@@ -237,11 +246,16 @@ def _with_objects(
 
 def _check_passed(folder: RunFolder, passed: set[str]) -> None:
     """Refuse to resume a run without the objects that it was started with."""
+    from covey.environments.registry import PASSED
     from covey.rewards.user import FUNCTIONS
     from covey.tasks.dataset import NAME as DATASET
 
     config = load_config(folder.config_file)
-    for where, name, wanted in (("task", "dataset", DATASET), ("reward", "rewards", FUNCTIONS)):
+    for where, name, wanted in (
+        ("task", "dataset", DATASET),
+        ("reward", "rewards", FUNCTIONS),
+        ("environment", "environment", PASSED),
+    ):
         if (getattr(config, where).name == wanted) != (where in passed):
             what = "pass it again" if where not in passed else "leave it out"
             raise ConfigError(
@@ -267,8 +281,8 @@ def _train(
     passed = {where for where, value in objects.items() if value is not None}
     config = resolve(load_config(source), passed=passed)
     with joined_world(config) as world:
-        parts = assemble(config, objects["reward"], objects["task"], world)
-        with closing(parts.scorer):
+        parts = assemble(config, objects["reward"], objects["task"], world, objects["environment"])
+        with closing(parts):
             folder, begins = _folder(parts, target)
             with locked_by_main(folder, world), _signals() as stop:
                 start = Start() if begins else _start_of(folder, config, world)

@@ -41,6 +41,12 @@ class Address(NamedTuple):
     turn: int = 0
 
 
+def world_seed(*, seed: int, step: int, prompt: str) -> int:
+    """Return the seed of an environment, the same for all rollouts of a group: 63 bits."""
+    words = f"{seed}/{step}/{prompt}"
+    return _hash(words) >> 1
+
+
 def completion_uniforms(addresses: Sequence[Address], count: int) -> np.ndarray:
     """Return uniforms [n, count] in [0, 1), float32: positions 0 to count - 1 of n completions."""
     # One generator is pointed to address after address: making one takes far longer than drawing.

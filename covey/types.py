@@ -2,7 +2,7 @@
 
     Prompt -> Rollout -> Group -> Batch
 
-Shapes: B rollouts in a batch, T completion tokens (padded), P prompt tokens (padded).
+Shapes: B rows in a batch, T completion tokens (padded), P prompt tokens (padded).
 
 This module does not import torch at run time, so that tasks, rewards and the run folder, which are
 plain Python, can share it.
@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from covey.episode import TRUNCATED as TRUNCATED
+from covey.episode import Episode
+from covey.episode import Finish as Finish
+from covey.episode import Message as Message
 
 if TYPE_CHECKING:
     import torch
 
-Finish = Literal["stop", "length", "tool_limit", "error"]
-Message = Mapping[str, str]
 _T = TypeVar("_T")
 
 
@@ -41,7 +44,7 @@ class Prompt:
     @property
     def text(self) -> str:
         """The content of the last message."""
-        return self.messages[-1]["content"]
+        return str(self.messages[-1]["content"])
 
 
 class VersionSpan(NamedTuple):
@@ -76,9 +79,14 @@ class Turn:
     segment: int = 0
     start: int
     stop: int
-    tool_call: Mapping[str, Any] | None = None
+    text: str = ""
+    """What a reader sees of it, without special tokens. Empty in rollouts of a single turn, whose
+    own text says it."""
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
     reward: float | None = None
     """What the environment gave for this turn alone. None: it gives no turn rewards."""
+    state: str = ""
+    """Turns of a group with the same text here were taken in the same state of the environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +109,8 @@ class Rollout:
     """The unweighted parts of the reward."""
     reward_id: str = ""
     """Name, version and source hash of the reward function."""
+    episode: Episode | None = None
+    """The conversation with an environment. None: there was none."""
 
     @staticmethod
     def single_turn(
@@ -148,6 +158,11 @@ class Rollout:
     def sampler_logp(self) -> tuple[float, ...]:
         """The log-probability of each of `tokens`."""
         return _joined([segment.sampler_logp for segment in self.segments])
+
+    @property
+    def sampled(self) -> int:
+        """How many of `tokens` the policy sampled."""
+        return sum(sum(segment.trained) for segment in self.segments)
 
     @property
     def policy_version(self) -> int:
@@ -236,6 +251,13 @@ class Batch:
     rollout: torch.Tensor | None = None
     """[B] int64: which rollout a row belongs to, numbered over the batch in the order of its
     groups. None: every row is a rollout of its own."""
+    turn: torch.Tensor | None = None
+    """[B, T] int64: which turn of its rollout the policy sampled a token in, from 0. None: no
+    rollout has several."""
+    turn_reward: torch.Tensor | None = None
+    """[B, T] float64: what the environment gave for the turn of a token; 0 if it gave nothing."""
+    state: torch.Tensor | None = None
+    """[B, T] int64: the state that the turn of a token was taken in, equal for equal states."""
 
     old_logp: torch.Tensor | None = None
     """[B, T] log-probability when the batch was collected. None: equal to `logp` (first step)."""

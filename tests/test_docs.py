@@ -15,6 +15,7 @@ import pytest
 
 from covey.config import load_config
 from covey.engines.native.shared_prompt_cache import WIDTHS
+from covey.environments import ENVIRONMENTS
 from covey.evaluation.items import Item, ItemCompletion
 from covey.objective import ALGORITHMS, describe
 from covey.objective.compose import PIECES, composed, options_of
@@ -176,6 +177,29 @@ def test_the_page_of_tasks_names_every_task_and_its_examples_load(tmp_path: Path
             prompts = task_of(resolve(load_config(f"{number}.toml"))).train()
             assert prompts[0].messages
     assert number == 1
+
+
+def test_the_page_of_environments_names_every_environment_and_its_examples_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs/environments.md").read_text()
+    assert [name for name in ENVIRONMENTS if f"`{name}`" not in text] == []
+    lock, by_hand, guess, shop = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(guess + shop, {})
+    (tmp_path / "lock.py").write_text(lock)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COVEY_TRUST", "lock")
+    exec(by_hand, {})
+    printed = capsys.readouterr().out
+    assert re.search(r"^tool: \d of 3 digits are correct\.$", printed, re.MULTILINE)
+    assert "tool: error: a code has three digits\n" in printed
+    assert printed.endswith("assistant: I give up.\nreward: {'environment': 0.0}\n")
+    for number, example in enumerate(re.findall(r"```toml\n(.*?)```", text, re.DOTALL)):
+        (tmp_path / f"{number}.toml").write_text(example)
+        assert resolve(load_config(f"{number}.toml")).environment.name != "none"
+    sys.modules.pop("lock")
+    assert number == 4
 
 
 def test_the_page_of_evaluation_names_every_field_of_a_line() -> None:

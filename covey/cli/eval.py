@@ -126,6 +126,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
         from covey.evaluation.evaluate import evaluate
         from covey.rollout.collect import Collector
         from covey.training.build import load_model, scorer_of
+        from covey.training.interaction import interaction_of, with_stops
         from covey.training.resolve import held_out_of, resolve, sampling_of, task_of
 
         config = resolve(config)
@@ -139,6 +140,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
             with waiting(f"loading {path}"):
                 model = load_model(config.model_copy(update={"model": named}))
                 engine = NativeEngine(model)
+                interaction = interaction_of(config, model)
             with Progress(console=Screen(stderr=True), disable=not show) as progress:
                 if show:
                     progress.console.print(f"sampling: {engine.info.backend}")
@@ -151,12 +153,15 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                         model=model,
                         scorer=scorer,
                         progress=partial(progress.advance, task),
+                        interaction=interaction,
                     ),
-                    sampling=sampling_of(config),
+                    sampling=with_stops(sampling_of(config), interaction),
                     samples=config.evaluate.samples,
                     temperature=config.evaluate.temperature,
                 )
             found.append(evaluation)
+            if interaction is not None:
+                interaction.host.close()
     return found
 
 

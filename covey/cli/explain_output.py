@@ -150,6 +150,8 @@ def show_rollout(explained: Explanation, rollout: ExplainedRollout, console: Con
     _head(explained, console)
     group = next(g for g in explained.groups if g.group == rollout.group)
     console.print(group.prompt, style="bold")
+    for line, trained in rollout.turns:
+        console.print(f"  {line}", style="default" if trained else "dim")
     console.print(_coloured(rollout.tokens))
     reward = "unscored" if rollout.reward is None else f"reward {rollout.reward:.3g}"
     total = sum(a.gradient for a in explained.rollouts)

@@ -99,7 +99,8 @@ def run(arguments: list[str]) -> int:
         if not hasattr(error, "format_message"):
             raise
         return _fail(error.format_message(), getattr(error, "exit_code", 2))
-    if result == INTERRUPTED:  # some versions of typer return this after Ctrl-C, silently
+    # Some versions of typer return this after Ctrl-C, silently. Of several ranks, the first tells.
+    if result == INTERRUPTED and os.environ.get("RANK", "0") == "0":
         return _fail("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
 

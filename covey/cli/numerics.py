@@ -106,7 +106,7 @@ def _measured(config: Config, run: RunFolder | None, updates: int | None, say: S
 
     say(f"loading {config.model.path}")
     parts = assemble(config)
-    with closing(parts.scorer):
+    with closing(parts):
         state = State(beta=parts.objective.beta)
         found = None if run is None else last_good(run, note=to_stderr)
         if found is not None and found.checkpoint is not None:

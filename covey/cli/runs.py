@@ -16,6 +16,7 @@ from covey.cli.run_health import check_command
 from covey.cli.screen import Screen, cell
 from covey.cli.startup import tell_edited
 from covey.errors import RunError
+from covey.run.episodes import turn_lines
 from covey.run.folder import RunFolder, list_runs
 
 FORMS = {
@@ -155,4 +156,8 @@ def _completions(run: RunFolder, step: int, console: Console, as_json: bool) -> 
         reward = "unscored" if row["reward"] is None else f"reward {row['reward']:.2f}"
         advantage = "" if row["advantage"] is None else f"  advantage {row['advantage']:+.2f}"
         style = "green" if row["success"] else "default"
-        console.print(f"  {reward}{advantage}  {row['text']}", style=style)
+        turns = list(turn_lines(row))
+        shown = f"({row['finish']})" if turns else row["text"]
+        console.print(f"  {reward}{advantage}  {shown}", style=style)
+        for line, trained in turns:  # what others said is dimmed: it is not trained
+            console.print(f"    {line}", style="default" if trained else "dim")

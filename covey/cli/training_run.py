@@ -63,7 +63,7 @@ class Training:
 
         with _joined(config) as world:
             parts = self._built(config, world)  # errors come before the run folder is created
-            with closing(parts.scorer):
+            with closing(parts):
                 chosen = path or next_run_path(Path("runs"), name)
                 folder = created_run(parts, chosen, self.environment(parts))
                 with locked_by_main(folder, world):
@@ -85,7 +85,7 @@ class Training:
         with _joined(config) as world, locked_by_main(folder, world):
             start = world.from_main(lambda: start_of(folder, step, save_every=config.save.every))
             parts = self._built(config, world)
-            with closing(parts.scorer):
+            with closing(parts):
                 code = self._run(parts, folder, start)
         raise typer.Exit(code)
 

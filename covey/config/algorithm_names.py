@@ -31,6 +31,7 @@ ALGORITHM_TITLES: Mapping[str, str] = MappingProxyType(
         "luspo": "Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261",
         "vespo": "Variational sequence-level soft policy optimization, arXiv 2602.10693",
         "dppo": "Divergence PPO with total variation, arXiv 2602.04879",
+        "gigpo": "Group-in-Group Policy Optimization, arXiv 2505.10978",
     }
 )
 """Keys as in covey.objective.ALGORITHMS, in the same order."""

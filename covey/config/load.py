@@ -18,7 +18,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from covey.config.renamed import check_names, translated
-from covey.config.schema import Config, Named
+from covey.config.schema import Config
+from covey.config.section import Named
 from covey.errors import ConfigError, nearest, reason
 from covey.escape import is_hidden
 
@@ -184,7 +185,7 @@ def to_toml(config: Config) -> str:
         lines += ["", f"[{name}]"]
         values = section.model_dump()
         if isinstance(section, Named):
-            values = {"name": section.name, **section.options}
+            values = {**section.settings, **section.options}
         lines += toml_lines(values)
     return "\n".join(lines) + "\n"
 

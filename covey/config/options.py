@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from covey.config.schema import Named
+from covey.config.section import Named
 from covey.errors import ConfigError, nearest
 
 T = TypeVar("T")

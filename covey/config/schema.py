@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from covey.config.section import Count, Device, Names, Positive, Share
+from covey.config.environment import Environment
+from covey.config.section import Count, Device, Names, Positive, Section, Share
 from covey.config.section import Named as Named
-from covey.config.section import Section as Section
 
 MOST_COMPLETIONS = 10**7
 """Completions of one step, all of which are in memory until the step ends."""
@@ -34,7 +34,7 @@ class Model(Section):
     template: str = "auto"
     """How prompts are rendered: chat, plain, or a text with {question} and perhaps {system}; auto:
     the tokenizer's chat template, or plain if it has none."""
-    chat_options: dict[str, bool | int | float | str] = {}
+    chat_options: dict[str, bool | int | float | str] = Field(default={})
     """Arguments of the chat template, as in {enable_thinking = false}."""
     prefill: str = ""
     """Text that every completion starts with. It counts as prompt: not trained."""
@@ -49,9 +49,9 @@ class Adapter(Section):
     """Train a LoRA adapter of this rank instead of the weights; 0: no adapter."""
     alpha: Positive = 32
     """The adapter is scaled by alpha / rank."""
-    targets: Names = ["all-linear"]
+    targets: Names = Field(default=["all-linear"])
     """Linear layers to adapt, such as q_proj; 'all-linear': all but the head."""
-    also_train: Names = []
+    also_train: Names = Field(default=[])
     """Modules to train in full, such as lm_head."""
 
 
@@ -137,7 +137,7 @@ class Rollout(Section):
     """Sample from the likeliest tokens up to this mass."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this share of the likeliest."""
-    stop: list[Annotated[str, Field(min_length=1)]] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts or special tokens, such as <|im_end|>, that end a completion."""
 
 
@@ -377,6 +377,7 @@ class Config(Section):
     objective: Objective = Objective()
     reference: Reference = Reference()
     rollout: Rollout = Rollout()
+    environment: Environment = Environment()
     scoring: Scoring = Scoring()
     engine: Engine = Engine()
     filter: Filter = Filter()

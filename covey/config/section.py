@@ -30,6 +30,11 @@ class Named(Section):
     name: str
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The name, and what else every table of this kind has."""
+        return {key: getattr(self, key) for key in type(self).model_fields}
+
+    @property
     def options(self) -> dict[str, Any]:
         """All keys but `name`."""
         return dict(self.model_extra or {})

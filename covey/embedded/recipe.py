@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -65,35 +65,39 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    tags: Sequence[str] = TAGS, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer, which reads any text, with one token for each tag."""
-    vocabulary = ["<pad>", "<eos>", *TAGS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = ["<pad>", "<eos>", *tags, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(
         models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[])
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<pad>"), AddedToken("<eos>")])
-    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="<eos>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=512,
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Return the untrained model, 460 thousand parameters."""
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, size: int = 128, heads: int = 8
+) -> LlamaForCausalLM:
+    """Return the untrained model, by default of 460 thousand parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
+        hidden_size=size,
         num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        intermediate_size=384,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=3 * size,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -198,7 +202,12 @@ def stage_batch(model: LanguageModel, stage: Stage, random: Random) -> Batch:
     )
 
 
-def train_stage(model: LanguageModel, stage: Stage, random: Random) -> None:
+def train_stage(
+    model: LanguageModel,
+    stage: Stage,
+    random: Random,
+    draw: Callable[[LanguageModel, Stage, Random], Batch] = stage_batch,
+) -> None:
     """Train on one stage, with linear warm-up and decay of the learning rate."""
     optimizer = MasterAdamW(
         model.model.named_parameters(),
@@ -217,7 +226,7 @@ def train_stage(model: LanguageModel, stage: Stage, random: Random) -> None:
             warmup_steps=stage.warmup_steps,
             total_steps=stage.steps,
         )
-        batch = stage_batch(model, stage, random)
+        batch = draw(model, stage, random)
         learned = learn(policy, batch, rate=rate, micro_batch_tokens=MICRO_BATCH_TOKENS)
         if (step + 1) % 50 == 0:
             seconds = time.monotonic() - start

@@ -72,6 +72,9 @@ class Limits:
     """Different prompts among them."""
     prompt_tokens: int
     """Tokens of the longest prompt."""
+    steady: bool = False
+    """Whether requests arrive while others run, at times that must not show in the result. An
+    engine that can then computes every completion as if it were alone."""
 
 
 class RequestSource(Protocol):

@@ -1,6 +1,46 @@
-"""Environments: what a rollout interacts with over turns."""
+"""Environments: what a rollout interacts with over turns.
 
-from covey.environments.environment import Environment
-from covey.environments.single_turn import SingleTurn
+The contract (environment.py): a class whose instance is one episode.
 
-__all__ = ["Environment", "SingleTurn"]
+    reset(prompt, seed)   returns the first messages; or Start(messages=, tools=, state=)
+    step(message)         takes the policy's message, returns the messages that follow; None or
+                          Step(done=True) ends it; Step(messages=, reward=, state=) says more
+    reward()              optional: the reward of the episode, or its parts; `reward.name =
+                          "environment"` reads it
+    prepare(**options)    optional class method: loads what all episodes of a process share
+    quick = True          optional: it never takes long nor fails hard, so it runs in this process;
+                          all others run in worker processes with limits (pool.py)
+
+Plain or async. An exception ends the rollout: finish `error`, no reward. Most environments are a
+`ToolEnvironment` (tools.py): public methods with type hints and a docstring are the tools, a
+message without calls ends the episode, and an exception in a tool is an error message to the
+policy. To ship one, write its class and name it in ENVIRONMENTS (registry.py). The chat template,
+tokens and masks are the work of models/conversation.py and rollout/multi_turn.py; no environment
+sees them.
+"""
+
+from covey.environments.adapters import as_environment
+from covey.environments.environment import Environment, Factory, Start, Step
+from covey.environments.host import Host, InlineHost, make_host
+from covey.environments.play import Played, call, play
+from covey.environments.registry import ENVIRONMENTS, environment_factory, make_factory
+from covey.environments.tools import ToolEnvironment, ToolError
+
+__all__ = [
+    "ENVIRONMENTS",
+    "Environment",
+    "Factory",
+    "Host",
+    "InlineHost",
+    "Played",
+    "Start",
+    "Step",
+    "ToolEnvironment",
+    "ToolError",
+    "as_environment",
+    "call",
+    "environment_factory",
+    "make_factory",
+    "make_host",
+    "play",
+]

@@ -1,18 +1,158 @@
-"""The environment protocol: messages in, completions out, no token ids."""
+"""The environment contract: what a class must have to turn a prompt into an episode.
+
+An environment sees messages and never token ids. One instance serves one rollout. All methods may
+be plain or async. An exception in one of them ends the rollout with the finish `error` and no
+reward.
+
+    class GuessNumber:
+        def reset(self, prompt, seed):
+            self.number = random.Random(seed).randint(1, 100)
+            return prompt.messages
+
+        def step(self, message):
+            guess = int(message["content"])
+            if guess == self.number:
+                return None                                            # the episode is done
+            hint = "higher" if guess < self.number else "lower"
+            return [{"role": "user", "content": hint}]
+
+        def reward(self):                                              # optional
+            return 1.0
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from covey.types import Message, Prompt
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How an episode begins. `reset` may return the messages alone instead."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas of the tools, for the chat template."""
+    state: Any = None
+    """See `Step`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What follows a message of the policy. `step` may return the messages, or None, instead."""
+
+    messages: Sequence[Message] = ()
+    """What the policy sees next. None: the episode is done."""
+    reward: float | None = None
+    """For this turn alone."""
+    done: bool = False
+    state: Any = None
+    """What tells the state that the policy acts in next from others, for advantages that compare
+    equal states. None: the messages do."""
+
+
 class Environment(Protocol):
-    """Turns a prompt into an episode. The rollout package does templates, tokens and masks."""
+    """One episode."""
 
-    def reset(self, prompt: Prompt) -> Sequence[Message]:
-        """Start an episode: return the messages that the policy sees first."""
+    def reset(
+        self, prompt: Prompt, seed: int
+    ) -> Start | Sequence[Message] | Awaitable[Start | Sequence[Message]]:
+        """Start the episode. All rollouts of a group get the same seed, and so the same world."""
 
-    def step(self, completion: str) -> Sequence[Message] | None:
-        """Return the messages that follow a completion. None: the episode is done."""
+    def step(
+        self, message: Message
+    ) -> Step | Sequence[Message] | Awaitable[Step | Sequence[Message] | None] | None:
+        """Take a message of the policy, and return what follows. None: the episode is done.
+
+        The message has `role`, `content` and, if the text has calls of tools, `tool_calls`: each a
+        mapping {"type": "function", "function": {"name": ..., "arguments": {...}}}, or, for a call
+        that cannot be read, with an `error` that says why.
+        """
+
+
+class Rewarding(Protocol):
+    """What an environment may have beside. The reward called `environment` reads it."""
+
+    def reward(self) -> float | Mapping[str, float] | None:
+        """Return the reward of the episode, when it has ended; or its parts, which add up to it."""
+
+
+Factory = Callable[[], Any]
+"""Makes the environment of one rollout. It must pickle, unless the environment is `quick`."""
+
+
+def prepare(factory: Factory) -> None:
+    """Let a class load what all its episodes share, once in a process and in its main thread.
+
+    For a class with a class method `prepare`, which takes the environment's options.
+    """
+    kind = getattr(factory, "func", factory)
+    if hasattr(kind, "prepare"):
+        kind.prepare(**getattr(factory, "keywords", {}))
+
+
+def is_quick(factory: Factory) -> bool:
+    """Return whether an environment never takes long and never fails hard, by its own word.
+
+    Such environments run in this process. All others run in processes of their own, with limits on
+    time and memory.
+    """
+    made = getattr(factory, "func", factory)
+    return bool(getattr(made, "quick", False))
+
+
+def as_start(value: Any) -> Start:
+    """Return what `reset` returned as a Start: messages, messages and tools, or one already."""
+    if isinstance(value, Start):
+        return value
+    if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], Mapping):
+        return Start(messages=value[0], tools=value[1])
+    return Start(messages=value)
+
+
+def as_step(value: Any) -> Step:
+    """Return what `step` returned as a Step."""
+    if isinstance(value, Step):
+        return value
+    return Step(done=True) if value is None else Step(messages=value)
+
+
+def as_outcome(value: Any) -> dict[str, float] | None:
+    """Return what `reward` returned as parts, which add up to the reward."""
+    if value is None:
+        return None
+    parts = value if isinstance(value, Mapping) else {"environment": value}
+    return {str(name): as_number(part) for name, part in parts.items()}
+
+
+def as_number(value: Any) -> float:
+    """Return a reward as a plain finite number."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {number}")
+    return number
+
+
+def as_messages(value: Any, most: int | None = None) -> tuple[Message, ...]:
+    """Return messages as plain data, each content cut to `most` characters."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"an environment returns a list of messages, not {type(value).__name__}")
+    return tuple(_as_message(message, most) for message in value)
+
+
+def _as_message(message: Any, most: int | None) -> Message:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        raise TypeError(f"a message has role and content, unlike {str(message)[:100]!r}")
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise TypeError("the role and the content of a message are texts")
+    if most is not None and len(content) > most:
+        content = f"{content[:most]}\n[{len(content) - most} more characters]"
+    # JSON, files and tokenizers have no lone surrogates.
+    content = content.encode("utf-8", "replace").decode()
+    return {**{k: message[k] for k in ("name", "tool_call_id") if isinstance(message.get(k), str)},
+            "role": role, "content": content}  # fmt: skip

@@ -62,7 +62,7 @@ def evaluate(
     temperature: float = 1.0,
 ) -> Evaluation:
     """Complete every prompt greedily and, if `samples` > 0, that often at `temperature`."""
-    encoded = encode_prompts(collector.model, prompts)
+    encoded = encode_prompts(collector.model, prompts, collector.interaction)
 
     def complete(distribution: Distribution, group_size: int) -> Collected:
         settings = replace(sampling, group_size=group_size, distribution=distribution)

@@ -38,7 +38,7 @@ class ItemCompletion:
         return ItemCompletion(
             text=rollout.text,
             reward=rollout.reward,
-            tokens=len(rollout.tokens),
+            tokens=rollout.sampled,
             finish=rollout.finish,
             success=rollout.success,
         )

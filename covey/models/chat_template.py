@@ -112,8 +112,12 @@ class Renderer:
         it here.
         """
         ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
+        return tuple(ids) if self.chat else self.with_start(ids)
+
+    def with_start(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return tokens with the BOS token in front, if the tokenizer itself puts it there."""
         start = self.tokenizer.bos_token_id
-        if not self.chat and start is not None and ids[:1] != [start]:
+        if start is not None and list(ids[:1]) != [start]:
             begun = self.tokenizer.encode(MARK, add_special_tokens=True)
             ids = [start, *ids] if begun[:1] == [start] else ids
         return tuple(ids)

@@ -18,7 +18,7 @@ from covey.accel.head import Head
 from covey.accel.packing import pack
 from covey.accel.parity import attempt, first_layers, matches, parity_rows
 from covey.accel.varlen_attention import HALF
-from covey.embedded import CHECKPOINT
+from covey.embedded import MODELS
 from covey.errors import ModelError
 from covey.models.chat_template import Template, make_renderer
 from covey.models.device import device_of
@@ -68,8 +68,8 @@ def load_language_model(
 
 def _source(path: str) -> str:
     """Return the folder or hub name to load; a GGUF file is converted first."""
-    if path == "embedded":
-        return str(CHECKPOINT)
+    if path in MODELS:
+        return str(MODELS[path])
     gguf = find_gguf(path)
     if gguf is not None:
         return str(import_gguf(gguf))

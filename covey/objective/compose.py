@@ -27,6 +27,7 @@ from covey.objective.shaping import (
     without_conflicts,
 )
 from covey.objective.surrogate import SURROGATES
+from covey.objective.turns import by_state, by_turn
 from covey.objective.weights import WEIGHTS
 
 Pieces = Mapping[str, Callable[..., Any]]
@@ -39,9 +40,10 @@ SHAPED: Pieces = MappingProxyType(
         "without_conflicts": without_conflicts,
     }
 )
+TURNS: Pieces = MappingProxyType({"by_turn": by_turn, "by_state": by_state})
 PIECES: Mapping[str, Pieces] = MappingProxyType(
     {
-        "advantage": {**ADVANTAGES, **SHAPED},
+        "advantage": {**ADVANTAGES, **SHAPED, **TURNS},
         "ratio": RATIOS,
         "surrogate": SURROGATES,
         "weights": WEIGHTS,

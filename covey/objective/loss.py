@@ -218,10 +218,32 @@ def policy_loss(
 ) -> PolicyLoss:
     """Return the part of the step's loss that these rows contribute. Parts simply add up.
 
+    Of a rollout either all rows are among them or none: a ratio may be of the whole rollout.
     `entropy` is that of the policy now, for an objective with an entropy bonus.
     """
     assert batch.advantage is not None, "with_advantage comes first"
     assert batch.weight is not None, "with_weight comes first"
+    if batch.one_row_each:
+        return _loss(objective, batch, logp, entropy)
+    rollouts = joined(batch)
+    whole_entropy = None if entropy is None else rollouts.join(entropy)
+    whole = _loss(objective, rollouts.batch, rollouts.join(logp), whole_entropy)
+    return PolicyLoss(
+        loss=whole.loss,
+        x=rollouts.split(whole.x),
+        log_ratio=rollouts.split(whole.log_ratio),
+        gain=Gain._make(v if v is None else rollouts.split(v) for v in whole.gain),
+        penalty=None if whole.penalty is None else rollouts.split(whole.penalty),
+        kept=None if whole.kept is None else rollouts.split(whole.kept),
+    )
+
+
+def _loss(
+    objective: Objective, batch: Batch, logp: torch.Tensor, entropy: torch.Tensor | None
+) -> PolicyLoss:
+    """Return the loss of a batch with one row for each rollout."""
+    assert batch.advantage is not None
+    assert batch.weight is not None
     mask = batch.mask
     logp = logp.where(mask, 0.0)
     old_logp = logp.detach() if batch.old_logp is None else batch.old_logp.where(mask, 0.0)

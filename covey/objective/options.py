@@ -46,7 +46,12 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "weighting": Option(
             "Whether every `sequence` or every `token` counts once in the deviation."
         ),
-        "gamma": Option("Discount of what comes later in the completion.", 0, 1),
+        "gamma": Option("Discount of what comes later in the completion, or turns later.", 0, 1),
+        "step_weight": Option("Weight of the comparison of turns in equal states.", 0),
+        "normalize": Option("Divide by the deviation (`std`), or only subtract the `mean`."),
+        "compare": Option(
+            "Compare the group's turns of the same number (`turn`), or all (`group`)."
+        ),
         "length": Option("Constant that token sums are divided by: the generation budget.", 1),
         "aggregation": Option("How tokens add up: one of the weights."),
         "alpha1": Option("Reward of a correct completion, and minus that of a wrong one."),

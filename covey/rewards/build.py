@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from covey.config.options import resolve_options
-from covey.config.schema import Named
+from covey.config.section import Named
 from covey.errors import ConfigError, nearest
 from covey.rewards import published, templates
 from covey.rewards.citations import Citations
@@ -16,6 +16,7 @@ from covey.rewards.code import CodeTests
 from covey.rewards.coherence import Coherence
 from covey.rewards.countdown import Countdown
 from covey.rewards.efficiency import Efficiency
+from covey.rewards.environment import EnvironmentReward
 from covey.rewards.format import AgentExampleForm, ThinkAnswerForm, ThinkToolForm
 from covey.rewards.judge import Judge
 from covey.rewards.math_answer import MathAnswer
@@ -77,6 +78,7 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
         # correctness
         "think_answer": ThinkAnswer,
         "math_answer": MathAnswer,
+        "environment": EnvironmentReward,
         "countdown": Countdown,
         "code_tests": CodeTests,
         "tool_call": ToolCall,

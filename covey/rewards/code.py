@@ -154,7 +154,7 @@ class CodeTests(Reward):
             program, [case for case, _ in tests], limits=self._limits(), unsafe=self.unsafe
         )
         passed = sum(
-            _passes(case, expected, outcome)
+            passes(case, expected, outcome)
             for (case, expected), outcome in zip(tests, outcomes, strict=True)
         )
         success = passed == len(tests)
@@ -175,7 +175,8 @@ class CodeTests(Reward):
         )
 
 
-def _passes(case: Case, expected: object, outcome: Outcome) -> bool:
+def passes(case: Case, expected: object, outcome: Outcome) -> bool:
+    """Return whether a case ended with the expected result."""
     if not outcome.ran:
         return False
     if case.call is None:

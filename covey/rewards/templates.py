@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from covey.config.options import resolve_options
-from covey.config.schema import Named
+from covey.config.section import Named
 from covey.rewards.citations import Citations
 from covey.rewards.code import CodeTests
 from covey.rewards.efficiency import Efficiency

@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from covey.episode import episode_of
 from covey.errors import ConfigError
 from covey.rewards.score import Reward, Score
-from covey.types import Prompt
+from covey.types import Message, Prompt
 
 RewardFunction = Callable[..., Any]
 FUNCTIONS = "functions"
@@ -103,7 +104,7 @@ class UserFunction(_GroupReward):
         completions: list[Any] = list(texts)
         messages: Any = prompt.text
         if self.conversational:
-            completions = [[{"role": "assistant", "content": text}] for text in texts]
+            completions = [_messages(text) for text in texts]
             messages = [dict(message) for message in prompt.messages]
         columns = {"target": prompt.target, "answer": prompt.target, **prompt.info}
         row = {**columns, "prompts": messages}
@@ -119,6 +120,12 @@ class UserFunction(_GroupReward):
             result = sum(parts.values())
         reward = float(result)
         return Score(reward=reward, success=reward >= self.success_at, parts=parts)
+
+
+def _messages(text: str) -> list[Message]:
+    """Return a completion as messages: of an episode, all from the first turn on."""
+    episode = episode_of(text)
+    return [{"role": "assistant", "content": text}] if episode is None else list(episode.reply)
 
 
 def as_reward(function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> Reward:

@@ -11,6 +11,7 @@ from covey.engines.protocol import Engine, Sampling
 from covey.errors import RewardError
 from covey.models.language_model import LanguageModel
 from covey.rollout.episode import EncodedPrompt, generate
+from covey.rollout.multi_turn import Interaction
 from covey.scoring import Job, Pending, Scorer, ScoreResult
 from covey.stopping import may_be_given_up
 from covey.types import Group, Prompt, Rollout
@@ -58,7 +59,7 @@ class Collected:
     @property
     def tokens(self) -> int:
         """How many tokens were sampled."""
-        return sum(len(rollout.tokens) for rollout in self.rollouts)
+        return sum(rollout.sampled for rollout in self.rollouts)
 
     def joined(self, more: Collected) -> Collected:
         """Return this and another round of the same step as one."""
@@ -108,15 +109,26 @@ class _Scoring:
     pending: dict[tuple[int, int], Pending] = field(default_factory=dict)
     """By prompt and sample. A whole group is under sample 0."""
 
+    errors: dict[tuple[int, int], str] = field(default_factory=dict)
+    """What went wrong in an environment, by prompt and sample. Such a rollout is not scored."""
+
     def add(self, number: int, rollout: Rollout) -> None:
         """Submit a rollout as soon as it ends, or a group as soon as it is complete."""
-        if not self.scorer.whole_groups:
+        if rollout.finish == "error":
+            self.errors[number, rollout.sample] = _failure(rollout)
+        elif not self.scorer.whole_groups:
             self._submit(number, rollout.sample, (rollout.text,))
             return
         texts = self.texts.setdefault(number, {})
         texts[rollout.sample] = rollout.text
-        if len(texts) == self.group_size:
-            self._submit(number, 0, tuple(texts[sample] for sample in range(self.group_size)))
+        if len(texts) == self.group_size and self.scorer.whole_groups:
+            scored = tuple(texts[sample] for sample in self._samples(number))
+            if scored:
+                self._submit(number, 0, scored)
+
+    def _samples(self, number: int) -> list[int]:
+        """Return the samples of a prompt that the reward scores."""
+        return [s for s in range(self.group_size) if (number, s) not in self.errors]
 
     def _submit(self, number: int, sample: int, texts: tuple[str, ...]) -> None:
         job = Job(prompt=self.prompts[number], texts=texts, progress=self.share)
@@ -124,9 +136,15 @@ class _Scoring:
 
     def results(self, number: int) -> list[ScoreResult]:
         """Wait for the scores of a group."""
-        samples = range(1 if self.scorer.whole_groups else self.group_size)
+        samples = self._samples(number)
+        jobs = [0] * bool(samples) if self.scorer.whole_groups else samples
         with may_be_given_up():
-            return [r for sample in samples for r in self.pending[number, sample].result()]
+            scores = [r for sample in jobs for r in self.pending[number, sample].result()]
+        found = dict(zip(samples, scores, strict=True))
+        return [
+            found.get(sample) or ScoreResult(error=self.errors[number, sample])
+            for sample in range(self.group_size)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +157,8 @@ class Collector:
     scorer: Scorer
     progress: Callable[[int], None] = field(default=lambda count: None)
     """Called with the number of completions that have just ended."""
+    interaction: Interaction | None = None
+    """With an environment. None: every rollout is one completion."""
     ranks: Sharing | None = None
     """Several ranks each collect their share, and get all groups. None: there is one rank."""
 
@@ -179,6 +199,7 @@ class Collector:
             sampling=sampling,
             step=step,
             finished=finished,
+            interaction=self.interaction,
         )
         sampled = time.perf_counter()
         groups, errors = [], []
@@ -198,6 +219,11 @@ class Collector:
             rollout_seconds=sampled - started,
             score_seconds=time.perf_counter() - sampled,
         )
+
+
+def _failure(rollout: Rollout) -> str:
+    what = "" if rollout.episode is None else rollout.episode.error
+    return f"environment: {what}"
 
 
 def _scored(rollout: Rollout, result: ScoreResult, identity: str) -> Rollout:

@@ -1,4 +1,4 @@
-"""Episodes: an environment and an engine turn prompts into rollouts.
+"""Episodes of a single turn, and the choice between them and those with an environment.
 
 Tokens are those that the engine saw and produced. Text is never tokenised again.
 """
@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from covey.engines.protocol import Completion, Engine, Limits, Request, Sampling
-from covey.environments import Environment, SingleTurn
 from covey.models.language_model import LanguageModel
 from covey.rng import Address
+from covey.rollout.multi_turn import Interaction, MultiTurnEpisodes
 from covey.types import Group, Prompt, Rollout, Segment, Turn
-
-ENVIRONMENT: Environment = SingleTurn()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +27,15 @@ class EncodedPrompt:
     """The training step, where a call generates for several. None: that of the call."""
 
 
-def encode_prompts(model: LanguageModel, prompts: Iterable[Prompt]) -> list[EncodedPrompt]:
-    """Start an episode for each prompt, and tokenise its messages."""
+def encode_prompts(
+    model: LanguageModel, prompts: Iterable[Prompt], interaction: Interaction | None = None
+) -> list[EncodedPrompt]:
+    """Tokenise the messages of each prompt; with an environment, which has its own, not yet."""
     prefill = model.opening
+    if interaction is not None:
+        return [EncodedPrompt(prompt=p, tokens=(), prefill=prefill) for p in prompts]
     return [
-        EncodedPrompt(prompt=p, tokens=model.encode(ENVIRONMENT.reset(p)), prefill=prefill)
-        for p in prompts
+        EncodedPrompt(prompt=p, tokens=model.encode(p.messages), prefill=prefill) for p in prompts
     ]
 
 
@@ -84,7 +85,6 @@ class Episodes:
         """End the episodes of some completions."""
         texts = self.model.decode_many([completion.tokens for completion in completions])
         for completion, text in zip(completions, texts, strict=True):
-            assert ENVIRONMENT.step(text) is None, "a single-turn episode ends here"
             number = completion.request.prompt
             rollout = _rollout(self.prompts[number], completion, text)
             self.rollouts[number, rollout.sample] = rollout
@@ -130,10 +130,19 @@ def generate(
     sampling: Sampling,
     step: int,
     finished: Callable[[int, Rollout], None] = lambda number, rollout: None,
+    interaction: Interaction | None = None,
 ) -> list[Group]:
     """Return a group of `sampling.group_size` rollouts, not scored, for each prompt in order."""
-    episodes = Episodes(
-        prompts=prompts, model=model, sampling=sampling, step=step, finished=finished
-    )
+    episodes: Episodes | MultiTurnEpisodes
+    if interaction is None:
+        episodes = Episodes(
+            prompts=prompts, model=model, sampling=sampling, step=step, finished=finished
+        )
+    else:
+        episodes = MultiTurnEpisodes(
+            prompts=[p.prompt for p in prompts],
+            steps=[step if p.step is None else p.step for p in prompts],
+            model=model, sampling=sampling, finished=finished, interaction=interaction,
+        )  # fmt: skip
     engine.run(episodes)
     return episodes.groups()

@@ -40,8 +40,8 @@ def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[
         )
     if "objective/parts/format" in metrics:
         metrics["val/format_scores"] = metrics["objective/parts/format"]
-    metrics |= _stop_metrics(rollouts, stop_ids)
-    return metrics | _length_metrics(rollouts) | answer_metrics(collected.groups)
+    metrics |= _length_metrics(rollouts) | _episode_metrics(rollouts)
+    return metrics | _stop_metrics(rollouts, stop_ids) | answer_metrics(collected.groups)
 
 
 def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -98,17 +98,34 @@ def selection_metrics(rollouts: StepRollouts) -> dict[str, float]:
 
 
 def _length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    lengths = [len(r.tokens) for r in rollouts]
+    lengths = [r.sampled for r in rollouts]
     metrics = {
         "rollout/lengths": _mean(lengths),
         "rollout/lengths_min": min(lengths),
         "rollout/lengths_max": max(lengths),
     }
     for name, success in (("solved", True), ("unsolved", False)):
-        some = [len(r.tokens) for r in rollouts if r.success is success]
+        some = [r.sampled for r in rollouts if r.success is success]
         if some:
             metrics[f"rollout/lengths_{name}"] = _mean(some)
     return metrics
+
+
+def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return metrics of turns and tool calls; none without an environment."""
+    episodes = [r.episode for r in rollouts if r.episode is not None]
+    if not episodes:
+        return {}
+    calls = [call for episode in episodes for call in episode.tool_calls]
+    limits = ("turn_limit", "tool_limit", "token_limit")
+    return {
+        "rollout/turns": _mean([len(episode.turn_rewards) for episode in episodes]),
+        "rollout/tool_calls": len(calls) / len(episodes),
+        "rollout/unreadable_calls": sum("error" in call for call in calls),
+        "rollout/segments": _mean([len(r.segments) for r in rollouts]),
+        "rollout/limit_rate": _mean([float(e.finish in limits) for e in episodes]),
+        "rollout/environment_errors": sum(e.finish == "error" for e in episodes),
+    }
 
 
 def _stop_metrics(rollouts: Sequence[Rollout], stop_ids: Sequence[int]) -> dict[str, float]:

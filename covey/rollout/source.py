@@ -148,6 +148,9 @@ class _Filling:
         steps as they are.
         """
         config, step = self.parts.config, self.ticket.step
+        interaction = self.parts.interaction
+        for note in interaction.notes(found.rollouts) if interaction else ():
+            self.notes.append(f"step {step}: {note}")
         if found.failures:
             count, first = len(found.failures), found.failures[0]
             self.notes.append(f"step {step}: {count} unscored, {first}")
@@ -228,11 +231,12 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
         scorer=parts.scorer,
         progress=reporter.sampled,
         ranks=parts.world,
+        interaction=parts.interaction,
     )
     encoded = [
         replace(prompt, step=one.ticket.step)
         for one in steps
-        for prompt in encode_prompts(model, one.prompts)
+        for prompt in encode_prompts(model, one.prompts, parts.interaction)
     ]
     first = steps[0].ticket
     collected = collector.collect(

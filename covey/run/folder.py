@@ -33,6 +33,7 @@ from typing import Any
 from covey.errors import DiskError, RunError
 from covey.run import records
 from covey.run.digests import write_digests
+from covey.run.episodes import episode_row
 from covey.run.files import append_line, check_free, whole_folder, write_text
 from covey.run.metric_names import current_name
 from covey.run.records import Note, read_lines, renamed, to_stderr, usable_lines
@@ -151,6 +152,7 @@ class RunFolder:
                     # With these a file can be scored again.
                     "task": group.prompt.task,
                     "info": dict(group.prompt.info),
+                    **episode_row(rollout),
                 }
                 rows.append(row)
         return rows

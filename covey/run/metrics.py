@@ -127,6 +127,27 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             "share",
             ROLLOUTS,
         ),
+        "rollout/turns": Metric(
+            "Mean turns of the policy in an episode. With an environment, as the next five.",
+            "turns",
+        ),
+        "rollout/tool_calls": Metric("Mean calls of tools in an episode.", "calls"),
+        "rollout/unreadable_calls": Metric(
+            "Calls that could not be read; the policy was told why.", "calls"
+        ),
+        "rollout/segments": Metric(
+            "Mean segments of a rollout: more than 1 where the chat template rewrites earlier "
+            "turns.",
+            "segments",
+        ),
+        "rollout/limit_rate": Metric(
+            "Share of episodes that a limit of turns, calls or tokens ended.", "share"
+        ),
+        "rollout/environment_errors": Metric(
+            "Episodes that ended because the environment failed. They have no reward.",
+            "episodes",
+            healthy=(0, 0),
+        ),
         "val/stop_token_rate": Metric(
             "Share of completions that contain a stop token.",
             "share",
@@ -199,7 +220,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             healthy=(0, 0),
         ),
         "scoring/restarts": Metric(
-            "Scoring processes that died and were replaced since the last step. Only if there were "
+            "Scoring processes that were killed and replaced since the last step. Only if there were "
             "any.",
             "processes",
             MACHINE,

@@ -57,6 +57,18 @@ class _Evaluation(_Row):
     __pydantic_extra__: dict[str, _Estimate | Number]
 
 
+class _Turn(_Row):
+    """A turn of a multi-turn rollout."""
+
+    role: str
+    segment: Count
+    start: Count
+    stop: Count
+    text: str
+    tool_calls: list[dict[str, Any]]
+    reward: Number | None
+
+
 class _Rollout(_Row):
     """A line of rollouts/*.jsonl. Fields that older versions did not write have a default."""
 
@@ -78,6 +90,9 @@ class _Rollout(_Row):
     reward_id: str = ""
     task: str = ""
     info: dict[str, Any] = {}
+    turns: list[_Turn] = []
+    segments: list[dict[str, Any]] = []
+    episode: dict[str, Any] = {}
 
 
 class _Item(_Row):

@@ -41,11 +41,17 @@ QueuedJob = tuple[Job, "Future[list[ScoreResult]]"]
 class Worker:
     """A worker process, seen from the pool."""
 
-    def __init__(self, payload: bytes, gigabytes: float, timeout: float) -> None:
+    def __init__(
+        self,
+        payload: bytes,
+        gigabytes: float,
+        timeout: float,
+        module: str = "covey.scoring.pool_worker",
+    ) -> None:
         here, there = Pipe()
         self.connection: Connection = here
         self.process = subprocess.Popen(
-            module_command("covey.scoring.pool_worker", str(there.fileno())),
+            module_command(module, str(there.fileno())),
             pass_fds=[there.fileno()],
             start_new_session=True,  # only the trainer gets Ctrl-C, and ends the workers in order
         )
@@ -61,7 +67,7 @@ class Worker:
         except (EOFError, OSError):
             reply = f"it ended {self.how_ended()}"
         if reply != READY:
-            raise RewardError(f"reward: the scoring process cannot load it: {reply}")
+            raise RewardError(f"reward: its process cannot load it: {reply}")
 
     def kill(self) -> None:
         """Kill the process and all its children."""
@@ -144,7 +150,7 @@ class Pool:
         return future
 
     def events(self) -> list[str]:
-        """Return which processes died and were replaced since the last call."""
+        """Return which processes were killed and replaced since the last call."""
         with self._changed:
             happened, self._happened = self._happened, []
         return happened
@@ -218,6 +224,10 @@ class Pool:
         most = MOST_JOBS if self._concurrent else 1
         while jobs := self._take(most):
             begun = time.monotonic()
+            if worker is not None and worker.process.poll() is not None:
+                self._note_end(worker.how_ended())  # it died while it had nothing to do
+                self._end(worker)
+                worker = None
             try:
                 worker = worker or self._new_worker()
             except RewardError as error:
@@ -260,13 +270,16 @@ class Pool:
             return False
         return usable
 
-    def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
-        """Handle the jobs of a process that has died. If it was killed, the job is not at fault."""
+    def _note_end(self, how: str) -> None:
         with self._changed:
             self._happened.append(f"a scoring process ended {how}, and was replaced")
+
+    def _lost(self, waiting: dict[int, QueuedJob], how: str) -> None:
+        """Handle the jobs of a process that has died. If it was killed, no job is at fault yet."""
         first = next(iter(waiting.values()), None)
         if how.endswith("SIGKILL") and first is not None and first[1] not in self._killed:
             self._killed.add(first[1])
+            self._note_end(how)
             self._put_back(list(waiting.values()), self._suspects)
             return
         self._give_up(waiting, f"the scoring process ended {how}")

@@ -14,6 +14,7 @@ import pickle
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,7 +23,7 @@ from covey.scoring.job import READY, Job, score_job, score_job_async
 PR_SET_PDEATHSIG = 1
 
 
-def _prepare() -> None:
+def prepare() -> None:
     """Die with the parent, be the OOM killer's first choice, and detach from the terminal."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -49,20 +50,32 @@ def _score_async(connection: Connection, reward: Any, jobs: list[Job], timeout: 
     asyncio.run(run_all())
 
 
-def serve(connection: Connection) -> None:
-    """Score jobs until the connection closes."""
+def loaded(
+    connection: Connection, then: Callable[[Any], object] = lambda work: None
+) -> tuple[Any, float]:
+    """Receive what this process works with, and the time limit; set its limit of memory.
+
+    `then` makes it ready. What fails in it is reported, as is work that cannot be loaded.
+    """
     path, payload, gigabytes, timeout = connection.recv()
-    # The reward may be in a module on the parent's path, or in the working directory.
+    # It may be in a module on the parent's path, or in the working directory.
     sys.path[:] = [*path, os.getcwd()]
     limit, most = int(gigabytes * 2**30), resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
-        reward = pickle.loads(payload)
+        work = pickle.loads(payload)
+        then(work)
     except Exception as error:
         connection.send(f"{type(error).__name__}: {error}")
-        return
+        sys.exit()
     connection.send(READY)
+    return work, timeout
+
+
+def serve(connection: Connection) -> None:
+    """Score jobs until the connection closes."""
+    reward, timeout = loaded(connection)
     while True:
         jobs: list[Job] = connection.recv()
         if getattr(reward, "is_async", False):
@@ -73,6 +86,6 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    _prepare()
+    prepare()
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         serve(Connection(int(sys.argv[1])))

@@ -14,10 +14,14 @@ from covey.tasks.dataset import NAME as DATASET
 from covey.tasks.gsm8k import Gsm8k
 from covey.tasks.hub import Hub
 from covey.tasks.jsonl import Jsonl
+from covey.tasks.library import Library
 from covey.tasks.mixed import Mixed
+from covey.tasks.products import Products
 from covey.tasks.reasoning_gym import ReasoningGym
 from covey.tasks.task import Task
 from covey.tasks.tools import Tools
+from covey.tasks.verifiers import Verifiers
+from covey.tasks.worlds import Worlds
 from covey.trust import import_callable, is_import_path
 
 TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
@@ -28,9 +32,13 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
         "gsm8k": Gsm8k,
         "hub": Hub,
         "jsonl": Jsonl,
+        "library": Library,
         "mixed": Mixed,
+        "products": Products,
         "reasoning_gym": ReasoningGym,
         "tools": Tools,
+        "verifiers": Verifiers,
+        "worlds": Worlds,
     }
 )
 

@@ -14,6 +14,7 @@ from covey.engines.native.engine import NativeCopy, NativeEngine
 from covey.engines.process.engine import ProcessEngine
 from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Engine, Sampling
+from covey.environments import Factory
 from covey.errors import ConfigError, DataError
 from covey.models.adapter import adapter_base, add_adapter, load_adapter
 from covey.models.deterministic import make_deterministic
@@ -23,11 +24,13 @@ from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
+from covey.rollout.multi_turn import Interaction
 from covey.scoring import Scorer, make_scorer
 from covey.tasks import Task, bad_rows_of
 from covey.training.budget import Used
 from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
+from covey.training.interaction import interaction_of, with_stops
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.join import check_alike
@@ -65,7 +68,15 @@ class Components:
     engine_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held from loading weights into the engine until it has generated with them."""
     sampling: Sampling
+    interaction: Interaction | None = None
+    """With an environment. None: every rollout is one completion."""
     world: World = field(default_factory=World)
+
+    def close(self) -> None:
+        """End the processes of the scorer and of the environment."""
+        self.scorer.close()
+        if self.interaction is not None:
+            self.interaction.host.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +116,7 @@ def assemble(
     reward: Reward | None = None,
     task: Task | None = None,
     world: World = World(),  # noqa: B008 - without state
+    environment: Factory | None = None,
 ) -> Parts:
     """Build everything that a resolved configuration names; objects from Python replace theirs."""
     task = task_of(config) if task is None else task
@@ -119,6 +131,7 @@ def assemble(
     reference = reference_of(config, policy.model, objective, world)
     engine, sampling = make_engine(config, policy), sampling_of(config)
     scorer = scorer_of(config, reward, world.local_size)
+    interaction = interaction_of(config, model, environment)
     return Parts(
         config=config,
         train_prompts=train_prompts,
@@ -133,7 +146,8 @@ def assemble(
         reference=reference,
         engine=engine,
         world=world,
-        sampling=sampling,
+        sampling=with_stops(sampling, interaction),
+        interaction=interaction,
         objective=objective,
         step_settings=step_settings_of(
             config, objective, sampling, exact_logp=engine.info.exact_logp

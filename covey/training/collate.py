@@ -5,48 +5,88 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from covey.errors import ModelError
-from covey.types import Batch, Group, Rollout
+from covey.types import TRUNCATED, Batch, Group, Rollout, Segment
+
+
+class _Row(NamedTuple):
+    """A segment of a rollout, and where they belong."""
+
+    group: int
+    rollout: int
+    of: Rollout
+    segment: Segment
+    place: int
+    """Number of the segment in its rollout."""
 
 
 def collate(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batch:
-    """Stack the rollouts of all groups, row by row in order."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-
-    def padded(rows: Sequence[Sequence[int | float | bool]], dtype: type) -> torch.Tensor:
-        lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-        place = np.arange(lengths.max()) < lengths[:, None]
-        whole: np.ndarray = np.zeros(place.shape, dtype=dtype)
-        # All values at once and by numpy: torch takes several times as long for Python numbers.
-        whole[place] = np.fromiter(chain.from_iterable(rows), dtype=dtype, count=lengths.sum())
-        return torch.from_numpy(whole)
+    """Stack the segments of all rollouts of all groups, row by row in order."""
+    numbered = enumerate(
+        (n, rollout) for n, group in enumerate(groups) for rollout in group.rollouts
+    )
+    rows = [
+        _Row(group, number, rollout, segment, place)
+        for number, (group, rollout) in numbered
+        for place, segment in enumerate(rollout.segments)
+    ]
 
     def column(values: Sequence[int | float | bool], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)
 
+    rewards = [math.nan if r.of.reward is None else r.of.reward for r in rows]
     batch = Batch(
-        prompt_tokens=padded([r.prompt_tokens for r in rollouts], np.int64),
-        prompt_lengths=column([len(r.prompt_tokens) for r in rollouts], torch.long),
-        tokens=padded([r.tokens for r in rollouts], np.int64),
-        lengths=column([len(r.tokens) for r in rollouts], torch.long),
-        mask=padded([r.trained for r in rollouts], np.bool_),
-        sampler_logp=padded([r.sampler_logp for r in rollouts], np.float32),
-        rewards=column(
-            [math.nan if r.reward is None else r.reward for r in rollouts], torch.float64
-        ),
-        success=column([bool(r.success) for r in rollouts], torch.bool),
-        group=column(
-            [number for number, group in enumerate(groups) for _ in group.rollouts], torch.long
-        ),
-        rollout=torch.arange(len(rollouts)),
-        truncated=column([r.finish == "length" for r in rollouts], torch.bool),
+        prompt_tokens=_padded([r.segment.prompt_tokens for r in rows], np.int64),
+        prompt_lengths=column([len(r.segment.prompt_tokens) for r in rows], torch.long),
+        tokens=_padded([r.segment.tokens for r in rows], np.int64),
+        lengths=column([len(r.segment.tokens) for r in rows], torch.long),
+        mask=_padded([r.segment.trained for r in rows], np.bool_),
+        sampler_logp=_padded([r.segment.sampler_logp for r in rows], np.float32),
+        rewards=column(rewards, torch.float64),
+        success=column([bool(r.of.success) for r in rows], torch.bool),
+        group=column([r.group for r in rows], torch.long),
+        rollout=column([r.rollout for r in rows], torch.long),
+        truncated=column([r.of.finish in TRUNCATED for r in rows], torch.bool),
+        **_turns(rows),
     )
-    _check_sampler_logp(batch, rollouts)
+    _check_sampler_logp(batch, [row.of for row in rows])
     return batch if torch.device(device).type == "cpu" else batch.to(device)
+
+
+def _padded(rows: Sequence[Sequence[int | float | bool]], dtype: type) -> torch.Tensor:
+    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    place = np.arange(lengths.max()) < lengths[:, None]
+    whole: np.ndarray = np.zeros(place.shape, dtype=dtype)
+    # All values at once and by numpy: torch takes several times as long for Python numbers.
+    whole[place] = np.fromiter(chain.from_iterable(rows), dtype=dtype, count=lengths.sum())
+    return torch.from_numpy(whole)
+
+
+def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
+    """Return turn, turn_reward and state of each token; nothing if no rollout has an episode."""
+    if all(row.of.episode is None for row in rows):
+        return {}
+    shape = len(rows), max(len(row.segment.tokens) for row in rows)
+    found = {
+        "turn": torch.zeros(shape, dtype=torch.long),
+        "turn_reward": torch.zeros(shape, dtype=torch.float64),
+        "state": torch.zeros(shape, dtype=torch.long),
+    }
+    for number, row in enumerate(rows):
+        taken = [turn for turn in row.of.turns if turn.role == "assistant"]
+        for turn_number, turn in enumerate(taken):
+            if turn.segment == row.place:
+                state = int(turn.state or "0", 16) % 2**63
+                for name, value in zip(
+                    found, (turn_number, turn.reward or 0.0, state), strict=True
+                ):
+                    found[name][number, turn.start : turn.stop] = value
+    return found
 
 
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:

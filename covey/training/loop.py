@@ -200,6 +200,7 @@ def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
                 scorer=parts.eval_scorer,
                 progress=log.sampled,
                 ranks=parts.world,
+                interaction=parts.interaction,
             ),
             sampling=parts.sampling,
             samples=parts.config.evaluate.samples,

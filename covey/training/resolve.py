@@ -15,7 +15,8 @@ from covey.config.algorithm_names import check_algorithm_name
 from covey.config.options import choose, resolve_options
 from covey.config.overlap_modes import check_overlap
 from covey.config.reference_kinds import check_reference
-from covey.config.schema import Named
+from covey.config.section import Named
+from covey.environments.registry import NONE, find_environment, is_user_environment
 from covey.errors import ConfigError, DataError
 from covey.models.chat_template import Template
 from covey.rewards import LENGTH_PENALTIES, Reward
@@ -51,13 +52,14 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
         "task": is_user_task(config.task.name),
         "reward": is_import_path(config.reward.name),
         "objective": is_import_path(config.objective.name),
+        "environment": is_user_environment(config.environment.name),
     }
     options = {
         where: options_of(config)
         for where, options_of in _OPTIONS.items()
         if where not in passed and (imports or not own.get(where))
     }
-    named = {where: {"name": getattr(config, where).name, **o} for where, o in options.items()}
+    named = {where: {**getattr(config, where).settings, **o} for where, o in options.items()}
     resolved = parse_config({**config.model_dump(), **named})
     check_reference(resolved.reference)
     check_overlap(resolved)
@@ -140,11 +142,22 @@ def _task_options(config: Config) -> dict[str, object]:
     return resolve_options(maker, given, "task")
 
 
+def _environment_options(config: Config) -> dict[str, object]:
+    section = config.environment
+    if section.name == NONE:
+        if section.options:
+            key = next(iter(section.options))
+            raise ConfigError(f"config: environment.{key} needs environment.name")
+        return {}
+    return resolve_options(find_environment(section.name), section, "environment")
+
+
 _OPTIONS: Mapping[str, Callable[[Config], dict[str, object]]] = MappingProxyType(
     {
         "length_penalty": _length_penalty_options,
         "reward": _reward_options,
         "task": _task_options,
+        "environment": _environment_options,
         "objective": _objective_options,
     }
 )

@@ -22,11 +22,11 @@ WEIGHT = "weight"
 
 def save_state(optimizer: Optimizer, folder: Path) -> None:
     """Write weights and moments; all ranks call this together."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     tensors = {f"{WEIGHT}.{name}": master.detach() for name, master in optimizer.masters.items()}
     tensors |= optimizer.state()
-    dcp.save(tensors, checkpoint_id=folder / STATE_FOLDER)
+    save(tensors, checkpoint_id=folder / STATE_FOLDER)
 
 
 def has_state(folder: Path) -> bool:
@@ -36,11 +36,12 @@ def has_state(folder: Path) -> bool:
 
 def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     """Read weights and moments in place; if the optimizer is sharded, all ranks together."""
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     path = folder / STATE_FOLDER
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
     masters = optimizer.masters
     named = {key.split(".", 1)[1] for key in saved}
     if named != set(masters):
@@ -50,7 +51,7 @@ def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-            dcp.load(tensors, checkpoint_id=path, no_dist=not sharded)
+            load(tensors, checkpoint_id=path, no_dist=not sharded)
     except CheckpointException as error:
         why = next(iter(error.failures.values()), (error, None))[0]
         raise RunError(f"checkpoint {folder} cannot be read: {why}") from None

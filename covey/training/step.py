@@ -222,11 +222,14 @@ class RowFacts:
         useful = ((batch.advantage != 0) & batch.mask).any(dim=1).long()
         whole = torch.stack([batch.group, batch.mask.sum(dim=1), useful]).cpu()
         rollout = batch.rollout if batch.host is None else batch.host.rollout
+        number = torch.arange(len(batch)) if rollout is None else rollout
+        # A rollout is in passes with all of its rows, or not at all: its ratio may be of all.
+        some = torch.isin(number, number[whole[2].bool()])
         return RowFacts(
             group=whole[0],
-            rollout=torch.arange(len(batch)) if rollout is None else rollout,
+            rollout=number,
             tokens=whole[1],
-            useful=whole[2].bool() if skip else torch.ones(len(batch), dtype=torch.bool),
+            useful=some if skip else torch.ones(len(batch), dtype=torch.bool),
             one_row_each=batch.one_row_each,
         )
 

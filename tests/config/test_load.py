@@ -76,6 +76,17 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "min_p": share,
         "stop": st.lists(text.filter(bool), max_size=3),
     },
+    "environment": {
+        "name": text,
+        "max_turns": positive,
+        "max_calls": count,
+        "max_tokens": positive,
+        "call_format": st.sampled_from(["auto", "hermes", "llama3", "tags"]),
+        "parallel_calls": st.booleans(),
+        "workers": st.integers(0, 4096),
+        "timeout": size,
+        "gigabytes": st.floats(0.25, 1e6),
+    },
     "engine": {
         "kind": st.sampled_from(["native", "process"]),
         "device": st.sampled_from(["auto", "cpu", "cuda:1"]),

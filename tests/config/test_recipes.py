@@ -97,7 +97,7 @@ DIVISOR: dict[str, tuple[int, float, int, float]] = {
     "open-instruct-qwen-zero": (0, 1e-8, 1, 0.0),
 }
 # Recipes of our own, which no system has published.
-OWN = {"arithmetic", "demo"}
+OWN = {"agent-calculator", "agent-python", "agent-search", "arithmetic", "demo"}
 NONE = "\N{EN DASH}"
 
 

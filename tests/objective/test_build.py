@@ -127,6 +127,7 @@ AS_PIECES: dict[str, dict[str, Any]] = {
     "sapo": {"surrogate": "soft_gate", "weights": "sequence_mean_token_mean"},
     "vespo": {"ratio": "product", "surrogate": "gamma_weight"},
     "dppo": {"surrogate": "trust_mask"},
+    "gigpo": {"advantage": "by_state", "weights": "sequence_mean_token_mean"},
 }  # fmt: skip
 
 

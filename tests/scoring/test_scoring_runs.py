@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
@@ -252,6 +253,36 @@ def test_the_number_of_processes_makes_no_difference(judged: ModuleType, tmp_pat
     assert column(one, "reward") == column(many, "reward")
     assert [without(m) for m in one.steps()] == [without(m) for m in many.steps()]
     assert processes() == []
+
+
+class KillsAWorker(Notes):
+    """Kills a scoring process after the first step."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        if metrics["step"] == 1:
+            for worker in list(self.parts.scorer._running):
+                os.kill(worker.process.pid, signal.SIGKILL)
+
+
+def test_a_run_goes_on_when_its_scoring_processes_are_killed(
+    judged: ModuleType, tmp_path: Path
+) -> None:
+    settings = ("reward.name=judged:plain", "scoring.workers=2", "train.steps=3")
+    plain, _ = trained(tmp_path / "plain", *settings)
+    parts = parts_with(*settings)
+    killer, run = KillsAWorker(parts), RunFolder.create(tmp_path / "killed", "", {})
+    with closing(parts.scorer):
+        train(parts, run, [killer], StopSignal())
+    assert column(run, "reward") == column(plain, "reward")
+    assert [m["rollout/trained_groups"] for m in run.steps()] == [4, 4, 4]
+    died = sum(m.get("scoring/restarts", 0) for m in run.steps())
+    assert died == sum("a scoring process ended by signal SIGKILL" in n for n in killer.notes) > 0
+    weights = [r.checkpoints()[-1][1] / "model.safetensors" for r in (plain, run)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 class TellsWhenSampled(Notes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -23,6 +24,7 @@ SMALL = [
     "train.micro_batch_tokens=300", "train.mini_batches=2", "evaluate.every=0", "save.every=1",
     "save.keep=50", "optimizer.learning_rate=1e-5",
 ]  # fmt: skip
+LEFT_OUT = re.compile("time/|engine/")
 
 
 def words(*settings: str) -> list[str]:
@@ -41,10 +43,10 @@ def said(logs: Path) -> str:
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    """Return the metrics of each step, without times."""
+    """Return the metrics of each step, without times, and without those of an engine's copy."""
     kept = RunFolder.open(folder).steps()
     return [
-        {k: v for k, v in row.items() if isinstance(v, (int, float)) and "time/" not in k}
+        {k: v for k, v in row.items() if isinstance(v, (int, float)) and not LEFT_OUT.match(k)}
         for row in kept
     ]
 

@@ -96,7 +96,7 @@ def run_job(job: Job) -> int:
     common = parse_config(tomllib.loads(job.common_toml))
     parts = assemble(config)
     with ExitStack() as stack:
-        stack.enter_context(closing(parts.scorer))
+        stack.enter_context(closing(parts))
         # The common reward scores evaluations, whatever reward the arm is trained on.
         if (config.reward, config.scoring) != (common.reward, common.scoring):
             parts = replace(parts, eval_scorer=stack.enter_context(closing(scorer_of(common))))

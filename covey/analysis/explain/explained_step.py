@@ -22,6 +22,7 @@ from covey.analysis.explain.recorded import (
 )
 from covey.analysis.explain.relearn import Watched, relearn
 from covey.objective.advantage import zero_variance
+from covey.run.episodes import episode_row, turn_lines
 from covey.types import Batch
 
 SEEN = ("logp", "old_logp", "ratio", "kl", "entropy", "weight", "gradient")
@@ -77,6 +78,8 @@ class ExplainedRollout:
     push: float
     """Minus the sum of d loss / d logp: above 0, the completion becomes likelier."""
     tokens: tuple[ExplainedToken, ...]
+    turns: tuple[tuple[str, bool], ...] = ()
+    """A line for each turn, and whether it was trained. None of a single completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +190,7 @@ def _rollout(
         gradient=float(gradient.abs().sum()),
         push=-float(gradient.sum()),
         tokens=_tokens(batch, watched, row, rollout.tokens, texts),
+        turns=tuple(turn_lines(episode_row(rollout))),
     )
 
 

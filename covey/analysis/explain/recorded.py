@@ -15,6 +15,7 @@ from typing import Any
 from covey.config import Config, load_config
 from covey.engines.native.engine import has_exact_logp
 from covey.errors import RunError
+from covey.run.episodes import read_episode
 from covey.run.folder import RunFolder
 from covey.run.records import to_stderr
 from covey.run.resume import last_good
@@ -123,11 +124,25 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         what = f"lacks {lacking[0]}" if lacking else "has more or fewer tokens than log-probs"
         raise RunError(f"a recorded rollout of the step, of prompt {row['prompt_id']}, {what}")
     values = {name: row[name] for name in _RECORDED}
+    if row.get("segments"):
+        return _multi_turn(row, values)
     for name in ("prompt_tokens", "tokens", "sampler_logp"):
         values[name] = tuple(row[name])
     trained = row["trained"]
     values["trained"] = (True,) * len(row["tokens"]) if trained is True else tuple(trained)
     return Rollout.single_turn(**values)
+
+
+def _multi_turn(row: dict[str, Any], values: dict[str, Any]) -> Rollout:
+    """Return a rollout that had an environment."""
+    for name in ("prompt_tokens", "tokens", "trained", "sampler_logp", "policy_version"):
+        del values[name]
+    try:
+        return Rollout(**values, **read_episode(row))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"an episode of the step, to {row['prompt_id']}, cannot be read: {error!r}"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

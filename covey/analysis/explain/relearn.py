@@ -9,6 +9,7 @@ import torch
 from covey.analysis.explain.effect import effect
 from covey.analysis.explain.recorded import Recorded, Trainee
 from covey.objective import Objective
+from covey.objective.rollouts import joined
 from covey.training.step import Seen, training_step
 from covey.types import Batch
 
@@ -37,7 +38,19 @@ def relearn(trainee: Trainee, recorded: Recorded) -> tuple[Batch, Watched, dict[
     watched: Watched = {"number": torch.zeros_like(batch.lengths)}
     for one in seen:
         _record(watched, learner.objective, batch, one)
-    return batch, watched, metrics
+    return *_by_rollout(batch, watched), metrics
+
+
+def _by_rollout(batch: Batch, watched: Watched) -> tuple[Batch, Watched]:
+    """Return a batch and its observations with one row for each rollout."""
+    rollouts = joined(batch)
+    if rollouts.batch is batch:
+        return batch, watched
+    assert batch.rollout is not None
+    assert rollouts.batch.rollout is not None
+    first = [(batch.rollout == number).nonzero()[0, 0] for number in rollouts.batch.rollout]
+    tokens = {name: rollouts.join(v) for name, v in watched.items() if v.ndim == 2}
+    return rollouts.batch, {**tokens, "number": watched["number"][torch.stack(first)]}
 
 
 def _record(watched: Watched, objective: Objective, batch: Batch, seen: Seen) -> None:

@@ -15,7 +15,7 @@ from covey.analysis.plan.equivalence import (
 from covey.analysis.plan.finding import Said, Setup, rule
 from covey.analysis.plan.run_length import most_steps
 from covey.config import Config
-from covey.config.schema import Section
+from covey.config.section import Section
 from covey.errors import CoveyError
 from covey.objective import advantage, algorithm, ratio
 from covey.objective import surrogate as surrogates

@@ -19,7 +19,7 @@ from torch import nn
 
 from covey.accel.parity import plain_positions
 from covey.config import Config
-from covey.embedded import CHECKPOINT
+from covey.embedded import MODELS
 from covey.errors import ConfigError, ModelError
 from covey.models.adapter import CONFIG_FILE, CONV, adapter_base
 from covey.models.model_path import check_model_path
@@ -89,8 +89,8 @@ def source_of(path: str) -> tuple[str, dict[str, str]]:
     Of a GGUF file only the header is read: importing it would take as long as loading the weights.
     """
     path = adapter_base(path) or path
-    if path == "embedded":
-        return str(CHECKPOINT), {}
+    if path in MODELS:
+        return str(MODELS[path]), {}
     if not (Path(path) / "config.json").is_file():
         from covey.models.gguf import find_gguf  # imports transformers, which takes a second
 

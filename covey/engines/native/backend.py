@@ -37,10 +37,12 @@ class DecodeBackend(Protocol):
     def width_for(self, completions: int) -> int:
         """Return the number of slots for this many concurrent completions; at least as many."""
 
-    def begin(self, *, width: int, prompts: int, longest: int, sampling: Sampling) -> Slots:
+    def begin(
+        self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
+    ) -> Slots:
         """Return empty slots for `prompts` prompts of at most `longest` tokens.
 
-        The weights are those at the time of this call.
+        The weights are those at the time of this call. `steady`: see `Limits`.
         """
 
     def refresh(self) -> None:
@@ -60,6 +62,7 @@ class EagerBackend:
     """None: the model has no keys and values, so slots hold tokens."""
     description: str = "one token at a time"
     sampling: Sampling | None = None
+    steady: bool = False
     spare: SlotCache | None = field(init=False, default=None)
     """A small cache on the CPU is kept for the next call: fresh memory is slow to touch."""
     capacity: int = field(init=False, default=0)
@@ -68,8 +71,11 @@ class EagerBackend:
         """Return the same number: any number of slots is equally fast."""
         return completions
 
-    def begin(self, *, width: int, prompts: int, longest: int, sampling: Sampling) -> Slots:
+    def begin(
+        self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
+    ) -> Slots:
         """Return empty slots."""
+        self.steady = steady
         capacity = -(-(longest + sampling.max_tokens) // CAPACITY_STEP) * CAPACITY_STEP
         cache = self.spare
         if cache is None or cache.slots != width or cache.capacity != capacity:
@@ -95,9 +101,13 @@ class EagerBackend:
         if not len(index):
             return
         cache.width = width
-        cache.reach = int(cache.place[:width].max()) + 1
+        # Sums round by the shape of what is computed. Where the company that a completion has must
+        # not show, the shape is always the same: all slots, and all that they can hold.
+        steady = self.steady
+        cache.reach = cache.capacity if steady else int(cache.place[:width].max()) + 1
         hidden = self.decoder.step(slots.last[:width], cache)
-        logits = self.model.head.logits(hidden[index])
+        head = self.model.head
+        logits = head.logits(hidden)[index] if steady else head.logits(hidden[index])
         uniforms = slots.uniforms[index, slots.count[index]]
         tokens, logps = pick_tokens(logits, uniforms, self.sampling.distribution)
         slots.write(index, tokens, logps)

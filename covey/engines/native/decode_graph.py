@@ -58,7 +58,9 @@ class GraphBackend:
         """Return the next number of slots that graphs are captured for."""
         return width_for(completions)
 
-    def begin(self, *, width: int, prompts: int, longest: int, sampling: Sampling) -> Slots:
+    def begin(
+        self, *, width: int, prompts: int, longest: int, sampling: Sampling, steady: bool = False
+    ) -> Slots:
         """Return empty slots: those of the last call if they are large enough."""
         # One more: a prompt whose last completions still wait may have none in a slot.
         sizes = {

@@ -67,6 +67,7 @@ class Scheduler:
             prompts=limits.prompts,
             longest=limits.prompt_tokens,
             sampling=sampling,
+            steady=limits.steady,
         )
         self.requests: list[Request | None] = [None] * self.width
         """The request of each slot."""
@@ -152,9 +153,11 @@ class Scheduler:
         free = np.flatnonzero(~self.taken)[: len(self.queue)].tolist()
         requests = [self.queue.popleft() for _ in free]
         cache = self.slots.cache
-        self.first_logits |= read_prompts(
-            self.model, cache, {p: self.prompts[p] for p in self._to_read(requests)}
-        )
+        reading = [{p: self.prompts[p] for p in self._to_read(requests)}]
+        if self.limits.steady and self.model.device.type == "cpu":  # padding shows in the last bit
+            reading = [{prompt: tokens} for prompt, tokens in reading[0].items()]
+        for prompts in reading:
+            self.first_logits |= read_prompts(self.model, cache, prompts)
         # The device reads prompts meanwhile. Sending does not wait for it.
         ready = [torch.tensor(free), torch.from_numpy(self._uniforms(requests))]
         index, uniforms = to_device(ready, self.model.device)
@@ -202,6 +205,8 @@ class Scheduler:
     def _shrink(self) -> None:
         """Move the slots in use together: with an empty queue, free slots only cost time."""
         width = self.backend.width_for(self.running)
+        if self.limits.steady:  # more requests may come
+            return
         if 2 * self.running > self.width or width >= self.width:
             return
         kept = np.flatnonzero(self.taken).tolist()

@@ -8,7 +8,7 @@ tests/objective, and let `make docs` write its page.
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from covey.objective.algorithms import clipped, sequence, token, weighted
+from covey.objective.algorithms import clipped, sequence, token, turns, weighted
 from covey.objective.loss import Objective
 
 ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
@@ -37,6 +37,7 @@ ALGORITHMS: Mapping[str, Callable[..., Objective]] = MappingProxyType(
             sequence.luspo,
             weighted.vespo,
             weighted.dppo,
+            turns.gigpo,
         )
     }
 )

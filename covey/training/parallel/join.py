@@ -101,7 +101,7 @@ def _join(here: Place, config: Config, say: Say) -> Ranks:
     limit = timedelta(seconds=timeout)
     if here.size == 1:
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit
+            backend, store=_distributed().HashStore(), rank=0, world_size=1, timeout=limit
         )
         return world
     store = _store(here, timeout)
@@ -117,6 +117,13 @@ def _join(here: Place, config: Config, say: Say) -> Ranks:
     return Ranks(here, lifeline, timeout)
 
 
+def _distributed() -> Any:
+    """Return torch.distributed, whose stores type checkers do not know."""
+    import torch.distributed
+
+    return torch.distributed
+
+
 def told_by_main(text: str, code: int) -> bool:
     """Have rank 0 tell the user why this rank failed before it joined; return whether it does.
 
@@ -126,10 +133,11 @@ def told_by_main(text: str, code: int) -> bool:
         here = place()
         if here.size == 1:
             return False
-        store = _store(here, TELL_SECONDS) if here.rank or _agent() else None
+        if here.rank == 0 and not _agent():
+            return False
+        store = _store(here, TELL_SECONDS)
         if here.rank == 0:
-            if store is not None:
-                store.set("told", "")
+            store.set("told", "")
             return False
         if not store.check(["told"]):
             store.set("failed", json.dumps({"rank": here.rank, "text": text, "code": code}))
@@ -145,8 +153,7 @@ def _agent() -> bool:
 
 
 def _store(here: Place, timeout: float) -> Any:
-    import torch.distributed as dist
-
+    dist = _distributed()
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
         store = dist.TCPStore(

@@ -52,7 +52,7 @@ class Ranks(World):
         found = [torch.empty_like(padded) for _ in range(self.size)]
         self.wait(dist.all_gather(found, padded, async_op=True))
         return [
-            pickle.loads(memoryview(each.numpy())[: int(size)])
+            pickle.loads(each[: int(size)].numpy().tobytes())
             for each, size in zip(found, sizes, strict=True)
         ]
 

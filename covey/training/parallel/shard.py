@@ -84,14 +84,13 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 
 def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a whole tensor that all ranks have, sharded like another if that is sharded."""
-    mesh = getattr(like, "device_mesh", None)
-    if mesh is None or value.shape != like.shape:
+    if not hasattr(like, "full_tensor") or value.shape != like.shape:
         return value
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-    return distribute_tensor(
-        value.to(like.device, like.dtype), mesh, like.placements, src_data_rank=None
-    )
+    assert isinstance(like, DTensor)
+    here = value.to(like.device, like.dtype)
+    return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _copied_modules(root: Any) -> Any:
@@ -108,15 +107,17 @@ def _blocks(root: Any) -> list[nn.Module]:
         raise ModelError(
             "model: parallel.strategy = 'fsdp' finds no blocks in this model; use 'ddp'"
         )
-    return list(max(alike, key=lambda m: sum(p.numel() for p in m.parameters())))
+    largest: nn.ModuleList = max(alike, key=lambda m: sum(p.numel() for p in m.parameters()))
+    return list(largest)
 
 
 def _make_masters(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
     """Give trained parameters of 16 bits float32 values; tied ones stay tied."""
     for part in module.modules():
         for name, parameter in list(part._parameters.items()):
-            exact = parameter is None or parameter.dtype in (torch.float32, torch.float64)
-            if exact or not parameter.requires_grad or hasattr(parameter, "full_tensor"):
+            if parameter is None or parameter.dtype in (torch.float32, torch.float64):
+                continue
+            if not parameter.requires_grad or hasattr(parameter, "full_tensor"):
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(parameter.detach().float())

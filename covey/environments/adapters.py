@@ -1,0 +1,89 @@
+"""Adapters: environment classes written for TRL, run as they are.
+
+TRL's contract (`environment_factory`): a class with `reset(**row)` that returns a text to add to
+the prompt or nothing, public methods as tools, and perhaps `get_reward()`. Differences here:
+
+- One instance serves one rollout. TRL uses an instance again after `reset`.
+- Tools are seen in the order of the class, not of the alphabet.
+- Images in what `reset` returns are refused.
+- What the class draws from its own random numbers is not repeated when a run is resumed. A `reset`
+  with a parameter `seed` gets one, the same for all rollouts of a group.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from covey.environments.environment import Start
+from covey.environments.tools import Tool, ToolEnvironment, tools_of
+from covey.errors import ConfigError
+from covey.types import Message, Prompt
+
+
+def is_contract(kind: Callable[..., Any]) -> bool:
+    """Return whether a class has Covey's own contract: `step`, and a `reset` that takes a seed."""
+    reset = getattr(kind, "reset", None)
+    return (
+        hasattr(kind, "step") and "seed" in inspect.signature(reset).parameters if reset else False
+    )
+
+
+def as_environment(kind: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a class of Covey's contract as it is, and one in TRL's style behind its adapter.
+
+    A function that makes environments is taken at its word.
+    """
+    if not inspect.isclass(kind) or is_contract(kind):
+        return kind
+    if not hasattr(kind, "reset"):
+        raise ConfigError(
+            f"environment: {kind.__name__} has no reset; an environment has reset(prompt, seed) "
+            "and step(message), or reset(**row) and tools as public methods"
+        )
+    return partial(TrlEnvironment, kind)
+
+
+class TrlEnvironment(ToolEnvironment):
+    """An environment class in TRL's style."""
+
+    def __init__(self, kind: Callable[..., Any], **options: Any) -> None:
+        self._inner = kind(**options)
+        if not hasattr(self._inner, "get_reward"):
+            self.reward = None  # type: ignore[assignment, method-assign]
+
+    def tools(self) -> dict[str, Tool]:
+        """Return the public methods of the class."""
+        return tools_of(self._inner, without=("reset", "get_reward"))
+
+    async def reset(self, prompt: Prompt, seed: int) -> Start:  # type: ignore[override]
+        """Reset the environment with the columns of the prompt."""
+        row = _row(prompt)
+        parameters = inspect.signature(self._inner.reset).parameters
+        if "seed" in parameters:
+            row["seed"] = seed
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            row = {key: value for key, value in row.items() if key in parameters}
+        shown = self._inner.reset(**row)
+        shown = await shown if inspect.isawaitable(shown) else shown
+        start = super().reset(prompt, seed)
+        if shown is None:
+            return start
+        if not isinstance(shown, str):
+            raise TypeError(f"reset returned {type(shown).__name__}; only text is supported")
+        *before, last = prompt.messages
+        messages: list[Message] = [*before, {**last, "content": last["content"] + shown}]
+        return Start(messages=messages, tools=start.tools)
+
+    async def reward(self) -> Any:
+        """Return what `get_reward` returns."""
+        reward = self._inner.get_reward()
+        return await reward if inspect.isawaitable(reward) else reward
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt as the row of a dataset, as TRL has it."""
+    columns: Mapping[str, Any] = {"target": prompt.target, "answer": prompt.target, **prompt.info}
+    return {**columns, "prompt": [dict(message) for message in prompt.messages]}

@@ -1,0 +1,64 @@
+"""The `calculator` environment: a tool for exact arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import ClassVar
+
+from covey.environments.environment import Start
+from covey.environments.tools import ToolEnvironment, ToolError
+from covey.rewards.math.arithmetic_expression import ExpressionError, evaluate
+from covey.types import Message, Prompt
+
+INSTRUCTION = (
+    "Use the calculator: write <calculator>expression</calculator> and wait for its result. Then "
+    "give the result between <answer> and </answer>."
+)
+
+
+def example(name: str) -> list[Message]:
+    """Return a worked conversation about the product of two numbers, which the name decides."""
+    random = Random(name)
+    left, right = random.randint(11, 999), random.randint(11, 999)
+    texts = {
+        "user": f"What is {left} * {right}?",
+        "assistant": f"<calculator>{left} * {right}</calculator>",
+        "tool": str(left * right),
+    }
+    answer = {"role": "assistant", "content": f"<answer>{left * right}</answer>"}
+    return [*({"role": role, "content": text} for role, text in texts.items()), answer]
+
+
+class Calculator(ToolEnvironment):
+    """One tool, which evaluates an arithmetic expression. The last turn is what is scored.
+
+    `explain`: a system message says how to call it, by tags. `examples` worked conversations come
+    before the prompt. Both are for models whose chat template does not speak of tools.
+    """
+
+    quick: ClassVar[bool] = True
+
+    def __init__(self, explain: bool = False, examples: int = 0) -> None:
+        self.explain, self.examples = explain, examples
+
+    def reset(self, prompt: Prompt, seed: int) -> Start:
+        """Show the prompt after the examples. They are the same for all rollouts of a group."""
+        start = super().reset(prompt, seed)
+        system = [{"role": "system", "content": INSTRUCTION}] if self.explain else []
+        shown = [message for n in range(self.examples) for message in example(f"{seed}/{n}")]
+        return replace(start, messages=[*system, *shown, *start.messages])
+
+    def calculator(self, expression: str) -> str:
+        """Evaluate an arithmetic expression exactly.
+
+        Args:
+            expression: Numbers, + - * / ** and parentheses, such as (17 + 4) * 3.
+        """
+        try:
+            value = evaluate(expression, powers=True)
+        except ExpressionError as error:
+            raise ToolError(str(error)) from None
+        except ZeroDivisionError:
+            raise ToolError("division by zero") from None
+        return str(value)

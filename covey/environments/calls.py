@@ -1,0 +1,145 @@
+"""Call formats: how a model writes the calls of tools in its text, and how they are read from it.
+
+    hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and most others do
+    llama3   a message that is {"name": ..., "parameters": {...}}, several separated by ;
+    tags     <name>argument</name>, for tools that take one text
+
+A call that cannot be read has an `error` in place of arguments: the environment answers with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from covey.types import Message
+
+Call = dict[str, Any]
+LONGEST = 100_000
+"""Characters of a call; more is an error, and no parser sees it."""
+_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>", re.DOTALL)
+
+
+def call_of(name: str, arguments: Mapping[str, Any]) -> Call:
+    """Return a call as chat templates know it."""
+    return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def unreadable(text: str, error: str) -> Call:
+    """Return a call that cannot be read."""
+    return {**call_of("", {}), "error": error, "text": text[:200]}
+
+
+def hermes_calls(text: str, tools: Sequence[str]) -> list[Call]:
+    """Read what stands between `<tool_call>` and `</tool_call>`."""
+    found = _HERMES.findall(text)
+    return [
+        _json_call(body) if end else unreadable(body, "the call has no </tool_call>")
+        for body, end in found
+    ]
+
+
+def llama3_calls(text: str, tools: Sequence[str]) -> list[Call]:
+    """Read a message that is a JSON object, or several."""
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    if not body.startswith("{"):
+        return []
+    calls: list[Call] = []
+    decoder = json.JSONDecoder()
+    while body:
+        try:
+            _, end = decoder.raw_decode(body)
+        except (ValueError, RecursionError):
+            return [*calls, _json_call(body)]
+        calls.append(_json_call(body[:end]))
+        body = body[end:].lstrip("; \n\t\r,")
+        if body and not body.startswith("{"):
+            return [*calls, unreadable(body, "text follows the call")]
+    return calls
+
+
+def tag_calls(text: str, tools: Sequence[str]) -> list[Call]:
+    """Read `<name>argument</name>` for each tool's name."""
+    if not tools:
+        return []
+    names = "|".join(map(re.escape, tools))
+    return [
+        call_of(name, {"": body})
+        if end
+        else unreadable(body, f"the call of {name} has no </{name}>")
+        for name, body, end in re.findall(rf"<({names})>(.*?)(</\1>|\Z)", text, re.DOTALL)
+    ]
+
+
+def _json_call(body: str) -> Call:
+    if len(body) > LONGEST:
+        return unreadable(body, f"the call is longer than {LONGEST} characters")
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        return unreadable(body, f"the call is not JSON: {error}")
+    except RecursionError:
+        return unreadable(body, "the call is nested too deeply")
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
+        return unreadable(body, "a call is an object with a name and arguments")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return unreadable(body, "the arguments are not JSON")
+    if not isinstance(arguments, dict):
+        return unreadable(body, "the arguments are not an object")
+    return call_of(name, arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat:
+    """One way to write calls."""
+
+    read: Callable[[str, Sequence[str]], list[Call]]
+    """From the text after the thinking, and the names of the tools."""
+    stops: Callable[[Sequence[str]], list[str]]
+    """Texts that end a call, for tools of these names."""
+    instruction: str
+    """How to call, for models whose chat template does not say; {tools} are the schemas."""
+
+
+_JSON_INSTRUCTION = (
+    "You can call tools. Each is described by a JSON schema between <tools> and </tools>:\n"
+    "<tools>\n{tools}\n</tools>\n\n"
+)
+CALL_FORMATS: Mapping[str, CallFormat] = MappingProxyType(
+    {
+        "hermes": CallFormat(
+            read=hermes_calls,
+            stops=lambda tools: ["</tool_call>"],
+            instruction=_JSON_INSTRUCTION + "To call a tool, write its name and arguments as JSON:"
+            '\n<tool_call>\n{{"name": <name>, "arguments": <arguments>}}\n</tool_call>',
+        ),
+        "llama3": CallFormat(
+            read=llama3_calls,
+            stops=lambda tools: [],
+            instruction=_JSON_INSTRUCTION + "To call a tool, answer with nothing but JSON:\n"
+            '{{"name": <name>, "parameters": <arguments>}}',
+        ),
+        "tags": CallFormat(
+            read=tag_calls,
+            stops=lambda tools: [f"</{name}>" for name in tools],
+            instruction="",
+        ),
+    }
+)
+
+
+def assistant_message(text: str, call_format: CallFormat, tools: Sequence[str]) -> Message:
+    """Return the message of the policy with this text, and the calls in it."""
+    calls = call_format.read(_THINKING.sub("", text, count=1), tools)
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    return {**message, "tool_calls": calls} if calls else message

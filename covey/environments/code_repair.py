@@ -1,0 +1,180 @@
+"""The `code_repair` environment: run the tests of a wrong program, read failures, edit it.
+
+The prompts are those of the `code` task, or of any data with `info["tests"]`. The wrong program is
+`info["broken"]` if the data has it, and otherwise the solution with one small error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+from covey.environments.environment import Start, Step
+from covey.environments.mutations import mutants
+from covey.environments.programs import Programs, shortened
+from covey.environments.tools import ToolEnvironment, ToolError
+from covey.errors import ConfigError
+from covey.rewards.code import extract_program, parse_tests, passes
+from covey.sandbox import Case, Outcome
+from covey.types import Message, Prompt
+
+RULES = """\
+This program is meant to do that, but has an error:
+
+```python
+{program}```
+
+Use run_tests to see which tests fail, and edit or rewrite to correct the program. You can run the \
+tests {rounds} times. Other tests, which you cannot see, count too. When the program is correct, \
+answer without a call."""
+TESTS, EDITS, ROUNDS = 0.75, 0.125, 0.125
+"""Weights of the reward's parts. The last two are the efficiency: a quarter together."""
+Test = tuple[Case, object]
+
+
+class CodeRepair(ToolEnvironment):
+    """Tools to test and to edit one program; at most `max_rounds` runs of the tests.
+
+    Reward: 0.75 times the share of all tests that the program passes in the end. If it passes all,
+    0.125 for edits, which falls linearly from `expected_edits` to 0 at twice as many, and 0.125 for
+    rounds, of which a first one is free and each other costs its share of `max_rounds`. So a
+    correct program has at least 0.75, and an incorrect one less.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rounds: int = 5,
+        expected_edits: int = 3,
+        hidden_tests: int = 2,
+        seconds: float = 2.0,
+        memory_mb: int = 512,
+        output_chars: int = 1500,
+        unsafe: bool = False,
+    ) -> None:
+        for name, value in (("max_rounds", max_rounds), ("expected_edits", expected_edits)):
+            if value < 1:
+                raise ConfigError(f"environment: {name} = {value} must be at least 1")
+        if hidden_tests < 0:
+            raise ConfigError(f"environment: hidden_tests = {hidden_tests} must not be negative")
+        self._max_rounds, self._expected_edits = max_rounds, expected_edits
+        self._hidden_tests = hidden_tests
+        self._programs = Programs(
+            seconds=seconds, memory_mb=memory_mb, output_chars=output_chars, unsafe=unsafe
+        )
+        self._program = ""
+        self._tests: list[Test] = []
+        self._rounds = self._edits = 0
+
+    @property
+    def _visible(self) -> list[Test]:
+        return self._tests[: max(1, len(self._tests) - self._hidden_tests)]
+
+    async def reset(self, prompt: Prompt, seed: int) -> Start:  # type: ignore[override]
+        """Show the problem and a program that fails a visible test."""
+        self._tests = parse_tests(prompt.info)
+        self._program = await self._broken(prompt, seed)
+        rules = RULES.format(program=self._program, rounds=self._max_rounds)
+        *before, last = prompt.messages
+        content = f"{last['content']}\n\n{rules}"
+        start = super().reset(prompt, seed)
+        return replace(start, messages=[*before, {**last, "content": content}])
+
+    async def _broken(self, prompt: Prompt, seed: int) -> str:
+        if "broken" in prompt.info:
+            return str(prompt.info["broken"])
+        solution = extract_program(str(prompt.info.get("solution", "")))
+        for program in mutants(solution, Random(seed)):
+            outcomes = await self._programs.run(program, [case for case, _ in self._visible])
+            # An endless program would cost its whole time in every round.
+            ended = all(outcome.ended == "exited" for outcome in outcomes)
+            if ended and not all(_results(self._visible, outcomes)):
+                return program
+        raise ValueError(
+            f"prompt {prompt.id}: code_repair needs info['broken'], or a solution in "
+            "info['solution'] that a small error breaks"
+        )
+
+    async def step(self, message: Message) -> Step:
+        """Run the calls of a message. The last round ends the episode."""
+        step = await super().step(message)
+        return replace(step, done=step.done or self._rounds >= self._max_rounds)
+
+    async def run_tests(self) -> str:
+        """Run the tests that you may see, and return those that fail."""
+        if self._rounds >= self._max_rounds:
+            raise ToolError(f"the tests have been run {self._max_rounds} times")
+        self._rounds += 1
+        cases = [replace(case, call=_printing(case.call)) for case, _ in self._visible]
+        outcomes = await self._programs.run(self._program, cases)
+        results = _results(self._visible, outcomes)
+        failures = [
+            self._failure(test, outcome)
+            for test, outcome, passed in zip(self._visible, outcomes, results, strict=True)
+            if not passed
+        ]
+        return "\n\n".join([f"{sum(results)} of {len(results)} tests pass.", *failures])
+
+    def edit(self, old: str, new: str) -> str:
+        """Replace a part of the program.
+
+        Args:
+            old: The part, exactly as it stands there; it must occur once.
+            new: What stands there instead.
+        """
+        count = self._program.count(old) if old else 0
+        if count != 1:
+            raise ToolError(f"the program has {count} places with this text, not one")
+        return self._changed(self._program.replace(old, new))
+
+    def rewrite(self, program: str) -> str:
+        """Replace the whole program.
+
+        Args:
+            program: The new program.
+        """
+        return self._changed(program)
+
+    def _changed(self, program: str) -> str:
+        self._edits += 1
+        self._program = program
+        return "The program has been changed."
+
+    def _failure(self, test: Test, outcome: Outcome) -> str:
+        case, expected = test
+        asked = f"{case.call} should return {expected!r}"
+        if case.call is None:
+            asked = f"For this input:\n{case.stdin}\nit should print:\n{expected}"
+        given = _without_harness(self._programs.shown(outcome)) or "(nothing)"
+        return f"{shortened(asked, 1000)}\nIt gave:\n{given}"
+
+    async def reward(self) -> dict[str, float]:
+        """Return the share of all tests passed; and, if all are, edits and rounds."""
+        outcomes = await self._programs.run(self._program, [case for case, _ in self._tests])
+        results = _results(self._tests, outcomes)
+        solved = float(all(results))
+        extra = max(0, self._edits - self._expected_edits) / self._expected_edits
+        used = max(0, self._rounds - 1) / self._max_rounds
+        return {
+            "tests": TESTS * sum(results) / len(results),
+            "edits": EDITS * solved * max(0.0, 1.0 - extra),
+            "rounds": ROUNDS * solved * (1.0 - used),
+        }
+
+
+def _results(tests: Sequence[Test], outcomes: Sequence[Outcome]) -> list[bool]:
+    return [
+        passes(case, expected, outcome)
+        for (case, expected), outcome in zip(tests, outcomes, strict=True)
+    ]
+
+
+def _printing(call: str | None) -> str | None:
+    """Return a call that also prints its value, for the policy to read."""
+    return None if call is None else f"(lambda value: (print(repr(value)), value)[1])({call})"
+
+
+def _without_harness(text: str) -> str:
+    """Remove lines of a traceback that are not about the program."""
+    return "\n".join(line for line in text.split("\n") if not line.startswith('  File "<harness>"'))

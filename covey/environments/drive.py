@@ -1,0 +1,127 @@
+"""Driving an episode: calls an environment and turns whatever it does into a plain reply.
+
+The same code runs in this process for quick environments, and in worker processes for all others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from covey.environments.environment import (
+    Factory,
+    as_messages,
+    as_number,
+    as_outcome,
+    as_start,
+    as_step,
+)
+from covey.types import Message, Prompt
+
+MOST_CHARACTERS = 20_000
+"""Of a message that follows a turn; the rest is cut off, and the policy is shown how much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What an environment did, as plain data that JSON can hold."""
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    reward: float | None = None
+    """Of the turn."""
+    state: str = ""
+    """A digest of the state that the policy acts in next."""
+    done: bool = False
+    outcome: Mapping[str, float] | None = None
+    """The parts of the environment's own reward, if it has one and the episode is done."""
+    error: str = ""
+    """What went wrong: the episode has ended and has no reward."""
+
+
+def read_reply(data: Mapping[str, Any]) -> Reply:
+    """Return the reply that JSON data holds; ValueError, KeyError or TypeError if it holds none."""
+    outcome, reward = data["outcome"], data["reward"]
+    return Reply(
+        messages=as_messages(data["messages"]),
+        tools=tuple(dict(tool) for tool in data["tools"]),
+        reward=None if reward is None else as_number(reward),
+        state=str(data["state"]),
+        done=bool(data["done"]),
+        outcome=None if outcome is None else as_outcome(dict(outcome)),
+        error=str(data["error"]),
+    )
+
+
+def chained(seen: str, reply: Reply) -> str:
+    """Return the digest of a sequence of replies, from that of all but the last."""
+    text = seen + json.dumps(asdict(reply), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+Settle = Callable[[Awaitable[Any]], Any]
+"""Waits for what an async method returned."""
+
+
+@dataclass(slots=True)
+class Driver:
+    """One environment, driven from a thread that may wait."""
+
+    factory: Factory
+    settle: Settle
+    environment: Any = field(init=False, default=None)
+
+    def start(self, prompt: Prompt, seed: int) -> Reply:
+        """Make the environment and start its episode."""
+        return self._guarded(lambda: self._start(prompt, seed))
+
+    def step(self, message: Message) -> Reply:
+        """Give it a message of the policy."""
+        return self._guarded(lambda: self._step(message))
+
+    def end(self) -> Reply:
+        """End an episode that has reached a limit, and ask for its reward."""
+        return self._guarded(lambda: Reply(done=True, outcome=self._outcome()))
+
+    def _start(self, prompt: Prompt, seed: int) -> Reply:
+        self.environment = self.factory()
+        start = as_start(self._settled(self.environment.reset(prompt, seed)))
+        messages = as_messages(start.messages)
+        tools = json.loads(json.dumps(list(start.tools)))
+        return Reply(messages=messages, tools=tuple(tools), state=_digest(start.state, messages))
+
+    def _step(self, message: Message) -> Reply:
+        step = as_step(self._settled(self.environment.step(message)))
+        messages = as_messages(step.messages, MOST_CHARACTERS)
+        done = step.done or not messages
+        return Reply(
+            messages=messages,
+            reward=None if step.reward is None else as_number(step.reward),
+            state=_digest(step.state, messages),
+            done=done,
+            outcome=self._outcome() if done else None,
+        )
+
+    def _outcome(self) -> dict[str, float] | None:
+        reward = getattr(self.environment, "reward", None)
+        return as_outcome(self._settled(reward())) if callable(reward) else None
+
+    def _settled(self, value: Any) -> Any:
+        return self.settle(value) if inspect.isawaitable(value) else value
+
+    def _guarded(self, run: Callable[[], Reply]) -> Reply:
+        try:
+            return run()
+        except Exception as error:  # an environment may raise anything; its rollout ends
+            return Reply(done=True, error=f"{type(error).__name__}: {str(error)[:500]}")
+
+
+def _digest(state: Any, messages: tuple[Message, ...]) -> str:
+    """Return a short text that is the same for the same state."""
+    shown = messages if state is None else state
+    text = json.dumps(shown, sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

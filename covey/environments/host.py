@@ -1,0 +1,121 @@
+"""Hosts of environments: where the episodes of a run live, in this process or in worker processes.
+
+A host takes commands and gives replies later, so that tools run beside generation. Episodes are
+known by a key that the caller chooses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable
+from functools import cache
+from typing import Any, Protocol
+
+from covey.environments.drive import Driver, Reply
+from covey.environments.environment import Factory, is_quick, prepare
+from covey.types import Message, Prompt
+
+Replies = list[tuple[int, Reply]]
+
+
+class Host(Protocol):
+    """Runs the episodes of many rollouts. Each command has one reply."""
+
+    def start(self, key: int, prompt: Prompt, seed: int) -> None:
+        """Start an episode."""
+
+    def step(self, key: int, message: Message) -> None:
+        """Give an episode a message of the policy."""
+
+    def end(self, key: int) -> None:
+        """End an episode that has reached a limit."""
+
+    def replies(self, *, wait: bool) -> Replies:
+        """Return the replies that have come; with `wait`, wait for at least one."""
+
+    def clear(self) -> None:
+        """Forget all episodes, so that their keys can be used again."""
+
+    def close(self) -> None:
+        """End all episodes, and the processes that they are in."""
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process's environments, which runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="environments").start()
+    return loop
+
+
+def settle(value: Awaitable[Any]) -> Any:
+    """Wait for what an async method returned, in any thread but the loop's own."""
+
+    async def settled() -> Any:
+        return await value
+
+    return asyncio.run_coroutine_threadsafe(settled(), _loop()).result()
+
+
+class InlineHost:
+    """Runs quick environments in this process, while the caller waits."""
+
+    def __init__(self, factory: Factory) -> None:
+        self._factory = factory
+        self._episodes: dict[int, Driver] = {}
+        self._replies: Replies = []
+
+    def start(self, key: int, prompt: Prompt, seed: int) -> None:
+        """Start an episode."""
+        self._episodes[key] = driver = Driver(self._factory, settle)
+        self._add(key, driver.start(prompt, seed))
+
+    def step(self, key: int, message: Message) -> None:
+        """Give an episode a message of the policy."""
+        self._add(key, self._episodes[key].step(message))
+
+    def end(self, key: int) -> None:
+        """End an episode that has reached a limit."""
+        self._add(key, self._episodes[key].end())
+
+    def _add(self, key: int, reply: Reply) -> None:
+        if reply.done:
+            del self._episodes[key]
+        self._replies.append((key, reply))
+
+    def replies(self, *, wait: bool) -> Replies:
+        """Return the replies."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    def clear(self) -> None:
+        """Forget all episodes."""
+        self._episodes.clear()
+        self._replies.clear()
+
+    def close(self) -> None:
+        """Forget all episodes."""
+        self.clear()
+
+
+def make_host(
+    name: str,
+    factory: Factory,
+    *,
+    workers: int = 0,
+    timeout: float = 30.0,
+    gigabytes: float = 8.0,
+) -> Host:
+    """Return the host of an environment: this process if it is quick, else worker processes."""
+    if is_quick(factory):
+        prepare(factory)
+        return InlineHost(factory)
+    from covey.environments.pool import ProcessHost
+
+    host = ProcessHost(
+        name, factory, workers=workers or os.cpu_count() or 1, timeout=timeout, gigabytes=gigabytes
+    )
+    host.load()
+    return host

@@ -1,0 +1,59 @@
+"""Playing one episode by hand: try an environment without a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.environments.calls import CALL_FORMATS, assistant_message
+from covey.environments.drive import Driver
+from covey.environments.host import settle
+from covey.environments.registry import environment_factory
+from covey.types import Message, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """An episode. Printed, it reads as a conversation."""
+
+    messages: tuple[Message, ...]
+    outcome: Mapping[str, float] | None
+    """The parts of the environment's reward. None: it has none."""
+    error: str = ""
+    """What went wrong in the environment."""
+
+    def __str__(self) -> str:
+        """Return the conversation, the reward and the error."""
+        lines = [f"{message['role']}: {message['content']}" for message in self.messages]
+        lines += [] if self.outcome is None else [f"reward: {dict(self.outcome)}"]
+        return "\n".join(lines + ([f"error: {self.error}"] if self.error else []))
+
+
+def call(name: str, **arguments: Any) -> str:
+    """Return the text of a call, as a policy writes it.
+
+    >>> call("add", a=1)
+    '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    """
+    written = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>{written}</tool_call>"
+
+
+def play(
+    environment: Callable[[], Any], prompt: Prompt, turns: Sequence[str], *, seed: int = 0
+) -> Played:
+    """Play an episode whose turns are given, until it or they end."""
+    driver = Driver(environment_factory(environment), settle)
+    reply = driver.start(prompt, seed)
+    messages = list(reply.messages)
+    for text in turns:
+        if reply.done:
+            break
+        message = assistant_message(text, CALL_FORMATS["hermes"], [])
+        reply = driver.step(message)
+        messages += [message, *reply.messages]
+    if not reply.done:
+        reply = driver.end()
+    return Played(messages=tuple(messages), outcome=reply.outcome, error=reply.error)

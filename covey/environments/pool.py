@@ -1,0 +1,246 @@
+"""Worker processes of environments, with limits on time and memory, enforced by killing them.
+
+Each process holds many episodes and runs their steps in threads. An episode is its prompt, its
+seed and the policy's messages, so when a process is lost its other episodes are played again in a
+new one, up to where they were; one that does not repeat itself ends with an error. A step that
+takes too long ends its episode. If a process dies by itself, the steps that ran in it are tried
+again one at a time, and one that ends its process again ends with an error.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_for
+from typing import Any, Literal
+
+from covey.environments.drive import Reply, chained, read_reply
+from covey.environments.environment import Factory
+from covey.environments.host import Replies
+from covey.errors import ConfigError, RewardError
+from covey.scoring.pool import Worker
+from covey.types import Message, Prompt
+
+LONGEST = 64 * 2**20
+"""Bytes of a reply."""
+Op = Literal["start", "step", "end"]
+
+
+@dataclass(slots=True)
+class _Episode:
+    prompt: Prompt
+    seed: int
+    op: Op = "start"
+    """The command that waits for its reply."""
+    messages: list[Message] = field(default_factory=list)
+    """Of the policy, the one of the present command included."""
+    seen: str = ""
+    """Digest of the replies so far."""
+    live: bool = False
+    """Whether its process has it, and it need not be played again."""
+    deadline: float = 0.0
+
+    def command(self, key: int) -> tuple[Any, ...]:
+        """Return what its process is sent."""
+        last = self.messages[-1] if self.op == "step" else None
+        past = self.messages[:-1] if self.op == "step" else self.messages
+        return key, self.op, last, None if self.live else (self.prompt, self.seed, list(past))
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A process, or the place for one, and the keys of the commands that are its work."""
+
+    worker: Worker | None = None
+    queue: deque[int] = field(default_factory=deque)
+    running: dict[int, None] = field(default_factory=dict)
+    alone: deque[int] = field(default_factory=deque)
+    """Commands of which one killed the process: tried one at a time."""
+
+
+class ProcessHost:
+    """Runs environments in worker processes."""
+
+    def __init__(
+        self, name: str, factory: Factory, *, workers: int, timeout: float, gigabytes: float
+    ) -> None:
+        self._payload = _pickled(name, factory)
+        self._name, self._timeout, self._gigabytes = name, timeout, gigabytes
+        self._lanes = [_Lane() for _ in range(workers)]
+        self._episodes: dict[int, _Episode] = {}
+        self._ready: Replies = []
+
+    def load(self) -> None:
+        """Start a process, to see whether it can load the environment."""
+        self._started(self._lanes[0])
+
+    def start(self, key: int, prompt: Prompt, seed: int) -> None:
+        """Start an episode."""
+        self._episodes[key] = _Episode(prompt, seed)
+        self._enqueue(key)
+
+    def step(self, key: int, message: Message) -> None:
+        """Give an episode a message of the policy."""
+        self._episodes[key].op = "step"
+        self._episodes[key].messages.append(message)
+        self._enqueue(key)
+
+    def end(self, key: int) -> None:
+        """End an episode that has reached a limit."""
+        self._episodes[key].op = "end"
+        self._enqueue(key)
+
+    def clear(self) -> None:
+        """Forget all episodes. Processes in which some still run are killed."""
+        for lane in self._lanes:
+            if lane.running:
+                self._kill(lane)
+            elif lane.worker is not None:
+                lane.worker.connection.send(None)
+            lane.queue.clear()
+            lane.alone.clear()
+        self._episodes.clear()
+        self._ready.clear()
+
+    def close(self) -> None:
+        """Kill the processes."""
+        for lane in self._lanes:
+            self._kill(lane)
+        self._episodes.clear()
+
+    def replies(self, *, wait: bool) -> Replies:
+        """Return the replies that have come; with `wait`, wait for at least one."""
+        while True:
+            self._receive(self._patience() if wait and not self._ready else 0.0)
+            self._give_up_overdue()
+            if self._ready or not wait:
+                found, self._ready = self._ready, []
+                return found
+
+    def _lane(self, key: int) -> _Lane:
+        return self._lanes[key % len(self._lanes)]
+
+    def _enqueue(self, key: int) -> None:
+        lane = self._lane(key)
+        lane.queue.append(key)
+        self._send(lane)
+
+    def _send(self, lane: _Lane) -> None:
+        """Send the commands that may run now: all, or one at a time while some are suspects."""
+        while (lane.alone and not lane.running) or (lane.queue and not lane.alone):
+            key = (lane.alone or lane.queue).popleft()
+            episode = self._episodes[key]
+            try:
+                worker = self._started(lane)
+            except ConfigError as error:
+                self._fail(key, str(error))
+                continue
+            command = episode.command(key)
+            steps = 1 if episode.live else 1 + len(episode.messages)
+            episode.deadline = time.monotonic() + steps * self._timeout
+            episode.live = True
+            lane.running[key] = None
+            try:
+                worker.connection.send(command)
+            except OSError:
+                self._lost(lane)
+
+    def _started(self, lane: _Lane) -> Worker:
+        if lane.worker is None:
+            worker = Worker(
+                self._payload, self._gigabytes, self._timeout, module="covey.environments.worker"
+            )
+            try:
+                worker.load()
+            except RewardError as error:
+                worker.kill()
+                why = str(error).partition(": ")[2]
+                raise ConfigError(f"environment {self._name}: {why}") from None
+            lane.worker = worker
+        return lane.worker
+
+    def _kill(self, lane: _Lane) -> None:
+        """End a process. Its episodes must be played again."""
+        if lane.worker is not None:
+            lane.worker.kill()
+        lane.worker = None
+        lane.running.clear()
+        for key, episode in self._episodes.items():
+            if self._lane(key) is lane:
+                episode.live = False
+
+    def _patience(self) -> float:
+        """Return the seconds until the first deadline."""
+        running = [key for lane in self._lanes for key in lane.running]
+        nearest = min((self._episodes[key].deadline for key in running), default=0.0)
+        return max(0.0, nearest - time.monotonic())
+
+    def _receive(self, seconds: float) -> None:
+        """Take the replies that come within some seconds, from the first on."""
+        lanes = {lane.worker.connection: lane for lane in self._lanes if lane.worker is not None}
+        for connection in wait_for(list(lanes), seconds):
+            lane = lanes[connection]  # type: ignore[index]
+            while lane.worker is not None and lane.worker.connection.poll():
+                try:
+                    self._take(lane, lane.worker.connection.recv_bytes(LONGEST))
+                except (EOFError, OSError, ValueError, KeyError, TypeError):
+                    self._lost(lane)
+
+    def _take(self, lane: _Lane, data: bytes) -> None:
+        """Take a reply, which code of an environment may have forged."""
+        message = json.loads(data)
+        key, reply = int(message["key"]), read_reply(message["reply"])
+        del lane.running[key]
+        episode = self._episodes[key]
+        if message["past"] is not None and message["past"] != episode.seen:
+            self._fail(key, "a process was lost, and the episode does not repeat itself")
+        else:
+            episode.seen = chained(episode.seen, reply)
+            self._ready.append((key, reply))
+            if reply.done:
+                del self._episodes[key]
+        self._send(lane)
+
+    def _lost(self, lane: _Lane) -> None:
+        """Find out whose step ended a process: of several, each is tried again alone."""
+        assert lane.worker is not None
+        how, suspects = lane.worker.how_ended(), list(lane.running)
+        self._kill(lane)
+        if len(suspects) == 1:
+            self._fail(suspects[0], f"its process ended {how}")
+        else:
+            lane.alone.extend(suspects)
+        self._send(lane)
+
+    def _give_up_overdue(self) -> None:
+        now = time.monotonic()
+        for lane in self._lanes:
+            late = [key for key in lane.running if self._episodes[key].deadline <= now]
+            if late:
+                others = [key for key in lane.running if key not in late]
+                self._kill(lane)
+                for key in late:
+                    self._fail(key, f"a step took longer than {self._timeout:g} seconds")
+                lane.queue.extendleft(reversed(others))
+                self._send(lane)
+
+    def _fail(self, key: int, why: str) -> None:
+        del self._episodes[key]
+        self._ready.append((key, Reply(done=True, error=why)))
+
+
+def _pickled(name: str, factory: Factory) -> bytes:
+    why = "it is in the main script, which every process would run again"
+    try:
+        payload = pickle.dumps(factory)
+        if b"__main__" not in payload:
+            return payload
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        why = str(error)
+    raise ConfigError(
+        f"environment {name}: cannot be sent to a process of its own ({why}); move it to a module, "
+        "or set `quick = True` on it if it never takes long"
+    )

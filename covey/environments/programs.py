@@ -1,0 +1,94 @@
+"""Programs that the policy wrote, run in the sandbox, and their output as text for the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+from covey.errors import ConfigError
+from covey.sandbox import Case, Limits, Outcome, require_isolation, run_program
+
+CONCURRENT = 2
+"""Sandboxes of one environment process at a time. There is one process per core."""
+WAITING = 3
+"""A program may take this many times its CPU time, so that a busy machine changes no result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """Runs programs under the limits that an environment's options give."""
+
+    seconds: float
+    """CPU time of one program."""
+    memory_mb: int
+    output_chars: int
+    """Of what the policy reads; the middle of a longer text is left out."""
+    unsafe: bool
+    """Run without isolation, as an ordinary process of this user."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.seconds <= 600:
+            raise ConfigError(f"environment: seconds = {self.seconds} must be above 0, at most 600")
+        if not 64 <= self.memory_mb <= 1 << 20:
+            raise ConfigError(
+                f"environment: memory_mb = {self.memory_mb} must be from 64 to 1048576"
+            )
+        if not 100 <= self.output_chars <= 20_000:
+            raise ConfigError(
+                f"environment: output_chars = {self.output_chars} must be from 100 to 20000"
+            )
+        if not self.unsafe:
+            require_isolation()
+
+    async def run(self, program: str, cases: Sequence[Case]) -> list[Outcome]:
+        """Run a program once per case, in another thread."""
+        wall = WAITING * self.seconds
+        limits = Limits(
+            cpu_seconds=math.ceil(self.seconds),
+            wall_seconds=wall,
+            total_seconds=wall * len(cases),
+            memory_bytes=self.memory_mb << 20,
+            output_bytes=1 << 18,
+        )
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            _threads(), lambda: run_program(program, cases, limits=limits, unsafe=self.unsafe)
+        )
+
+    def shown(self, outcome: Outcome) -> str:
+        """Return the output of a program, and how it ended if not by itself."""
+        text = (outcome.stdout + outcome.stderr).decode(errors="replace").rstrip()
+        return "\n".join(filter(None, (shortened(text, self.output_chars), _ending(outcome))))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(CONCURRENT, thread_name_prefix="sandbox")
+
+
+def _ending(outcome: Outcome) -> str:
+    endings = {
+        "timed out": "error: the program took too long and was stopped",
+        "output limit": "error: the program printed too much and was stopped",
+        "killed": "error: the program was stopped: it used too much memory, or crashed",
+    }
+    if outcome.ended != "exited":
+        return endings[outcome.ended]
+    silent = outcome.exit_code != 0 and not outcome.stderr
+    return f"error: the program exited with code {outcome.exit_code}" if silent else ""
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most about `most` characters: its begin and its end.
+
+    >>> shortened("0123456789", 4)
+    '01\\n[6 characters left out]\\n89'
+    """
+    if len(text) <= most:
+        return text
+    head, tail = text[: most // 2], text[len(text) - (most - most // 2) :]
+    return f"{head}\n[{len(text) - most} characters left out]\n{tail}"

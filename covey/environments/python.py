@@ -1,0 +1,64 @@
+"""The `python` environment: the sandbox as a tool that runs Python programs."""
+
+from __future__ import annotations
+
+from covey.environments.programs import Programs
+from covey.environments.tools import ToolEnvironment
+from covey.sandbox import Case
+
+_CELL = """\
+import sys
+
+def run(source):
+    import ast
+    tree = ast.parse(source, "<program>")
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<program>", "exec"), names)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), "<program>", "eval"), names)
+        if value is not None:
+            print(repr(value))
+
+names = {"__name__": "__main__", "__builtins__": __builtins__}
+try:
+    run(SOURCE)
+except SystemExit:
+    raise
+except BaseException as error:
+    import traceback
+    sys.stdout.flush()
+    report = traceback.TracebackException.from_exception(error, lookup_lines=False)
+    report.stack[:] = [frame for frame in report.stack if frame.filename == "<program>"]
+    sys.stderr.write("".join(report.format()))
+    sys.exit(1)
+"""
+"""Runs a program as a notebook runs a cell: the value of a last expression is printed. It runs
+inside the sandbox, so the text of the policy is not even parsed outside."""
+
+
+class Python(ToolEnvironment):
+    """One tool, which runs a Python program and returns what it prints.
+
+    Nothing is kept between calls. The last turn, which has no call, is what is scored.
+    """
+
+    def __init__(
+        self,
+        *,
+        seconds: float = 3.0,
+        memory_mb: int = 512,
+        output_chars: int = 2000,
+        unsafe: bool = False,
+    ) -> None:
+        self._programs = Programs(
+            seconds=seconds, memory_mb=memory_mb, output_chars=output_chars, unsafe=unsafe
+        )
+
+    async def python(self, code: str) -> str:
+        """Run a Python program and return what it prints. Nothing is kept between calls.
+
+        Args:
+            code: The whole program.
+        """
+        [outcome] = await self._programs.run(f"SOURCE = {code!r}\n{_CELL}", [Case()])
+        return self._programs.shown(outcome) or "(the program printed nothing)"

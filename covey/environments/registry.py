@@ -1,0 +1,75 @@
+"""The environment registry: shipped environments by name, and a user's by import path."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from covey.environments.adapters import as_environment
+from covey.environments.calculator import Calculator
+from covey.environments.code_repair import CodeRepair
+from covey.environments.environment import Factory
+from covey.environments.games import Games
+from covey.environments.python import Python
+from covey.environments.search import Search
+from covey.environments.verifiers import Verifiers
+from covey.errors import ConfigError, nearest
+from covey.trust import import_callable, is_import_path
+
+NONE = "none"
+"""No environment: one prompt, one completion."""
+PASSED = "class"
+"""The name of an environment that was passed to the Python API."""
+
+ENVIRONMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "calculator": Calculator,
+        "code_repair": CodeRepair,
+        "games": Games,
+        "python": Python,
+        "search": Search,
+        "verifiers": Verifiers,
+    }
+)
+"""Classes; the keyword arguments of each are its options."""
+
+
+def is_user_environment(name: str) -> bool:
+    """Return whether a name is the import path of a user's environment."""
+    return is_import_path(name)
+
+
+def find_environment(name: str, where: str = "environment.name") -> Callable[..., Any]:
+    """Return what makes an environment: a shipped one, or the import path `module:Class`."""
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name]
+    if is_import_path(name):
+        return as_environment(import_callable(name, where))
+    if name == PASSED:
+        raise ConfigError(
+            f"config: {where} = {name!r} stands for an environment that was passed in Python: use "
+            "covey.train(..., environment=...), with resume=RUN to continue a run"
+        )
+    raise ConfigError(f"config: {where} = {name!r} is not known{nearest(name, ENVIRONMENTS)}")
+
+
+def make_factory(name: str, options: Mapping[str, Any]) -> Factory:
+    """Return what makes the environment of each rollout."""
+    maker = find_environment(name)
+    factory = partial(maker, **options) if options else maker
+    if name in ENVIRONMENTS and not hasattr(maker, "prepare"):
+        factory()  # so that a mistake in its options shows before the run
+    return factory
+
+
+def environment_factory(environment: Any) -> Factory:
+    """Return the factory of an environment that a program passed: a class or a function."""
+    if not callable(environment):
+        raise ConfigError(
+            "environment: pass a class, or a function that makes one environment for each rollout, "
+            f"not {type(environment).__name__}"
+        )
+    return as_environment(environment) if inspect.isclass(environment) else environment

@@ -1,0 +1,151 @@
+"""The `search` environment: BM25 search in a folder of documents, with a reward for citations."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from covey.environments.bm25 import Index, words
+from covey.environments.environment import Start, Step
+from covey.environments.programs import shortened
+from covey.environments.tools import ToolEnvironment, ToolError
+from covey.errors import ConfigError, DataError, nearest, reason
+from covey.rewards.citations import Citations
+from covey.rewards.text_match import ExactText
+from covey.tasks import library
+from covey.types import Message, Prompt
+
+ENDINGS = (".md", ".rst", ".txt")
+LARGEST = 10 << 20
+"""Bytes of a document; a larger file is an error."""
+ANSWER, CITATIONS = 0.7, 0.3
+"""Weights of the reward's parts."""
+
+
+@cache
+def read_documents(folder: str) -> dict[str, str]:
+    """Return the documents of a folder and its subfolders by id; an empty name: the library's.
+
+    The id of a document is its path in the folder, without the ending.
+    """
+    if not folder:
+        return library.documents()
+    found: dict[str, str] = {}
+    try:
+        for path in sorted(Path(folder).rglob("*")):
+            if path.suffix in ENDINGS and path.is_file():
+                if path.stat().st_size > LARGEST:
+                    raise DataError(f"environment: {path} is larger than {LARGEST} bytes")
+                name = path.relative_to(folder).with_suffix("").as_posix()
+                found[name] = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"environment: cannot read {folder}: {reason(error)}") from None
+    if not found:
+        raise ConfigError(
+            f"environment: folder = {folder!r} has no documents ({', '.join(ENDINGS)})"
+        )
+    return found
+
+
+@cache
+def _index_of(folder: str) -> Index:
+    return Index(read_documents(folder))
+
+
+class Search(ToolEnvironment):
+    """Tools to search documents and to read them. The last turn is the answer.
+
+    Reward: 0.7 for the correct answer and, if the prompt has `info["sources"]`, 0.3 times the
+    `citations` reward with all of them as its minimum. A source is cited as `[id]`, and counts only
+    if a tool has shown it in this episode. Every other id that looks alike costs a quarter of this
+    part. Without `info["sources"]` the answer is the whole reward.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: str = "",
+        results: int = 3,
+        snippet_chars: int = 200,
+        document_chars: int = 4000,
+    ) -> None:
+        for name, value in (
+            ("results", results),
+            ("snippet_chars", snippet_chars),
+            ("document_chars", document_chars),
+        ):
+            if not 1 <= value <= 20_000:
+                raise ConfigError(f"environment: {name} = {value} must be from 1 to 20000")
+        self._folder = os.path.abspath(folder) if folder else ""
+        self._documents, self._index = read_documents(self._folder), _index_of(self._folder)
+        self._results = results
+        self._snippet_chars, self._document_chars = snippet_chars, document_chars
+        self._prompt: Prompt | None = None
+        self._shown: set[str] = set()
+        self._answer = ""
+
+    def reset(self, prompt: Prompt, seed: int) -> Start:
+        """Show the prompt and the tools."""
+        self._prompt = prompt
+        return super().reset(prompt, seed)
+
+    async def step(self, message: Message) -> Step:
+        """Run the calls of a message; without calls, it is the answer."""
+        step = await super().step(message)
+        self._answer = message["content"] if step.done else ""
+        return step
+
+    def search(self, query: str) -> str:
+        """Find the documents that share the most telling words with a query.
+
+        Args:
+            query: A few words.
+        """
+        found = self._index.best(query, self._results)
+        self._shown.update(found)
+        lines = [f"[{name}] {_snippet(self._documents[name], query, self._snippet_chars)}"
+                 for name in found]  # fmt: skip
+        return "\n".join(lines) or "nothing found"
+
+    def read(self, document: str) -> str:
+        """Return the text of a document.
+
+        Args:
+            document: Its id, as a search shows it in square brackets.
+        """
+        name = document.strip().removeprefix("[").removesuffix("]")
+        if name not in self._documents:
+            raise ToolError(f"there is no document {name!r}{nearest(name, self._documents)}")
+        self._shown.add(name)
+        return shortened(self._documents[name], self._document_chars)
+
+    def reward(self) -> dict[str, float]:
+        """Return the reward for the answer and for its citations."""
+        assert self._prompt is not None
+        correct = ExactText(ignore_case=True, ignore_punctuation=True)(self._prompt, self._answer)
+        wanted = self._prompt.info.get("sources")
+        if not wanted:
+            return {"answer": correct.reward}
+        return {
+            "answer": ANSWER * correct.reward,
+            "citations": CITATIONS * self._citations(self._prompt, list(wanted)),
+        }
+
+    def _citations(self, prompt: Prompt, wanted: list[str]) -> float:
+        known = [name for name in wanted if name in self._shown]
+        if not known:
+            return 0.0
+        seen = replace(prompt, info={**prompt.info, "sources": known})
+        return Citations(minimum=len(wanted))(seen, self._answer).reward
+
+
+def _snippet(text: str, query: str, most: int) -> str:
+    """Return the part of a document around the longest word of a query that it has, on one line."""
+    flat = " ".join(text.split())
+    folded = flat.casefold()
+    places = [folded.find(word) for word in sorted(words(query), key=len)]
+    place = next((at for at in reversed(places) if at >= 0), 0)
+    start = max(0, min(place - most // 4, len(flat) - most))
+    return f"{'...' * (start > 0)}{flat[start : start + most]}{'...' * (start + most < len(flat))}"

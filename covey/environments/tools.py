@@ -1,0 +1,153 @@
+"""Tools: methods of a class as tools of the policy, with schemas from type hints and docstrings.
+
+class Shop(ToolEnvironment):
+    def price(self, item: str) -> float:
+        '''Return the price of an item.
+
+        Args:
+            item: Its name.
+        '''
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ConfigDict, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
+
+from covey.environments.environment import Start, Step
+from covey.types import Message, Prompt
+
+Tool = Callable[..., Any]
+
+
+class ToolError(Exception):
+    """A tool's refusal. The policy sees its text, and the episode goes on."""
+
+
+def tool_schema(name: str, tool: Tool) -> dict[str, Any]:
+    """Return the JSON schema of a tool, as chat templates take it."""
+    doc = inspect.getdoc(tool) or ""
+    schema = _arguments(name, tool).model_json_schema()
+    properties = {
+        key: {k: v for k, v in value.items() if k != "title"}
+        for key, value in schema.get("properties", {}).items()
+    }
+    parameters = {"type": "object", "properties": properties}
+    if schema.get("required"):
+        parameters["required"] = schema["required"]
+    if schema.get("$defs"):
+        parameters["$defs"] = schema["$defs"]
+    description = re.split(r"\n\s*(?:Args|Returns|Raises):", doc)[0].strip()
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _arguments(name: str, tool: Tool) -> Any:
+    """Return a pydantic model of a tool's parameters."""
+    hints = typing.get_type_hints(tool)
+    described = _described(inspect.getdoc(tool) or "")
+    fields: dict[str, Any] = {}
+    for key, parameter in inspect.signature(tool).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise TypeError(f"tool {name}: *{key} has no schema; name every parameter")
+        if key not in hints:
+            raise TypeError(f"tool {name}: parameter {key} has no type hint")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        info: FieldInfo = Field(default, description=described.get(key))
+        fields[key] = (hints[key], info)
+    return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+
+
+def _described(doc: str) -> dict[str, str]:
+    """Return the text of each parameter in the `Args:` of a docstring."""
+    section = re.search(r"^Args:\n(.*?)(?:\n\S|\Z)", doc, re.DOTALL | re.MULTILINE)
+    if section is None:
+        return {}
+    entry = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*?)(?=\n\s+\w+\s*(?:\([^)]*\))?:|\Z)",
+                       re.DOTALL | re.MULTILINE)  # fmt: skip
+    return {name: " ".join(text.split()) for name, text in entry.findall(section[1])}
+
+
+def checked_arguments(name: str, tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call, validated; ToolError says what is wrong with them."""
+    model = _arguments(name, tool)
+    if given.keys() == {""}:  # a call by tags, whose only argument has no name
+        given = dict.fromkeys(list(model.model_fields)[:1], given[""])
+    try:
+        values = model.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ToolError(f"{name}: {where}: {first['msg']}") from None
+    return {key: getattr(values, key) for key in model.model_fields}
+
+
+async def tool_message(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> Message:
+    """Run a call and return the tool's message; what goes wrong is the message's content."""
+    function = call["function"]
+    name, given = function["name"], function["arguments"]
+    try:
+        if "error" in call:
+            raise ToolError(call["error"])
+        if name not in tools:
+            raise ToolError(f"there is no tool {name!r}; the tools are {', '.join(tools)}")
+        result = tools[name](**checked_arguments(name, tools[name], given))
+        content = as_text(await result if inspect.isawaitable(result) else result)
+    except ToolError as error:
+        content = f"error: {error}"
+    except Exception as error:  # a tool may raise anything, and the policy can learn from it
+        content = f"error: {type(error).__name__}: {error}"
+    return {"role": "tool", "name": name, "content": content}
+
+
+def as_text(result: Any) -> str:
+    """Return a tool's result as the policy reads it: text as it is, all else as JSON."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)
+
+
+def tools_of(owner: Any, without: Sequence[str] = ()) -> dict[str, Tool]:
+    """Return the public methods of an object that are its own class's tools, in order."""
+    names = [
+        name
+        for kind in reversed(type(owner).__mro__[:-1])
+        for name, member in vars(kind).items()
+        if inspect.isfunction(member) and not name.startswith("_") and name not in without
+    ]
+    return {name: getattr(owner, name) for name in dict.fromkeys(names)}
+
+
+class ToolEnvironment:
+    """Base of environments whose public methods, beside those here, are the policy's tools.
+
+    A message without calls ends the episode. An exception in a tool is an error message to the
+    policy. Override `reset` to prepare the world, and add `reward` if the world knows it.
+    """
+
+    RESERVED = ("reset", "step", "reward", "tools")
+
+    def tools(self) -> dict[str, Tool]:
+        """Return the tools by name."""
+        return tools_of(self, without=self.RESERVED)
+
+    def reset(self, prompt: Prompt, seed: int) -> Start:
+        """Show the prompt, and the tools."""
+        schemas = [tool_schema(name, tool) for name, tool in self.tools().items()]
+        return Start(messages=prompt.messages, tools=schemas)
+
+    async def step(self, message: Message) -> Step:
+        """Run the calls of a message, in order. Without calls the episode is done."""
+        tools = self.tools()
+        calls = message.get("tool_calls", ())
+        return Step(messages=[await tool_message(tools, c) for c in calls], done=not calls)

@@ -1,0 +1,166 @@
+"""Environment packages in the style of verifiers (0.1): `load_environment()`, run as they are.
+
+The package's own rollout loop runs. Where it asks a model for a response, it waits for the policy's
+next turn. Its rubric is the environment's reward. The rows of its dataset come with the task of the
+same name. Not supported, and refused with an error: rubrics that score a whole group at once,
+conversations that change what was said before, images, and the tasksets of verifiers 0.2 and later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from covey.environments.environment import Start, Step
+from covey.errors import ConfigError
+from covey.trust import import_callable
+from covey.types import Message, Prompt
+
+ROW = "row"
+"""Where a prompt's info has the row of the package's dataset."""
+
+
+@cache
+def _loaded(package: str, arguments: str) -> Any:
+    """Load a package once for all episodes of a process: an episode's state is its own."""
+    load = import_callable(f"{package.replace('-', '_')}:load_environment", "environment.package")
+    environment = load(**json.loads(arguments))
+    rubric = getattr(environment, "rubric", None)
+    group: list[Any] = getattr(rubric, "_get_group_reward_funcs", list)()
+    if group:
+        raise ConfigError(
+            f"environment: the rubric of {package} scores whole groups ({group[0].__name__}), "
+            "which is not supported"
+        )
+    return environment
+
+
+def load(package: str, arguments: Mapping[str, Any]) -> Any:
+    """Return the environment of a package, made with these arguments."""
+    return _loaded(package, json.dumps(dict(arguments), sort_keys=True))
+
+
+class Verifiers:
+    """An episode with an environment package of verifiers."""
+
+    @staticmethod
+    def prepare(package: str, arguments: Mapping[str, Any] | None = None) -> None:
+        """Load the package, which may want the main thread."""
+        load(package, arguments or {})
+
+    def __init__(self, package: str, arguments: Mapping[str, Any] | None = None) -> None:
+        self._environment = load(package, arguments or {})
+        self._asked: asyncio.Queue[Sequence[Any] | None] = asyncio.Queue()
+        self._answers: asyncio.Queue[Any] = asyncio.Queue()
+        self._rollout: asyncio.Task[Any] | None = None
+        self._known: list[Message] = []
+        self._tools: Any = None
+
+    async def reset(self, prompt: Prompt, seed: int) -> Start:
+        """Start the package's rollout, up to where it asks for the first response."""
+        row = dict(prompt.info[ROW]) if ROW in prompt.info else _row(prompt)
+        run = self._environment.rollout(row, client=self._client(), model="covey")
+        self._rollout = asyncio.ensure_future(run)
+        self._rollout.add_done_callback(lambda _: self._asked.put_nowait(None))
+        messages = await self._next()
+        if messages is None:
+            raise RuntimeError("the rollout ended before the first response")
+        self._known = messages
+        tools = [
+            {"type": "function", "function": _plain(tool, ("name", "description", "parameters"))}
+            for tool in self._tools or ()
+        ]
+        return Start(messages=messages, tools=tools)
+
+    async def step(self, message: Message) -> Step:
+        """Answer the package with the policy's message, and return what it says next."""
+        await self._answers.put(message)
+        messages = await self._next()
+        if messages is None:
+            return Step(done=True)
+        size = len(self._known)
+        if messages[:size] != self._known or messages[size]["role"] != "assistant":
+            raise RuntimeError("the environment changes what was said before: not supported")
+        self._known = messages
+        return Step(messages=messages[size + 1 :])
+
+    async def reward(self) -> dict[str, float]:
+        """Let the package finish, and score its rollout with its rubric."""
+        assert self._rollout is not None
+        await self._answers.put(None)
+        state = await self._rollout
+        error = state.get("error")
+        if error is not None:
+            raise RuntimeError(f"{type(error).__name__}: {error}")
+        await self._environment.rubric.score_rollout(state)
+        return {"rubric": float(state["reward"])}
+
+    async def _next(self) -> list[Message] | None:
+        """Wait until the package asks for a response; None: its rollout has ended."""
+        asked = await self._asked.get()
+        if asked is not None:
+            return [_message(message) for message in asked]
+        assert self._rollout is not None
+        if self._rollout.exception() is not None:
+            raise self._rollout.exception()  # type: ignore[misc]
+        return None
+
+    def _client(self) -> Any:
+        """Return a client of verifiers whose model is the policy."""
+        clients, errors, types = (
+            importlib.import_module(f"verifiers.{name}") for name in ("clients", "errors", "types")
+        )
+        outer = self
+
+        class Policy(clients.Client):  # type: ignore[misc, name-defined]
+            async def get_response(self, prompt: Any, *_: Any, **given: Any) -> Any:
+                outer._tools = given.get("tools")
+                outer._asked.put_nowait(prompt)
+                message = await outer._answers.get()
+                if message is None:  # a limit of Covey's ended the episode
+                    raise errors.OverlongPromptError("the episode has ended")
+                calls = [
+                    types.ToolCall(id=f"call_{number}", **_call(call))
+                    for number, call in enumerate(message.get("tool_calls", ()))
+                ]
+                answer = types.ResponseMessage(
+                    content=message["content"], tool_calls=calls or None, finish_reason="stop",
+                    is_truncated=False,
+                )  # fmt: skip
+                return types.Response(id="covey", created=0, model="covey", message=answer)
+
+        Policy.__abstractmethods__ = frozenset()
+        return Policy(None)
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    messages = [dict(message) for message in prompt.messages]
+    return {"prompt": messages, "answer": prompt.target, "info": dict(prompt.info), "example_id": 0}
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, str]:
+    function = call["function"]
+    if "error" in call:  # its arguments are not JSON, as the package will find
+        return {"name": function["name"], "arguments": call["error"]}
+    return {"name": function["name"], "arguments": json.dumps(function["arguments"])}
+
+
+def _plain(value: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
+
+
+def _message(message: Any) -> Message:
+    """Return a message of verifiers as Covey knows it: texts only."""
+    data = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
+    content = data.get("content") or ""
+    if not isinstance(content, str):
+        parts = [part if isinstance(part, Mapping) else part.model_dump() for part in content]
+        if any(part.get("type") != "text" for part in parts):
+            raise TypeError("a message has images or sound: not supported")
+        content = "".join(part["text"] for part in parts)
+    known = {"role": str(data["role"]), "content": content}
+    return known if "name" not in data else {**known, "name": str(data["name"])}

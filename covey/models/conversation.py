@@ -1,0 +1,214 @@
+"""Conversations of several turns as tokens: what was sampled stays, and the next turn is appended.
+
+After a turn of the policy, the chat template renders the conversation with the messages that
+follow. If that text begins with the text that the engine has read and sampled, its rest is
+tokenised and appended to the engine's tokens. If not, the template has rewritten history (removed
+thinking, trimmed whitespace, another end of turn), and the rendered conversation is the prompt of
+a new segment.
+
+Texts of messages are never control tokens. Where a message spells one, such as `<|im_end|>`, the
+text is cut there before tokenisation, so that its characters are ordinary text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jinja2
+
+from covey.errors import DataError
+from covey.models.chat_template import Renderer, chat_text
+from covey.types import Message
+
+CUT = "\ue0c7"
+"""A private-use character that marks where a text is cut. Messages that have it lose it."""
+PROBE = "COVEYTOOL"
+
+
+class Context(NamedTuple):
+    """What the engine reads before it samples a turn."""
+
+    text: str
+    """With marks where it is cut."""
+    tokens: tuple[int, ...]
+    """All tokens, from the beginning of the segment."""
+    added: int
+    """How many of them, at the end, are new since the last sampled token."""
+    new_segment: bool
+    """Whether the text before has changed, so that the tokens are the prompt of a new segment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversations:
+    """Renders the conversations of a model."""
+
+    renderer: Renderer
+    instruction: str
+    """How to call tools, with {tools}, for chat templates that do not take tools."""
+
+    def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
+        """Return the context of the first turn."""
+        text = self._text(messages, tools)
+        tokens = self._first_tokens(text)
+        return Context(text, tokens, len(tokens), True)
+
+    def following(
+        self,
+        before: Context,
+        sampled: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> Context:
+        """Return the context after a turn, of which `sampled` are the tokens.
+
+        `messages` are the whole conversation: the policy's message and those that follow it.
+        """
+        raw = self.renderer.tokenizer.decode(
+            list(sampled), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        stands = _plain(before.text) + raw
+        if not self.renderer.chat:
+            later = [m["content"] for m in _since_assistant(messages)]
+            text = stands + "\n".join(["", *(self._inert(t, every=True) for t in later), ""])
+            return self._extended(before, sampled, stands, text + self.renderer.template.prefill)
+        text = self._text(messages, tools)
+        if _plain(text).startswith(stands):
+            return self._extended(before, sampled, stands, text)
+        tokens = self._first_tokens(text)
+        return Context(text, tokens, len(tokens), True)
+
+    def _extended(self, before: Context, sampled: Sequence[int], stands: str, text: str) -> Context:
+        more = self._tokens(_after(text, len(stands)))
+        return Context(text, (*before.tokens, *sampled, *more), len(more), False)
+
+    def _first_tokens(self, text: str) -> tuple[int, ...]:
+        if self.renderer.chat:
+            return tuple(self._tokens(text))
+        return self.renderer.with_start(self._tokens(text))
+
+    def _tokens(self, text: str) -> list[int]:
+        """Tokenise a text piece by piece, so that no control token crosses a cut."""
+        encode = self.renderer.tokenizer.encode
+        pieces = [piece for piece in text.split(CUT) if piece]
+        return [token for piece in pieces for token in encode(piece, add_special_tokens=False)]
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """Render a conversation up to where the policy's turn begins."""
+        begun = next((n for n, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+        inert = [
+            # What tools return spells no control token. Prompts and the policy's own text may
+            # have those that are not special, such as <think>. Calls stand in the content already.
+            {k: v for k, v in m.items() if k != "tool_calls"}
+            | {"content": self._inert(m["content"], every=n > begun and m["role"] != "assistant")}
+            for n, m in enumerate(messages)
+        ]
+        if not self.renderer.chat:
+            return self.renderer.text(inert)
+        shown = inert if not tools or self._takes_tools else self._with_instruction(inert, tools)
+        shown = shown if self._takes_results else _as_user(shown)
+        renderer = self.renderer
+        if tools and self._takes_tools:
+            options = {**renderer.template.chat_options, "tools": list(tools)}
+            renderer = replace(renderer, template=replace(renderer.template, chat_options=options))
+        return renderer.text(shown)
+
+    def _with_instruction(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[Message]:
+        """Describe the tools in the system message."""
+        if not self.instruction:
+            return list(messages)
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        text = self.instruction.format(tools=listed)
+        first, *rest = messages
+        if first["role"] == "system":
+            return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
+        return [{"role": "system", "content": text}, *messages]
+
+    def _inert(self, text: str, *, every: bool) -> str:
+        """Mark where a text must be cut so that it spells no control token."""
+        pattern = self._added if every else self._special
+        text = text.replace(CUT, "")
+        if pattern is None:
+            return text
+        return pattern.sub(lambda found: f"{found[0][:1]}{CUT}{found[0][1:]}", text)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        return self._spelled(special=True)
+
+    @cached_property
+    def _added(self) -> re.Pattern[str] | None:
+        return self._spelled(special=False)
+
+    def _spelled(self, *, special: bool) -> re.Pattern[str] | None:
+        """Return a pattern for the texts of control tokens: the special ones, or all.
+
+        Some vocabularies also add runs of spaces and line breaks, which control nothing.
+        """
+        added = self.renderer.tokenizer.added_tokens_decoder.values()
+        control = [token for token in added if token.special or set("<[|") & set(token.content)]
+        texts = {token.content for token in control if token.special or not special}
+        longest = sorted(filter(None, texts), key=lambda text: (-len(text), text))
+        return re.compile("|".join(map(re.escape, longest))) if longest else None
+
+    @cached_property
+    def _takes_tools(self) -> bool:
+        """Whether the chat template shows tools that it is given."""
+        function = {"name": PROBE, "description": PROBE, "parameters": {}}
+        user = {"role": "user", "content": "1"}
+        tools = [{"type": "function", "function": function}]
+        return PROBE in (self._rendered([user], {"tools": tools}) or "")
+
+    @cached_property
+    def _takes_results(self) -> bool:
+        """Whether the chat template has a place for messages of tools."""
+        roles = (("user", "1"), ("assistant", "2"), ("tool", PROBE))
+        return PROBE in (self._rendered([{"role": r, "content": c} for r, c in roles], {}) or "")
+
+    def _rendered(self, messages: Sequence[Message], more: Mapping[str, Any]) -> str | None:
+        renderer = self.renderer
+        try:
+            return chat_text(
+                renderer.tokenizer, messages, {**renderer.template.chat_options, **more}
+            )
+        except jinja2.TemplateError:
+            return None
+
+
+def _plain(text: str) -> str:
+    return text.replace(CUT, "")
+
+
+def _after(text: str, count: int) -> str:
+    """Return what follows the first `count` characters, of which marks are none."""
+    pieces = text.split(CUT)
+    for number, piece in enumerate(pieces):
+        if len(piece) >= count:
+            return CUT.join([piece[count:], *pieces[number + 1 :]])
+        count -= len(piece)
+    raise DataError("model: the chat template loses the text of a message")
+
+
+def _since_assistant(messages: Sequence[Message]) -> Sequence[Message]:
+    last = max(n for n, m in enumerate(messages) if m["role"] == "assistant")
+    return messages[last + 1 :]
+
+
+def _as_user(messages: Sequence[Message]) -> list[Message]:
+    """Show what tools returned as messages of the user, those in a row as one."""
+    shown: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            content = f"<tool_response>\n{message['content']}\n</tool_response>"
+            message = {"role": "user", "content": content}
+        if shown and message["role"] == shown[-1]["role"] == "user":
+            joined = f"{shown[-1]['content']}\n{message['content']}"
+            message = {**shown.pop(), "content": joined}
+        shown.append(message)
+    return shown

@@ -1,0 +1,32 @@
+"""Algorithms with advantages of single turns."""
+
+from __future__ import annotations
+
+from covey.objective import ratio, surrogate, turns, weights
+from covey.objective.compose import takes
+from covey.objective.loss import Objective
+
+
+@takes(
+    "gamma", "step_weight", "normalize", "clip_low", "clip_high", "beta", "kl", "ddof", "eps"
+)  # fmt: skip
+def gigpo() -> Objective:
+    """Group-in-Group Policy Optimization, arXiv 2505.10978: turns in equal states are compared too.
+
+        A_E  = (R_i - mean_g R) / (std_g R + eps)
+        U_k  = sum_{j>=k} gamma^(j-k) r_j,  the last turn earns what turn rewards leave of R
+        A_S  = (U_k - mean U) / (std U + eps)  over the turns of the group in the same state
+        A    = A_E + step_weight A_S
+        loss = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
+
+    Worth knowing: for multi-turn rollouts, whose environment says which states are equal. A state
+    that one turn alone was in adds nothing, so without repeated states it is GRPO. With
+    `normalize = "mean"` neither term is divided by its deviation. Statistics of episodes are over
+    rollouts; the released code takes them over turns, where long episodes weigh more.
+    """
+    return Objective(
+        advantage=turns.by_state,
+        ratio=ratio.token,
+        surrogate=surrogate.clipped,
+        weights=weights.sequence_mean_token_mean,
+    )

@@ -1,0 +1,128 @@
+"""Advantages of turns: what each turn of a multi-turn rollout was worth, beside the rollout itself.
+
+The reward R of a rollout is its total. Turn rewards say when it was earned, and what they leave of
+it is earned at the last turn:
+
+    r_k = turn reward of turn k;  r_last += R - sum_k r_k        U_k = sum_{j>=k} gamma^(j-k) r_j
+
+All tokens of a turn share one advantage. A rollout without turns is one turn. Shapes: B rollouts,
+one row each, T tokens, K turns of the longest rollout.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from covey.objective.advantage import centered, per_token, rollout_rewards, standardized
+from covey.types import Batch
+
+
+class TurnTable(NamedTuple):
+    """The turns of a batch, each field [B, K]."""
+
+    returns: torch.Tensor
+    """U, float64; NaN where scoring failed."""
+    present: torch.Tensor
+    """bool: the rollout has this turn."""
+    state: torch.Tensor
+    number: torch.Tensor
+    """[B, T]: the turn of each token."""
+
+    def tokens(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Give every trained token the value [B, K] of its turn: [B, T], 0 elsewhere."""
+        return values.gather(1, self.number).where(mask, 0.0)
+
+
+def turn_table(batch: Batch, gamma: float) -> TurnTable:
+    """Return the discounted return of every turn."""
+    number = torch.zeros_like(batch.tokens) if batch.turn is None else batch.turn
+    number = number.where(batch.mask, 0)
+    count = int(number.max()) + 1
+    shape = len(number), count
+    rewards = torch.zeros(shape, dtype=torch.float64, device=number.device)
+    state = torch.zeros(shape, dtype=torch.long, device=number.device)
+    # All tokens of a turn have the same numbers; those outside the mask point beyond the table.
+    place = number.where(batch.mask, count)
+    present = _spread(batch.mask, place, count)
+    if batch.turn_reward is not None and batch.state is not None:
+        rewards = _spread(batch.turn_reward, place, count)
+        state = _spread(batch.state, place, count)
+    last = present.long().cumsum(dim=1).argmax(dim=1, keepdim=True)
+    rest = rollout_rewards(batch).double() - rewards.sum(dim=1)
+    rewards = rewards.scatter_add(1, last, rest[:, None])
+    ahead = torch.zeros_like(rest)
+    returns = torch.zeros_like(rewards)
+    for k in reversed(range(count)):
+        ahead = torch.where(present[:, k], rewards[:, k] + gamma * ahead, ahead)
+        returns[:, k] = ahead
+    return TurnTable(returns, present, state, number)
+
+
+def _spread(values: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor:
+    """Return values [B, T] in their columns [B, count]; those at place `count` are dropped."""
+    table = values.new_zeros(len(values), count + 1)
+    return table.scatter_(1, place, values)[:, :count]
+
+
+def _compared(
+    table: TurnTable, cell: torch.Tensor, normalize: Literal["std", "mean"], ddof: int, eps: float
+) -> torch.Tensor:
+    """Compare the returns of turns [B, K] with those in the same cell [B, K]."""
+    values, cells = table.returns[table.present], cell[table.present]
+    if normalize == "std":
+        found = standardized(values, cells, ddof=ddof, eps=eps)
+    else:
+        found = centered(values, cells)
+    return torch.zeros_like(table.returns).masked_scatter(table.present, found)
+
+
+def by_turn(
+    batch: Batch,
+    *,
+    gamma: float = 1.0,
+    compare: Literal["turn", "group"] = "turn",
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """A_k = (U_k - mean) / (std + eps), over the group's turns of the same number, or over all.
+
+    Turns of the same number are in unlike states once the paths of rollouts split: `gigpo` compares
+    equal states only.
+    """
+    table = turn_table(batch, gamma)
+    turns = torch.arange(table.present.shape[1], device=batch.group.device)
+    within = turns if compare == "turn" else torch.zeros_like(turns)
+    cell = batch.group[:, None] * len(turns) + within
+    return table.tokens(_compared(table, cell, "std", ddof, eps), batch.mask)
+
+
+def by_state(
+    batch: Batch,
+    *,
+    gamma: float = 0.95,
+    step_weight: float = 1.0,
+    normalize: Literal["std", "mean"] = "std",
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """A = A_episode + step_weight * A_step, the latter over turns of a group in equal states.
+
+    GiGPO, arXiv 2505.10978. A state that no other turn of the group was in adds nothing.
+    """
+    rewards = rollout_rewards(batch)
+    std = normalize == "std"
+    episode = (
+        standardized(rewards, batch.group, ddof=ddof, eps=eps)
+        if std
+        else centered(rewards, batch.group)
+    )
+    whole = per_token(episode, batch.mask)
+    if batch.state is None:
+        return whole
+    table = turn_table(batch, gamma)
+    pairs = torch.stack([batch.group[:, None].expand_as(table.state), table.state], dim=-1)
+    cell = pairs.view(-1, 2).unique(dim=0, return_inverse=True)[1].view_as(table.state)
+    steps = table.tokens(_compared(table, cell, normalize, ddof, eps), batch.mask)
+    return whole + step_weight * steps

@@ -1,0 +1,36 @@
+"""The `environment` reward: what the environment itself says the episode was worth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from covey.episode import episode_of
+from covey.rewards.score import Reward, Score
+from covey.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentReward(Reward):
+    """The sum of the parts that the environment's `reward` returns, or else of its turn rewards.
+
+    `success_at`: from this reward on, an episode is a success.
+    """
+
+    success_at: float = 1.0
+
+    bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        """Score one episode."""
+        episode = episode_of(text)
+        if episode is None:
+            raise ValueError("there is no episode; set environment.name")
+        given = [reward for reward in episode.turn_rewards if reward is not None]
+        # An episode that was cut off before its first reward has earned nothing.
+        if episode.outcome is None and not given and episode.finish == "stop":
+            raise ValueError("the environment gives no reward: neither `reward` nor turn rewards")
+        parts = {"turns": math.fsum(given)} if episode.outcome is None else dict(episode.outcome)
+        total = math.fsum(parts.values())
+        return Score(reward=total, success=total >= self.success_at, parts=parts)

@@ -1,0 +1,150 @@
+"""The `library` task: questions about a made-up country, which only its documents can answer.
+
+The country has towns, each with a building, and people, each born in a town. One document is about
+one town or one person. A question of one hop needs one document, a question of two hops needs what
+one document says to find the other. No model can know the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+
+from covey.errors import ConfigError
+from covey.tasks.task import chat_messages, hash_fraction, with_instruction
+from covey.types import Prompt
+
+TOWNS = 400
+HELD_OUT_SHARE = 0.25
+INSTRUCTION = (
+    "Search the documents. Then give the answer between <answer> and </answer>, and cite the "
+    "documents that it is from in square brackets, such as [doc-17]."
+)
+_STARTS = ("Ar", "Bel", "Cor", "Dun", "El", "Fen", "Gar", "Hol", "Ist", "Jor", "Kel", "Lor", "Mar",
+           "Nor", "Or", "Pel", "Quin", "Ros", "Sol", "Tor", "Ul", "Ver", "Wen", "Zel")  # fmt: skip
+_MIDDLES = ("a", "e", "i", "o", "an", "er", "in", "ov")
+_TOWN_ENDS = ("burg", "dale", "ford", "haven", "mouth", "stead", "wick")
+_FIRST = ("Ada", "Boris", "Clara", "Edda", "Felix", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Leo",
+          "Mina", "Nils", "Olga", "Piet", "Rosa", "Sven", "Thea", "Viktor")  # fmt: skip
+_LAST_ENDS = ("berg", "dottir", "ek", "ini", "lund", "mann", "ova", "son")
+_BUILDINGS = ("bridge", "lighthouse", "library", "town hall", "theatre", "observatory", "mill")
+_YEARS = range(1700, 1950)
+_TRADES = ("architect", "engineer", "carpenter", "mason", "painter")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Person:
+    """Someone who built buildings, and where they were born."""
+
+    name: str
+    trade: str
+    born: int
+    birthplace: str
+    document: str
+
+    @property
+    def text(self) -> str:
+        """What the document says."""
+        return (
+            f"{self.name}, {self.trade}, was born in {self.birthplace} in {self.born}. Some of the "
+            f"country's best buildings are the work of {self.name}."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Town:
+    """A town and its building."""
+
+    name: str
+    building: str
+    opened: int
+    builder: Person
+    document: str
+
+    @property
+    def text(self) -> str:
+        """What the document says."""
+        return (
+            f"{self.name} is a town. Its {self.building}, the pride of {self.name}, was built by "
+            f"{self.builder.name} and opened in {self.opened}."
+        )
+
+
+@cache
+def towns() -> tuple[Town, ...]:
+    """Return the towns of the country, always the same."""
+    random = Random("library")
+    pick = random.choice
+    names = random.sample([a + b + c for a in _STARTS for b in _MIDDLES for c in _TOWN_ENDS], TOWNS)
+    families = [a + b + c for a in _STARTS for b in _MIDDLES for c in _LAST_ENDS]
+    ids = [f"doc-{number}" for number in random.sample(range(1, 2 * TOWNS + 1), 2 * TOWNS)]
+    people = [
+        Person(name=f"{pick(_FIRST)} {family}", trade=pick(_TRADES), born=pick(_YEARS),
+               birthplace=pick(names), document=ids.pop())
+        for family in random.sample(families, TOWNS)
+    ]  # fmt: skip
+    return tuple(
+        Town(name=name, building=pick(_BUILDINGS), opened=pick(_YEARS), builder=pick(people),
+             document=ids.pop())
+        for name in names
+    )  # fmt: skip
+
+
+def documents() -> dict[str, str]:
+    """Return the text of each document by its id."""
+    about: tuple[Town | Person, ...] = (*towns(), *(town.builder for town in towns()))
+    return {one.document: one.text for one in about}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """Questions of up to `max_hops` hops about 400 towns; a fixed quarter of towns is held out.
+
+    `info["sources"]` lists the documents that hold the answer.
+    """
+
+    max_hops: int = 2
+    system: str = ""
+    instruction: str = INSTRUCTION
+    name: str = "library"
+
+    def __post_init__(self) -> None:
+        if self.max_hops not in (1, 2):
+            raise ConfigError(f"task: max_hops must be 1 or 2, not {self.max_hops}")
+
+    def train(self) -> Sequence[Prompt]:
+        """The questions about training towns."""
+        return self._prompts("train")
+
+    def held_out(self) -> Sequence[Prompt]:
+        """The questions about held-out towns."""
+        return self._prompts("held_out")
+
+    def _prompts(self, split: str) -> list[Prompt]:
+        chosen = [
+            town
+            for town in towns()
+            if (hash_fraction(f"library/{town.name}") < HELD_OUT_SHARE) == (split == "held_out")
+        ]
+        hops = range(1, self.max_hops + 1)
+        return [self._prompt(town, count, split) for town in chosen for count in hops]
+
+    def _prompt(self, town: Town, hops: int, split: str) -> Prompt:
+        what = f"the {town.building} of {town.name}"
+        question, target, sources = {
+            1: (f"In which year was {what} opened?", str(town.opened), [town.document]),
+            2: (
+                f"In which town was the builder of {what} born?",
+                town.builder.birthplace,
+                [town.document, town.builder.document],
+            ),
+        }[hops]
+        return Prompt(
+            id=f"{self.name}/{split}/{town.name}/{hops}",
+            task=self.name,
+            messages=chat_messages(with_instruction(question, self.instruction), self.system),
+            target=target,
+            info={"sources": sources},
+        )

@@ -1,0 +1,29 @@
+"""The `worlds` task: numbered worlds for environments that make their own, such as `games`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from covey.tasks.task import GeneratedTask, chat_messages
+from covey.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worlds(GeneratedTask):
+    """Prompts that differ in `info["world"]`, from which the environment makes its world.
+
+    No held-out world is ever trained. The environment adds its rules to the text.
+    """
+
+    text: str = "Let us play a game. Use the tools to act."
+    system: str = ""
+    name: str = "worlds"
+
+    def _prompt(self, split: str, index: int) -> Prompt:
+        return Prompt(
+            id=f"{self.name}/{split}/{index}",
+            task=self.name,
+            messages=chat_messages(self.text, self.system),
+            target="",
+            info={"world": f"{split}/{index}"},
+        )

@@ -1,0 +1,69 @@
+"""Building what rollouts need to interact with an environment, from the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from covey.config import Config
+from covey.engines.protocol import Sampling
+from covey.environments import Factory, make_factory, make_host
+from covey.environments.calls import CALL_FORMATS
+from covey.environments.registry import NONE
+from covey.errors import ConfigError
+from covey.models.language_model import LanguageModel
+from covey.rollout.multi_turn import Interaction
+
+
+def interaction_of(
+    config: Config, model: LanguageModel, factory: Factory | None = None
+) -> Interaction | None:
+    """Build the environment's host and limits; a factory from Python replaces the named one.
+
+    None: the configuration names no environment, and a rollout is one completion.
+    """
+    section = config.environment
+    if factory is None:
+        if section.name == NONE:
+            return None
+        factory = make_factory(section.name, section.options)
+    if section.max_tokens <= config.rollout.max_tokens:
+        raise ConfigError(
+            f"config: environment.max_tokens = {section.max_tokens} is the whole conversation and "
+            f"must be more than rollout.max_tokens = {config.rollout.max_tokens}, which is one turn"
+        )
+    name = section.call_format if section.call_format != "auto" else call_format_of(model)
+    form = CALL_FORMATS[name]
+    stops: list[str] = []
+    if not section.parallel_calls or name == "tags":
+        tools = getattr(factory(), "tools", None) if name == "tags" else None
+        stops = form.stops(list(tools()) if callable(tools) else [])
+    return Interaction(
+        host=make_host(
+            section.name,
+            factory,
+            workers=section.workers,
+            timeout=section.timeout,
+            gigabytes=section.gigabytes,
+        ),
+        call_format=form,
+        stops=tuple(stops),
+        max_turns=section.max_turns,
+        max_calls=section.max_calls,
+        max_tokens=section.max_tokens,
+    )
+
+
+def with_stops(sampling: Sampling, interaction: Interaction | None) -> Sampling:
+    """Return sampling settings that also stop where a call ends, if a turn has one call."""
+    if interaction is None:
+        return sampling
+    stops = dict.fromkeys([*sampling.stop_strings, *interaction.stops])
+    return replace(sampling, stop_strings=tuple(stops))
+
+
+def call_format_of(model: LanguageModel) -> str:
+    """Return the call format that a model's chat template describes; hermes if none."""
+    renderer = model.renderer
+    template = renderer.tokenizer.get_chat_template() if renderer and renderer.chat else ""
+    is_llama = "<tool_call>" not in template and "ipython" in template
+    return "llama3" if is_llama else "hermes"

@@ -1,0 +1,161 @@
+"""Episodes with environments that take their time, fail, hang, die or talk nonsense."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from covey.environments.adapters import as_environment
+from covey.environments.environment import Start
+from covey.models.language_model import LanguageModel
+from covey.training.collate import collate
+from tests.environments import worlds
+from tests.environments.chat_templates import FAMILIES
+from tests.environments.exactness import policy
+from tests.environments.playing import play, rollouts_of
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    return policy(FAMILIES["smollm2"])
+
+
+def test_the_time_that_tools_take_changes_nothing(model: LanguageModel) -> None:
+    instant = play(model, worlds.Quick, count=8, group_size=4)
+    assert {r.finish for r in rollouts_of(instant)} <= {"stop", "length"}
+    assert play(model, worlds.Sleeps, count=8, group_size=4) == instant
+    assert play(model, worlds.SleepsAsync, count=8, group_size=4) == instant
+
+
+@pytest.mark.parametrize(
+    ("kind", "finish", "error"),
+    [
+        (worlds.Raises, "error", "ValueError: out of order"),
+        (worlds.RaisesAtReset, "error", "ValueError: no world today"),
+        (worlds.Hangs, "error", "a step took longer than 1.5 seconds"),
+        (worlds.HangsAsync, "error", "a step took longer than 1.5 seconds"),
+        (worlds.Dies, "error", "its process ended with code 7"),
+        (worlds.Nonsense, "error", "TypeError: a message has role and content"),
+        (worlds.Big, "token_limit", ""),
+    ],
+)
+def test_a_bad_episode_leaves_the_others_as_they_are(
+    model: LanguageModel, kind: type, finish: str, error: str
+) -> None:
+    fine = play(model, worlds.Quick)
+    groups = play(model, kind)
+    for number, (group, expected) in enumerate(zip(groups, fine, strict=True)):
+        if number != 3:
+            assert group == expected
+    bad = groups[3].rollouts
+    reached = [r for r in bad if r.finish != "length"]  # a turn that is cut off meets no tool
+    assert reached
+    for rollout in reached:
+        assert rollout.finish == finish
+        assert rollout.episode is not None
+        assert rollout.episode.error.startswith(error)
+        assert rollout.reward is None
+    batch = collate([replace(g, rollouts=g.rollouts) for g in groups])
+    assert math.isnan(float(batch.rewards[6]))
+    assert int(batch.mask.sum()) == sum(r.sampled for r in rollouts_of(groups))
+
+
+def test_control_tokens_from_a_tool_are_read_as_text(model: LanguageModel) -> None:
+    (rollout,) = [r for r in play(model, worlds.Control)[3].rollouts if len(r.turns) > 4][:1]
+    start = model.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    turn = rollout.turns[3]
+    segment = rollout.segments[turn.segment]
+    assert turn.role == "tool"
+    assert segment.tokens[turn.start : turn.stop].count(start) == 2  # the tool's, the assistant's
+    assert not any(segment.trained[turn.start : turn.stop])
+
+
+@pytest.mark.parametrize(
+    ("limits", "finish", "turns"),
+    [({"max_turns": 2}, "turn_limit", 2), ({"max_tokens": 180}, "token_limit", None)],
+)
+def test_every_limit_has_its_own_finish(
+    model: LanguageModel, limits: dict[str, int], finish: str, turns: int | None
+) -> None:
+    rollouts = rollouts_of(play(model, worlds.Quick, turn_tokens=30, **limits))
+    found = Counter(r.finish for r in rollouts)
+    assert found[finish] > 0
+    assert set(found) <= {finish, "length", "stop"}
+    for rollout in rollouts:
+        assert rollout.episode is not None
+        assert rollout.episode.outcome is not None  # the environment was asked all the same
+        if rollout.finish == finish and turns is not None:
+            assert sum(turn.role == "assistant" for turn in rollout.turns) == turns
+
+
+def test_turn_rewards_and_states_reach_the_batch(model: LanguageModel) -> None:
+    groups = play(model, worlds.Paid, count=2)
+    batch = collate(groups)
+    assert batch.turn is not None
+    assert batch.turn_reward is not None
+    assert batch.state is not None
+    rows = {}
+    for rollout in rollouts_of(groups):
+        for place in range(len(rollout.segments)):
+            rows[rollout.key, place] = len(rows)
+    assert len(batch) == len(rows)
+    for rollout in rollouts_of(groups):
+        mine = [turn for turn in rollout.turns if turn.role == "assistant"]
+        for number, turn in enumerate(mine):
+            row, cells = rows[rollout.key, turn.segment], slice(turn.start, turn.stop)
+            assert set(batch.turn[row, cells].tolist()) == {number}
+            assert set(batch.turn_reward[row, cells].tolist()) == {turn.reward or 0.0}
+            assert len(set(batch.state[row, cells].tolist())) == 1
+    first = batch.state[batch.mask & (batch.turn == 1)]
+    assert len(first.unique()) == 1  # the same state in all rollouts, whatever the prompt
+    assert batch.rollout is not None
+    assert batch.rollout.unique().tolist() == [0, 1, 2, 3]
+
+
+def test_a_class_in_trls_style_is_an_environment() -> None:
+    from covey.environments.drive import Driver
+    from covey.environments.host import settle
+    from covey.types import Prompt
+
+    driver = Driver(as_environment(worlds.Shop), settle)
+    user = {"role": "user", "content": "Shop."}
+    prompt = Prompt(id="p", task="t", target="", messages=(user,), info={"budget": 5})
+    start = driver.start(prompt, 0)
+    assert start.messages == ({"role": "user", "content": "Shop. You have 5 coins."},)
+    assert [tool["function"]["name"] for tool in start.tools] == ["buy", "count"]
+    buy = start.tools[0]["function"]
+    assert buy["description"] == "Buy an item."
+    assert buy["parameters"] == {
+        "type": "object",
+        "properties": {
+            "item": {"type": "string", "description": "What to buy."},
+            "price": {"type": "integer", "description": "What it costs, in coins.", "default": 1},
+        },
+        "required": ["item"],
+    }
+
+    def call(name: str, **arguments: object) -> dict[str, object]:
+        return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+    calls = [call("buy", item="tea", price=3), call("count"), call("buy", item="car", price=9)]
+    calls += [call("buy", price=1), call("steal"), {**call(""), "error": "the call is not JSON"}]
+    reply = driver.step({"role": "assistant", "content": "", "tool_calls": calls})
+    assert [message["content"] for message in reply.messages] == [
+        "2 coins left",
+        "1",
+        "error: ValueError: not enough coins",
+        "error: buy: item: Field required",
+        "error: there is no tool 'steal'; the tools are buy, count",
+        "error: the call is not JSON",
+    ]
+    assert not reply.done
+    last = driver.step({"role": "assistant", "content": "done"})
+    assert last.done
+    assert last.outcome == {"environment": 1.0}
+
+
+def test_start_says_messages_and_tools() -> None:
+    assert Start(messages=[]).tools == ()
