@@ -116,20 +116,16 @@ def train(
         rewards: TRL-style functions, `f(completions, **columns)`: one, a list (summed), or a dict
             of function to weight; or a reward object.
         environment: a class of environments, of Covey's contract or in TRL's style.
-        trackers: what follows the run: names, such as "wandb", and objects. Without objects, the
-            console does, unless `quiet`.
-        callbacks: functions that are called with the metrics of each step. One that returns a
-            text ends the run after that step, with a checkpoint.
+        trackers: names, such as "wandb", and objects. Without objects: the console, unless `quiet`.
+        callbacks: functions of the metrics of a step; one that returns a text ends the run.
         run: the run folder to create. Default: the next `runs/NAME-N`.
         resume: a run folder to continue, with its own settings; pass dataset and rewards again.
         quiet: print nothing.
         **overrides: settings by dotted key.
     """
     task, reward = _objects(dataset, held_out, rewards)
-    named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
-    overrides |= {"trackers": named} if named else {}
-    sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]
-    shown = sinks if sinks or trackers == [] else None
+    shown, named = _split(trackers)
+    overrides |= named
     names = {"task": task, "reward": reward, "environment": _factory(environment)}
     passed = {where for where, value in names.items() if value is not None}
     if resume is not None:
@@ -210,6 +206,16 @@ def compare(
         raise ConfigError(f"compare: ended with exit code {code}; its output says why")
     report: dict[str, Any] = json.loads((where / "report.json").read_text(encoding="utf-8"))
     return {**report, "folder": str(where)}
+
+
+def _split(
+    trackers: Sequence[Tracker | str] | None,
+) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
+    """Return the trackers given as objects (None: the console), and the setting of named ones."""
+    named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
+    sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]
+    shown = None if trackers is None or (named and not sinks) else sinks
+    return shown, {"trackers": named} if named else {}
 
 
 def _objects(

@@ -220,8 +220,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             healthy=(0, 0),
         ),
         "scoring/restarts": Metric(
-            "Scoring processes that were killed and replaced since the last step. Only if there were "
-            "any.",
+            "Scoring processes that were killed and replaced since the last step. Only if there "
+            "were any.",
             "processes",
             MACHINE,
             healthy=(0, 0),

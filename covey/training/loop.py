@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Protocol
 
 from covey.errors import RunError
-from covey.evaluation.evaluate import Evaluation, evaluate
-from covey.rollout.collect import Collector
 from covey.run.folder import RunFolder
 from covey.run.resume import Start, start_of
 from covey.run.trackers import JsonlTracker, Tracker, Trackers
@@ -28,6 +26,7 @@ from covey.training.budget import Budget
 from covey.training.build import Components, Parts
 from covey.training.checkpoint import State
 from covey.training.garbage import freeze_garbage_collector
+from covey.training.measure import measure
 from covey.training.rl import Reinforcement
 from covey.training.watch import Watch
 
@@ -185,28 +184,3 @@ class _Loop:
             world=parts.world,
         )
         self.saved = state.step
-
-
-def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
-    """Evaluate the policy as it is after `step`, and log that."""
-    model, engine = parts.policy.model, parts.engine
-    with parts.engine_lock:
-        engine.load_weights(parts.policy.weights, parts.policy.version)
-        evaluation = evaluate(
-            parts.held_out_prompts,
-            Collector(
-                engine=engine,
-                model=model,
-                scorer=parts.eval_scorer,
-                progress=log.sampled,
-                ranks=parts.world,
-                interaction=parts.interaction,
-            ),
-            sampling=parts.sampling,
-            samples=parts.config.evaluate.samples,
-            temperature=parts.config.evaluate.temperature,
-        )
-    # The rows first: a line in eval.jsonl means that they are there.
-    log.table("evaluations", step, [item.row() for item in evaluation.items])
-    log.evaluation(step, evaluation)
-    return evaluation
