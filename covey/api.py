@@ -106,12 +106,10 @@ def train(
     """Train a model, and return what came of it.
 
     Args:
-        config: a `Config`, a dict, a TOML file or a recipe. Default: the recipe `arithmetic`, or
-            plain defaults if a dataset is given.
+        config: a `Config`, a dict, a file or a recipe. Default: `arithmetic`; plain with a dataset.
         model: a folder, a hub name, a GGUF file, "smollm2" or "embedded".
-        dataset: rows with `prompt` (text or messages), optionally `target`, and columns that reach
-            the reward functions by name: a list of dicts, a `datasets.Dataset`, or a JSON Lines
-            file.
+        dataset: a list of dicts, a `datasets.Dataset` or a JSON Lines file, with `prompt` (text or
+            messages), perhaps `target`, and columns that reach reward functions by name.
         held_out: rows of evaluations. Default: a tenth of the dataset.
         rewards: TRL-style functions, `f(completions, **columns)`: one, a list (summed), or a dict
             of function to weight; or a reward object.
@@ -129,7 +127,7 @@ def train(
     names = {"task": task, "reward": reward, "environment": _factory(environment)}
     passed = {where for where, value in names.items() if value is not None}
     if resume is not None:
-        if config is not None or overrides or model is not None or run is not None:
+        if overrides or any(given is not None for given in (config, model, run)):
             raise ConfigError("resume takes its settings from the run; give it alone")
         folder = RunFolder.open(Path(resume))
         _check_passed(folder, passed)
