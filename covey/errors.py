@@ -3,6 +3,7 @@
     CoveyError                 what the user can fix; the command line prints one line
     ├── ConfigError            a wrong key, value or flag (exit code 2)
     ├── ModelError             a model or tokenizer that cannot be loaded or used
+    ├── EngineError            an engine that cannot be started, reached or trusted
     ├── DataError              unusable prompts: none at all, or longer than the context
     ├── RewardError            too many completions could not be scored
     ├── RunError               a run folder that cannot be used
@@ -21,6 +22,8 @@ class CoveyError(Exception):
     """A mistake that the user can fix. The message is one line that says how."""
 
     exit_code = 1
+    details = ""
+    """More that helps to find the cause, such as another process's traceback. It goes to a file."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))
@@ -34,6 +37,10 @@ class ConfigError(CoveyError, ValueError):
 
 class ModelError(CoveyError):
     """A model or its tokenizer cannot be loaded or used."""
+
+
+class EngineError(CoveyError):
+    """An engine cannot be started or reached, or generates something wrong."""
 
 
 class DataError(CoveyError):

@@ -27,7 +27,7 @@ def test_only_config_errors_are_usage_errors() -> None:
     codes = {name: kind("x").exit_code for name, kind in CLASSES.items()}
     assert codes.pop("ConfigError") == 2
     assert set(codes.values()) == {1}
-    assert len(codes) == 6
+    assert len(codes) == 7
 
 
 def test_the_message_is_what_was_said() -> None:

@@ -36,7 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "embedded": {"models", "rng", "tasks", "training", "types"},
     "accel": PLAIN,
     "models": {"accel", "embedded", "subprocesses", "run.files", *PLAIN},
-    "engines": {"accel", "models", "rng", "subprocesses", *PLAIN},
+    "engines": {"accel", "embedded", "models", "rng", "subprocesses", *PLAIN},
     "environments": {
         "rewards",
         "sandbox",
@@ -57,6 +57,7 @@ LAYERS: dict[str, set[str]] = {
         "stopping",
         *PLAIN,
     },
+    "cluster": {"engines", "models", "reference", "rewards", "scoring", *PLAIN},
     "evaluation": {"engines", "rng", "rollout", "scoring", *PLAIN},
 }
 LAYERS["training"] = {*LAYERS, "training"} - {"", "cli"}

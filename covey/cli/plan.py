@@ -37,6 +37,12 @@ Gpu = Annotated[
         help="Plan for one GPU with this much memory instead of this machine's device.",
     ),
 ]
+Cluster = Annotated[
+    bool, typer.Option("--cluster", help="Show the best split of 8 to 1,024 GPUs for this run.")
+]
+MeasureSteps = Annotated[
+    bool, typer.Option("--measure", help="Run a few steps here, and forecast the time of the run.")
+]
 
 Ranks = Annotated[
     int,
@@ -57,12 +63,14 @@ def plan_command(
     gpu: Gpu = None,
     ranks: Ranks = 1,
     trust: Trust = None,
+    cluster: Cluster = False,
+    measure_steps: MeasureSteps = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a run will do, how much memory it needs, and which settings have no effect.
 
-    Nothing is trained and no weights are loaded: only the model's configuration and tokenizer are
-    read.
+    Without --measure nothing is trained and no weights are loaded: only the model's configuration
+    and tokenizer are read.
     """
     settings = settings_of(overrides, model)
     from covey.analysis.plan.prompt_lengths import measuring
@@ -76,6 +84,8 @@ def plan_command(
 
         say("reading the task")
         facts = task_facts(config, measure)
+        if cluster or measure_steps:
+            return _show_scale(config, facts, cluster=cluster, as_json=as_json)
         plan, found = summarize(config, facts), findings(config, facts)
         say(f"measuring {config.model.path}")
         memory, problem, more = _memory(config, facts, gpu, ranks)
@@ -87,9 +97,33 @@ def plan_command(
         return
     console = Screen()
     console.print(plan.paragraph(), "", sep="\n")
+    _show_engine(config, console)
     text = memory.text() if memory else f"memory: unknown, {problem}"
     console.print(text, soft_wrap=True)
     _show_findings(found, console)
+
+
+def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: bool) -> None:
+    from covey.cli.plan_scale import show_cluster, show_time
+
+    if cluster:
+        show_cluster(config, facts, as_json)
+    else:
+        show_time(config, as_json)
+
+
+def _show_engine(config: Config, console: Console) -> None:
+    """Print what the engine or Ray lacks here, as far as that can be known without starting it."""
+    from covey.cluster.ray_client import check_ray
+    from covey.engines.vllm.check import check_vllm
+
+    try:
+        if config.engine.kind == "vllm":
+            check_vllm(config)
+        if config.cluster.address:
+            check_ray()
+    except CoveyError as error:
+        console.print(f"cannot start: {error}\n", soft_wrap=True)
 
 
 def _memory(

@@ -21,7 +21,7 @@ from covey.cli.startup import (
     waiting,
 )
 from covey.cli.training_run import NewRun, Resume, ResumeStep, Training, check_alone, check_new
-from covey.config import to_toml
+from covey.config import to_toml, toml_value
 from covey.config.smoke import changed_by_smoke
 
 if TYPE_CHECKING:
@@ -41,6 +41,15 @@ def train_command(
         bool, typer.Option("--skip-bad-rows", help="Skip and count unusable rows of the data.")
     ] = False,
     smoke: Smoke = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Engines in Ray actors: 'local' starts Ray here, 'auto' finds a cluster, or its "
+            "address; sets cluster.address.",
+        ),
+    ] = None,
     trust: Trust = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved configuration and exit.")
@@ -52,11 +61,12 @@ def train_command(
     Ctrl-C saves a checkpoint and prints how to resume; the exit code is 130, after SIGTERM 143.
     """
     if resume is not None:
-        check_alone(source, overrides, model, run, skip_bad_rows, smoke)
+        check_alone(source, overrides, model, run, skip_bad_rows, smoke, ray)
         return _training(frozenset()).resume(resume, step, print_config)
     check_new(None if print_config else run, step)
     label, settings = source or "arithmetic", settings_of(overrides, model)
     settings += ["task.skip_bad_rows=true"] if skip_bad_rows else []
+    settings += [] if ray is None else [f"cluster.address={toml_value(ray)}"]
     with waiting(STARTING):
         config = resolved(label, settings, smoke=smoke, imports=not print_config)
     if print_config:

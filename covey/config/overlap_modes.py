@@ -9,17 +9,17 @@ from covey.errors import ConfigError
 def check_overlap(config: Config) -> None:
     """Reject settings that need others."""
     overlap, engine = config.overlap, config.engine
-    if overlap.mode == "copy" and engine.kind == "native":
+    if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.address:
         raise ConfigError(
             "config: overlap.mode = 'copy' needs an engine with weights of its own: set "
-            "engine.kind = 'process', or overlap.mode = 'ahead'"
+            "engine.kind = 'process' or 'vllm', or overlap.mode = 'ahead'"
         )
     if overlap.in_flight and not (overlap.staleness and overlap.mode == "copy"):
         raise ConfigError(
             "config: overlap.in_flight = true needs overlap.mode = 'copy' and an overlap.staleness "
             "of at least 1: otherwise nothing is generated while weights change"
         )
-    if engine.device != "auto" and engine.kind == "native":
+    if engine.device != "auto" and engine.kind != "process":
         raise ConfigError(
             f"config: engine.device = {engine.device!r} needs engine.kind = 'process'; the native "
             "engine generates where the model is: model.device"

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from covey.config.cluster_sections import Cluster, Parallel, Vllm
 from covey.config.environment import Environment
 from covey.config.section import Count, Device, Names, Positive, Section, Share
 from covey.config.section import Named as Named
@@ -145,9 +146,11 @@ class Rollout(Section):
 class Engine(Section):
     """[engine]"""
 
-    kind: Literal["native", "process"] = "native"
-    """What generates: native (the trainer's process and weights) or process (the native engine in a
-    process of its own, with a copy of the weights)."""
+    kind: Literal["native", "process", "vllm"] = "native"
+    """What generates: native (the trainer's process and weights), process (the native engine in a
+    process of its own, with a copy of the weights) or vllm (vLLM servers)."""
+    vllm: Vllm = Vllm()
+    """Of engine.kind = "vllm"."""
     device: Device = "auto"
     """process: where it generates; auto: the trainer's device."""
     max_concurrent: Annotated[int, Field(ge=1, le=10**6)] = 256
@@ -213,19 +216,6 @@ class Optimizer(Section):
     state: Literal["float32", "compact"] = "float32"
     """Optimizer state; float32: moments, and master weights for bfloat16 models; compact: bfloat16
     moments with stochastic rounding, and half of each master weight."""
-
-
-class Parallel(Section):
-    """[parallel]: several ranks, as torchrun starts them."""
-
-    strategy: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: every rank has the whole model; fsdp: parameters, gradients and optimizer state are
-    divided among ranks (FSDP2)."""
-    shard_ranks: Count = 0
-    """fsdp: ranks that divide one model among them, such as those of a machine; each such set has
-    the whole model. 0: all ranks."""
-    timeout: Annotated[float, Field(gt=0, le=10**6)] = 600.0
-    """Seconds that a rank waits for the others: at the start, and in a step."""
 
 
 class Sft(Section):
@@ -302,6 +292,7 @@ class Config(Section):
     environment: Environment = Environment()
     scoring: Scoring = Scoring()
     engine: Engine = Engine()
+    cluster: Cluster = Cluster()
     filter: Filter = Filter()
     overlap: Overlap = Overlap()
     optimizer: Optimizer = Optimizer()

@@ -9,6 +9,7 @@
     samples/000100.md       the completions of step 100 with the highest and lowest rewards
     checkpoints/000050/     a Hugging Face folder with optimizer state, written atomically
     checkpoints.jsonl       one line per checkpoint saved, whether or not it still exists
+    failure.txt             the traceback of another process that ended the run
     superseded/1/           records that a resume replaced or left behind: resume.py
 
 No torch here: the web page reads runs on machines without it.
@@ -203,6 +204,11 @@ class RunFolder:
         """Write the page of the completions with the highest and lowest rewards."""
         (self.path / "samples").mkdir(exist_ok=True)
         write_text(self.path / "samples" / f"{step:06d}.md", page)
+
+    def write_failure(self, details: str) -> None:
+        """Write what another process said about the failure that ended the run, if it did."""
+        if details:
+            write_text(self.path / "failure.txt", details)
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:

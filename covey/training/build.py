@@ -10,9 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from covey.config import Config
-from covey.engines.native.engine import NativeCopy, NativeEngine
-from covey.engines.process.engine import ProcessEngine
-from covey.engines.process.shared_weights import SharedWeights
 from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory
 from covey.errors import ConfigError, DataError
@@ -24,13 +21,16 @@ from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
+from covey.rewards.identity import identity
 from covey.rollout.multi_turn import Interaction
 from covey.scoring import Scorer, make_scorer
+from covey.scoring.build import check_timeout
 from covey.tasks import Task, bad_rows_of
 from covey.training.budget import Used
 from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.interaction import interaction_of, with_stops
+from covey.training.make_engine import check_engine, make_engine, ray_reference, ray_scorer
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.join import check_alike
@@ -102,9 +102,13 @@ class Parts(Components):
 
 def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
     """Build the scorer, and start the processes that it needs: a share if a machine has ranks."""
+    reward = reward_of(config) if reward is None else reward
+    if config.cluster.address and config.cluster.scoring_actors and not reward.quick:
+        check_timeout(config.reward.name, reward, config.scoring.timeout)
+        return ray_scorer(config, reward, identity(config.reward.name, reward))
     return make_scorer(
         config.reward.name,
-        reward_of(config) if reward is None else reward,
+        reward,
         workers=config.scoring.workers or max(1, (os.cpu_count() or 1) // ranks),
         timeout=config.scoring.timeout,
         gigabytes=config.scoring.gigabytes,
@@ -119,6 +123,7 @@ def assemble(
     environment: Factory | None = None,
 ) -> Parts:
     """Build everything that a resolved configuration names; objects from Python replace theirs."""
+    check_engine(config)
     task = task_of(config) if task is None else task
     train_prompts, held_out = task.train(), held_out_of(config, task)
     if not train_prompts:
@@ -129,7 +134,7 @@ def assemble(
         check_ranks(config, world, _digest(model, train_prompts, held_out))
     policy = policy_of(config, model, world)
     reference = reference_of(config, policy.model, objective, world)
-    engine, sampling = make_engine(config, policy), sampling_of(config)
+    engine, sampling = make_engine(config, policy, load_model), sampling_of(config)
     scorer = scorer_of(config, reward, world.local_size)
     interaction = interaction_of(config, model, environment)
     return Parts(
@@ -172,21 +177,6 @@ def _digest(model: LanguageModel, *prompts: Sequence[Prompt]) -> str:
     return f"{ids} {size!r}"
 
 
-def make_engine(config: Config, policy: Policy) -> Engine:
-    """Build what generates for a policy."""
-    if config.engine.kind == "native":
-        return native_engine(policy)
-    here = policy.model.device.type == "cuda" and config.engine.device != "cpu"
-    shared = SharedWeights.allocate(policy.weights(), on_gpu=here)
-    shared.write(policy.weights())
-    return ProcessEngine("covey.training.engine_worker", config.model_dump(), shared)
-
-
-def native_engine(policy: Policy) -> NativeEngine:
-    """Return the engine in this process; of a sharded policy it has a whole copy."""
-    return NativeEngine(policy.model) if policy.whole is None else NativeCopy(policy.whole)
-
-
 def reference_of(
     config: Config,
     model: LanguageModel,
@@ -196,6 +186,8 @@ def reference_of(
     """Build the reference policy, if the objective needs one."""
     if "reference" not in objective.needs:
         return None
+    if config.cluster.address and config.cluster.reference_actor:
+        return ray_reference(config, load_model)
 
     def load() -> LanguageModel:
         found = load_model(config, world.device(config.model.device))

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from covey.errors import RunError
+from covey.errors import CoveyError, RunError
 from covey.run.folder import RunFolder
 from covey.run.resume import Start, start_of
 from covey.run.trackers import JsonlTracker, Tracker, Trackers
@@ -108,15 +108,16 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
+            what = f"step {state.step} was waiting for another process, and was given up"
             if parts.world.size > 1:  # the others may be in the middle of a step: nothing is saved
-                raise RunError(
-                    f"step {state.step} was waiting for another process, and was given up; "
-                    "--resume continues from the last checkpoint"
-                ) from None
-            log.note(f"step {state.step} was waiting for another process, and was given up")
+                raise RunError(f"{what}; --resume continues from the last checkpoint") from None
+            log.note(what)
         if stop.received is not None and not stop.by_signal:
             log.note(f"stopped after step {state.step}: {stop.received}")
         loop.save_last()
+    except CoveyError as error:
+        run.write_failure(error.details)
+        raise
     finally:
         trainer.close()
         log.close()

@@ -32,10 +32,11 @@ from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
 from covey.training.budget import Budget
-from covey.training.build import Components, load_model, native_engine, policy_of, scorer_of
+from covey.training.build import Components, load_model, policy_of, scorer_of
 from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.loop import run_loop
+from covey.training.make_engine import native_engine
 from covey.training.parallel.passes import rank_passes, without_weight
 from covey.training.parallel.world import World
 from covey.training.policy import Policy

@@ -88,9 +88,22 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "gigabytes": st.floats(0.25, 1e6),
     },
     "engine": {
-        "kind": st.sampled_from(["native", "process"]),
+        "kind": st.sampled_from(["native", "process", "vllm"]),
         "device": st.sampled_from(["auto", "cpu", "cuda:1"]),
         "max_concurrent": st.integers(1, 10**6),
+        "vllm": st.fixed_dictionaries({"urls": st.lists(st.text(min_size=1)), "memory": size}),
+    },
+    "cluster": {
+        "address": st.text(),
+        "engines": st.integers(1, 10**4),
+        "max_engines": count,
+        "engine_cpus": st.floats(0, 64),
+        "engine_gpus": st.floats(0, 8),
+        "trainer_gpus": count,
+        "scoring_actors": count,
+        "reference_actor": st.booleans(),
+        "restarts": count,
+        "patience": size,
     },
     "scoring": {
         "workers": st.integers(0, 4096),

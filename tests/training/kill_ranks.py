@@ -57,6 +57,9 @@ def trial(folder: Path, whole: Path, strategy: str, after: float, victim: int) -
     time.sleep(after)
     os.kill(ranks[victim], signal.SIGKILL)
     struck = time.monotonic()
+    if not (run / "config.toml").exists():
+        # Ranks may not have joined yet: nothing but their launcher knows. torchrun does this.
+        os.kill(ranks[1 - victim], signal.SIGTERM)
     codes_of(ranks, SECONDS)
     taken = time.monotonic() - struck
     saved = len(RunFolder(run).checkpoints())

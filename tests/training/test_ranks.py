@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from covey.config import Config, load_config
-from covey.config.schema import Parallel
+from covey.config.cluster_sections import Parallel
 from covey.engines.native.engine import NativeEngine
 from covey.objective import ALGORITHMS
 from covey.reference import Reference

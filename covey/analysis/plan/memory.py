@@ -196,10 +196,11 @@ class _Run:
             prompt=self.prompt,
             completion=self.config.rollout.max_tokens,
         )
+        elsewhere = self.config.engine.kind == "vllm" or self.config.cluster.address
         return (
             Part("framework", framework, ALWAYS, why),
             *self._model_parts(),
-            *engine_parts(engine, self._own_config(), self._held_out()),
+            *(() if elsewhere else engine_parts(engine, self._own_config(), self._held_out())),
             *self._pass_parts(batch),
             *([] if self.sharded else self._gradient_parts(batch)),
         )

@@ -78,14 +78,14 @@ class Scheduler:
         self.searched = [0] * self.width
         """Tokens of each slot that were searched for stop strings."""
         self.stop_ids = frozenset(model.stop_ids)
-        self.stop_tokens = _special_tokens(model, sampling.stop_strings)
+        self.stop_tokens = special_tokens(model, sampling.stop_strings)
         """Stop strings that never appear in text, because decoding leaves special tokens out."""
         self.stop_reach = 1 + max((len(s.encode()) for s in sampling.stop_strings), default=0)
 
     def _pull(self) -> None:
         """Queue the requests that are ready."""
         for request in self.source.take():
-            self._check_length(request)
+            check_length(request, self.model, self.sampling.max_tokens)
             self.queue.append(request)
             self.prompts[request.prompt] = request.tokens
             self.waiting[request.prompt] += 1
@@ -105,16 +105,6 @@ class Scheduler:
         spans = self.spans.pop(request.number, [])
         last = VersionSpan(spans[-1].stop if spans else 0, length, self.version)
         return tuple(span for span in (*spans, last) if span.stop > span.start)
-
-    def _check_length(self, request: Request) -> None:
-        prompt, size, most = request.address.prompt, len(request.tokens), self.sampling.max_tokens
-        if not size:
-            raise DataError(f"prompt {prompt} has no tokens")
-        if size + most > self.model.context:
-            raise DataError(
-                f"prompt {prompt} has {size} tokens, and with max_tokens = {most} that is "
-                f"{size + most}: the model's context is {self.model.context}"
-            )
 
     @property
     def running(self) -> int:
@@ -279,7 +269,19 @@ class Scheduler:
         return found or not self.stop_tokens.isdisjoint(tokens)
 
 
-def _special_tokens(model: LanguageModel, texts: Sequence[str]) -> frozenset[int]:
+def check_length(request: Request, model: LanguageModel, most: int) -> None:
+    """Refuse a prompt that, with a completion of `most` tokens, exceeds the model's context."""
+    prompt, size = request.address.prompt, len(request.tokens)
+    if not size:
+        raise DataError(f"prompt {prompt} has no tokens")
+    if size + most > model.context:
+        raise DataError(
+            f"prompt {prompt} has {size} tokens, and with max_tokens = {most} that is "
+            f"{size + most}: the model's context is {model.context}"
+        )
+
+
+def special_tokens(model: LanguageModel, texts: Sequence[str]) -> frozenset[int]:
     """Return the special tokens whose content is one of some texts."""
     if not texts:
         return frozenset()

@@ -83,9 +83,9 @@ class Lifeline:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank tells the user about a loss: rank 0, or the next if rank 0 is lost."""
-        lost = None if self.loss is None else self.loss.rank
-        return self.rank == (1 if lost == 0 else 0)
+        """Whether this rank tells the user about a loss: rank 0, or rank 1 if rank 0 cannot."""
+        silent = self.loss is not None and self.loss.rank == 0 and not self.loss.text
+        return self.rank == (1 if silent else 0)
 
     def check(self) -> None:
         """Raise if a rank has failed or is gone."""

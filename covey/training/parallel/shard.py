@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from covey.config.schema import Parallel
+from covey.config.cluster_sections import Parallel
 from covey.errors import ConfigError, ModelError
 from covey.models.language_model import LanguageModel
 from covey.models.logp import ENTRY, entry_method

@@ -1,0 +1,74 @@
+"""The best split of a cluster's GPUs between trainers and engines, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from covey.analysis.plan.cost_model import (
+    COUNTS,
+    PUBLISHED,
+    ModelSize,
+    Split,
+    Workload,
+    splits,
+)
+from covey.analysis.plan.model_shape import Shape
+from covey.config import Config
+
+PROMPT_TOKENS = 256
+"""Assumed where prompts cannot be measured."""
+STALENESS = 1
+"""Of a split whose engines generate while the trainers train."""
+
+
+def workload(config: Config, longest_prompt: int | None, *, reference: bool) -> Workload:
+    """Return what a training step of a configuration asks for."""
+    rollout, train = config.rollout, config.train
+    recomputed = train.old_logp != "sampler" and train.updates > 1
+    return Workload(
+        rows=rollout.prompts_per_step * rollout.group_size,
+        group=rollout.group_size,
+        prompt=longest_prompt or PROMPT_TOKENS,
+        completion=rollout.max_tokens,
+        updates=train.epochs,
+        forwards=int(reference) + int(recomputed),
+        micro_batch=train.micro_batch_tokens,
+        checkpointing=config.model.gradient_checkpointing,
+    )
+
+
+def size_of(shape: Shape) -> ModelSize:
+    """Return what the cost model needs of a model."""
+    return ModelSize(
+        parameters=float(shape.parameters),
+        layers=shape.layers,
+        hidden=shape.hidden,
+        key_numbers=2 * shape.layers * shape.key_value_heads * shape.head_size,
+    )
+
+
+def table(work: Workload, own: tuple[str, ModelSize] | None = None) -> list[dict[str, Any]]:
+    """Return the best split for each model and number of GPUs; models that do not fit are left out.
+
+    `own` is the name and size of the configuration's model, which comes before the published sizes.
+    """
+    models = ([own] if own is not None else []) + list(PUBLISHED.items())
+    rows = []
+    for name, model in models:
+        for gpus in COUNTS:
+            found = splits(model, work, gpus, staleness=STALENESS)
+            in_turn = splits(model, work, gpus, staleness=0)
+            if found:
+                rows.append(_row(name, found[0], in_turn[0].seconds))
+    return rows
+
+
+def _row(name: str, best: Split, in_turn: float) -> dict[str, Any]:
+    return {
+        "model": name,
+        **asdict(best),
+        "shared": best.shared,
+        "seconds": best.seconds,
+        "seconds_in_turn": in_turn,
+    }

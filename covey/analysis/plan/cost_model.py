@@ -1,0 +1,222 @@
+"""Seconds of a training step on GPUs: generation, update, weight sync. docs/scale.md explains it.
+
+The constants of generation and update are fitted to measurements on one H200; a test compares every
+measured case. Those of several GPUs are from data sheets, and marked so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """What the cost of a decoder depends on."""
+
+    parameters: float
+    layers: int
+    hidden: int
+    key_numbers: int
+    """Numbers in the keys and values of one token, all layers together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU in bfloat16; an H200."""
+
+    memory: float = 139 * 2**30
+    bandwidth: float = 4.3e12
+    """Bytes a second of weights: a measured copy."""
+    key_bandwidth: float = 4.8e12
+    """Bytes a second of keys and values."""
+    decode_flops: float = 779e12
+    train_flops: float = 551e12
+    attention_flops: float = 276e12
+    """Of flash attention in training, forward and backward."""
+    layer_seconds: float = 25.8e-6
+    """A layer's kernels of one decode step, however few rows there are."""
+    row_seconds: float = 26.8e-12
+    """Of a decode step: for each row, layer and number of the hidden state."""
+    token_seconds: float = 132e-12
+    """Of an update: for each token, layer and number of the hidden state."""
+    recompute: float = 1.12
+    """How much longer an update takes with gradient checkpointing."""
+    call_seconds: float = 57e-3
+    """Of a call of the engine beside decoding."""
+    prefill_flops: float = 500e12
+    node_link: float = 300e9
+    """Bytes a second between GPUs of a node, in each direction. Data sheet, two thirds of it."""
+    far_link: float = 40e9
+    """Bytes a second of each GPU between nodes. Data sheet, four fifths of 400 Gbit/s."""
+    reduce_seconds: float = 20e-6
+    """Latency of a sum over the GPUs of one engine, two of them in a layer. Assumed."""
+    node: int = 8
+
+
+H200 = Gpu()
+BYTES = 2
+"""Of a weight in bfloat16."""
+STATE_BYTES = 16
+"""Of a trained parameter: weight, gradient, master weight and two moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A training step."""
+
+    rows: int
+    """Completions."""
+    group: int
+    prompt: int
+    completion: int
+    """Tokens, all of the same length: the longest that is allowed."""
+    updates: int = 1
+    """Passes over the completions."""
+    forwards: int = 0
+    """Passes without a gradient: for a reference, or for old log-probs."""
+    micro_batch: int = 16_384
+    checkpointing: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an update: completions, and each prompt once."""
+        return self.rows * self.completion + self.rows // self.group * self.prompt
+
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt with its completion."""
+        return self.prompt + self.completion
+
+
+def decode_seconds(
+    model: ModelSize, rows: float, context: float, gpu: Gpu = H200, split: int = 1
+) -> float:
+    """Return the seconds of one decode step: one token for each row, over `split` GPUs."""
+    weights = BYTES * model.parameters / split / gpu.bandwidth
+    flops = 2 * model.parameters * rows / split / gpu.decode_flops
+    keys = rows * context * model.key_numbers * BYTES / split / gpu.key_bandwidth
+    other = rows * model.layers * model.hidden * gpu.row_seconds / split
+    sums = 2 * model.layers * gpu.reduce_seconds if split > 1 else 0.0
+    return model.layers * gpu.layer_seconds + max(weights, flops) + keys + other + sums
+
+
+def rollout_seconds(
+    model: ModelSize, work: Workload, gpu: Gpu = H200, *, engines: int = 1, split: int = 1
+) -> float:
+    """Return the seconds in which engines of `split` GPUs generate the completions of a step."""
+    rows = work.rows / engines
+    waves = max(1, math.ceil(rows / engine_rows(model, work, gpu, split)))
+    prompts = rows / work.group * work.prompt
+    prefill = 2 * model.parameters * prompts / split / gpu.prefill_flops
+    mean = work.prompt + work.completion / 2
+    step = decode_seconds(model, rows / waves, mean, gpu, split)
+    return gpu.call_seconds + prefill + waves * work.completion * step
+
+
+def engine_rows(model: ModelSize, work: Workload, gpu: Gpu, split: int) -> int:
+    """Return how many completions an engine has memory for."""
+    free = 0.9 * gpu.memory * split - BYTES * model.parameters
+    return max(1, int(free / (work.context * model.key_numbers * BYTES)))
+
+
+def engine_split(model: ModelSize, gpu: Gpu = H200) -> int:
+    """Return the GPUs of an engine: as few as leave 40 % of their memory to keys and values."""
+    need = BYTES * model.parameters / (0.6 * gpu.memory)
+    return int(2 ** math.ceil(math.log2(need))) if need > 1 else 1
+
+
+def update_seconds(
+    model: ModelSize, work: Workload, gpu: Gpu = H200, *, trainers: int = 1
+) -> float:
+    """Return the seconds of all passes and optimizer steps, sharded over trainers (FSDP2)."""
+    dense = 6 * model.parameters / gpu.train_flops
+    attention = 6 * model.layers * model.hidden * work.context / gpu.attention_flops
+    factor = gpu.recompute if work.checkpointing else 1.0
+    token = factor * (dense + attention) + model.layers * model.hidden * gpu.token_seconds
+    share = work.tokens / trainers
+    compute = share * token
+    passes = max(1, math.ceil(share / work.micro_batch))
+    link = gpu.node_link if trainers <= gpu.node else gpu.far_link
+    moved = 3 * BYTES * model.parameters * (trainers - 1) / trainers
+    moving = passes * moved / link
+    whole = work.updates * max(compute, moving)
+    return whole + work.forwards * max(compute / factor, moving) / 3
+
+
+def fewest_trainers(model: ModelSize, gpu: Gpu = H200) -> int:
+    """Return how many GPUs hold the training state, with a fifth left for activations."""
+    return math.ceil(STATE_BYTES * model.parameters / (0.8 * gpu.memory))
+
+
+def sync_seconds(model: ModelSize, gpu: Gpu = H200, *, gpus: int) -> float:
+    """Return the seconds in which all engines get new weights: a pipelined broadcast."""
+    return BYTES * model.parameters / (gpu.node_link if gpus <= gpu.node else gpu.far_link)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """GPUs of trainers and engines, and the seconds of a step."""
+
+    gpus: int
+    trainers: int
+    engines: int
+    engine_gpus: int
+    """Of each engine."""
+    rollout: float
+    update: float
+    sync: float
+    staleness: int
+
+    @property
+    def shared(self) -> bool:
+        """Whether the same GPUs generate and train in turn."""
+        return self.trainers == self.gpus
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: one after the other, or beside each other if rollouts may be older."""
+        if self.shared or not self.staleness:
+            return self.rollout + self.update + self.sync
+        return max(self.rollout, self.update) + self.sync
+
+
+def splits(
+    model: ModelSize, work: Workload, gpus: int, gpu: Gpu = H200, *, staleness: int = 1
+) -> list[Split]:
+    """Return every way to divide GPUs, the fastest first. None: the model does not fit."""
+    least, smallest = fewest_trainers(model, gpu), engine_split(model, gpu)
+    sizes = [size for size in (1, 2, 4, 8) if size >= smallest]
+    found = []
+    for trainers in range(least, gpus + 1):
+        rest = gpus if trainers == gpus else gpus - trainers  # all: both, in turn
+        update = update_seconds(model, work, gpu, trainers=trainers)
+        for size in sizes:
+            engines = min(rest // size, work.rows)
+            if not engines:
+                continue
+            rollout = rollout_seconds(model, work, gpu, engines=engines, split=size)
+            found.append(
+                Split(
+                    gpus=gpus,
+                    trainers=trainers,
+                    engines=engines,
+                    engine_gpus=size,
+                    rollout=rollout,
+                    update=update,
+                    sync=sync_seconds(model, gpu, gpus=gpus),
+                    staleness=staleness,
+                )
+            )
+    return sorted(found, key=lambda split: (split.seconds, split.trainers))
+
+
+PUBLISHED = {
+    "1.5B": ModelSize(parameters=1.544e9, layers=28, hidden=1536, key_numbers=14_336),
+    "8B": ModelSize(parameters=8.03e9, layers=32, hidden=4096, key_numbers=65_536),
+    "32B": ModelSize(parameters=32.8e9, layers=64, hidden=5120, key_numbers=131_072),
+    "70B": ModelSize(parameters=70.6e9, layers=80, hidden=8192, key_numbers=163_840),
+}
+"""Shapes of Qwen2.5-1.5B, Llama-3.1-8B, Qwen2.5-32B and Llama-3.1-70B."""
+COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
+"""Numbers of GPUs in a table."""

@@ -1,0 +1,108 @@
+"""Time forecast of a run: a few of its training steps are run on this machine, and measured."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from covey.config import Config, parse_config, to_toml
+from covey.run.folder import RunFolder
+from covey.run.resume import Start
+from covey.stopping import StopSignal
+
+WARM_UP, MEASURED = 1, 2
+"""Steps that are run and not counted, since kernels and caches are made in them; and counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeForecast:
+    """Seconds of a run and its parts."""
+
+    rollout: float
+    score: float
+    update: float
+    step: float
+    """A whole training step."""
+    steps: int
+    evaluation: float
+    """One evaluation, estimated from the rollout's speed."""
+    evaluations: int
+    tokens_per_second: float
+
+    @property
+    def run(self) -> float:
+        """All steps and evaluations."""
+        return self.steps * self.step + self.evaluations * self.evaluation
+
+    def row(self) -> dict[str, Any]:
+        """Return the forecast as plain data."""
+        return {**asdict(self), "run": self.run}
+
+    def text(self) -> str:
+        """Return the forecast in a paragraph."""
+        parts = f"rollout {self.rollout:.2f}, scoring {self.score:.2f}, update {self.update:.2f}"
+        return (
+            f"time: {self.step:.2f} s a step ({parts}), {self.tokens_per_second:,.0f} sampled "
+            f"tokens a second. {self.steps} steps and {self.evaluations} evaluations of about "
+            f"{self.evaluation:.1f} s: {duration(self.run)}. Measured over {MEASURED} steps here."
+        )
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words.
+
+    >>> duration(95), duration(7300)
+    ('1 min 35 s', '2 h 1 min')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, left = divmod(minutes, 60)
+    return f"{hours} h {left} min" if hours else f"{minutes} min {rest} s"
+
+
+def measure_time(config: Config) -> TimeForecast:
+    """Run a few steps of a run in a temporary folder, without evaluations and checkpoints."""
+    from covey.training.build import assemble
+    from covey.training.loop import train
+
+    short = shortened(config)
+    parts = assemble(short)
+    with closing(parts.scorer), tempfile.TemporaryDirectory(prefix="covey-plan-") as folder:
+        run = RunFolder.create(Path(folder) / "run", to_toml(short), {})
+        train(parts, run, [], StopSignal(), Start())
+        rows = run.steps()[WARM_UP:]
+    return forecast_time(config, rows, len(parts.held_out_prompts))
+
+
+def shortened(config: Config) -> Config:
+    """Return the settings of the measurement: the same steps, but few of them."""
+    data = config.model_dump()
+    data["train"] |= {"steps": WARM_UP + MEASURED, "stop_after": {}}
+    data["evaluate"]["every"] = 0
+    data["save"] |= {"every": 0, "rollouts": False, "samples_every": 0}
+    return parse_config(data)
+
+
+def forecast_time(config: Config, rows: list[dict[str, Any]], held_out: int) -> TimeForecast:
+    """Return the forecast that follows from the metrics of some steps."""
+
+    def typical(name: str) -> float:
+        return statistics.median(float(row[name]) for row in rows)
+
+    rollout, every = typical("time/rollout"), config.evaluate.every
+    completions = config.rollout.prompts_per_step * config.rollout.group_size
+    evaluated = held_out * (1 + config.evaluate.samples)
+    return TimeForecast(
+        rollout=rollout,
+        score=typical("time/score"),
+        update=typical("time/update"),
+        step=typical("time/total"),
+        steps=config.train.steps,
+        evaluation=rollout * evaluated / completions,
+        evaluations=1 + math.ceil(config.train.steps / every) if every else 0,
+        tokens_per_second=typical("time/tokens_per_second"),
+    )

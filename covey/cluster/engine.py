@@ -1,0 +1,284 @@
+"""Engines in Ray actors, seen from the trainer: one engine that spreads requests over them.
+
+All requests of a prompt go to the same actor. If an actor dies, another one takes its place and
+generates all of its requests again; if there is no room for another, the rest do its work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Any
+
+from covey.cluster.engine_actor import EngineActor, Row, pack_weights
+from covey.cluster.ray_client import Need, dead, translated
+from covey.engines.protocol import (
+    Completion,
+    Engine,
+    EngineInfo,
+    Limits,
+    Request,
+    RequestSource,
+    WeightSource,
+)
+from covey.errors import EngineError
+
+CALLS = 4
+"""Calls that an actor serves at once: one waits for completions, others bring requests."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """An actor."""
+
+    number: int
+    handle: Any
+    ready: Any
+    """The answer to its first call, which comes once the model is loaded."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RayEngine:
+    """Generates with engines in Ray actors."""
+
+    build: Callable[[], Engine]
+    """Makes the engine inside an actor."""
+    engines: int
+    most: int
+    """Engines to grow to while the cluster has room for them."""
+    need: Need
+    threads: int
+    restarts: int
+    patience: float
+    members: list[Member] = field(default_factory=list, init=False)
+    coming: Member | None = field(default=None, init=False)
+    made: int = field(default=0, init=False)
+    died: int = field(default=0, init=False)
+    version: int = field(default=-1, init=False)
+    weights: Any = field(default=None, init=False)
+    told: EngineInfo | None = field(default=None, init=False)
+    happened: list[str] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.members = [self._make() for _ in range(self.engines)]
+
+    def _make(self) -> Member:
+        import ray
+
+        remote = ray.remote(EngineActor).options(**self.need.options(), max_concurrency=CALLS)
+        handle = remote.remote(self.build, self.threads)
+        self.made += 1
+        return Member(self.made, handle, handle.info.remote())
+
+    @property
+    def info(self) -> EngineInfo:
+        """That of the engine in the first actor."""
+        if self.told is None:
+            told = self._wait(self.members[0])
+            backend = f"{len(self.members)} Ray actors, each: {told.backend}"
+            self.told = replace(told, backend=backend, shares_weights=False, loads_in_flight=False)
+        return self.told
+
+    def _wait(self, member: Member) -> EngineInfo:
+        """Wait until an actor has its model."""
+        import ray
+
+        try:
+            told: EngineInfo = ray.get(member.ready, timeout=self.patience)
+            return told
+        except ray.exceptions.GetTimeoutError:
+            raise NoRoom(
+                f"engine {member.number}: Ray did not start it within {self.patience:g} s; "
+                "`ray status` shows what is free"
+            ) from None
+        except ray.exceptions.RayError as error:
+            raise translated(error, f"engine {member.number}") from None
+
+    def load_weights(self, weights: WeightSource, version: int) -> None:
+        """Put the weights into Ray's object store. Actors fetch them with their next request."""
+        import ray
+
+        if version != self.version:
+            self.weights, self.version = ray.put(pack_weights(weights())), version
+
+    def events(self) -> list[str]:
+        """Return the changes of the actors since the last call."""
+        happened, self.happened = self.happened, []
+        return happened
+
+    def close(self) -> None:
+        """End all actors."""
+        import ray
+
+        for member in (*self.members, *([self.coming] if self.coming else [])):
+            ray.kill(member.handle)
+        self.members, self.coming = [], None
+
+    def run(self, requests: RequestSource) -> None:
+        """Generate until the source has no more requests."""
+        if not requests.limits.requests:
+            return
+        self._grow()
+        try:
+            _Run(self, requests).run()
+        except BaseException:
+            self.close()  # they would go on with requests that are no longer wanted
+            raise
+
+    def _grow(self) -> None:
+        """Add an engine if the cluster has room for it. It joins when its model is loaded."""
+        import ray
+
+        if not self.members:
+            self.members = [self._make() for _ in range(self.engines)]
+        if self.coming is not None and ray.wait([self.coming.ready], timeout=0)[0]:
+            self._wait(self.coming)
+            self.members.append(self.coming)
+            self.happened.append(f"engine {self.coming.number} has joined: {len(self.members)} now")
+            self.coming = None
+        if self.coming is None and len(self.members) < self.most:
+            free = ray.available_resources()
+            room = (free.get("CPU", 0.0), free.get("GPU", 0.0))
+            if room[0] >= self.need.cpus and room[1] >= self.need.gpus:
+                self.coming = self._make()
+
+    def replace(self, member: Member) -> Member | None:
+        """Start another actor in the place of a dead one; None: there is no room for it."""
+        self.died += 1
+        if self.died > self.restarts:
+            raise EngineError(f"engine: Ray actors died {self.died} times; see `ray logs`")
+        new = self._make()
+        try:
+            self._wait(new)
+        except NoRoom:
+            import ray
+
+            ray.kill(new.handle)
+            self.members.remove(member)
+            if not self.members:
+                raise
+            self.happened.append(f"engine {member.number} died, and there is no room for another")
+            return None
+        self.members[self.members.index(member)] = new
+        self.happened.append(f"engine {member.number} died; engine {new.number} took its place")
+        return new
+
+
+class NoRoom(EngineError):
+    """The cluster has no free place for an actor."""
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """The requests of one actor, and the thread that waits for it."""
+
+    engine: RayEngine
+    member: Member
+    limits: Limits
+    out: SimpleQueue[Any]
+    requests: list[Request] = field(default_factory=list)
+    begun: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Send requests. If the actor is dead by now, they are sent again with the others."""
+        with self.lock:
+            self.requests += requests
+            if self.begun:
+                self.member.handle.add.remote(list(requests))
+
+    def serve(self) -> None:
+        """Put the actor's completions, or what ended it, into the queue."""
+        try:
+            while not self._serve_once():
+                pass
+        except Exception as error:
+            self.out.put(error)
+
+    def _serve_once(self) -> bool:
+        """Return whether the share has ended; False: its actor was replaced."""
+        import ray
+
+        engine, handle = self.engine, self.member.handle
+        try:
+            held = [engine.weights]
+            version = ray.get(handle.begin.remote(engine.version, held, self.limits))
+            assert version == engine.version, "an actor generates with the weights of its call"
+            with self.lock:
+                ray.get(handle.add.remote(list(self.requests)))
+                self.begun = True
+            while rows := ray.get(handle.collect.remote()):
+                self.out.put(rows)
+            return True
+        except ray.exceptions.RayError as error:
+            if not dead(error):
+                raise translated(error, f"engine {self.member.number}") from None
+        with self.lock:
+            self.begun = False
+        new = engine.replace(self.member)
+        if new is None:
+            self.out.put(self)
+            return True
+        self.member = new
+        return False
+
+
+class _Run:
+    """The requests of one source, spread over the actors."""
+
+    def __init__(self, engine: RayEngine, source: RequestSource) -> None:
+        self.source = source
+        self.out: SimpleQueue[Any] = SimpleQueue()
+        limits = source.limits
+        self.shares = [_Share(engine, member, limits, self.out) for member in engine.members]
+        self.waiting: dict[int, Request] = {}
+
+    def run(self) -> None:
+        """Generate until the source has no more requests."""
+        threads = [threading.Thread(target=share.serve, daemon=True) for share in self.shares]
+        self._take()
+        for thread in threads:
+            thread.start()
+        while self.waiting:
+            found = self.out.get()
+            if isinstance(found, Exception):
+                raise found
+            if isinstance(found, _Share):
+                self._move(found)
+            else:
+                self._accept(found)
+            self._take()
+        for share in self.shares:
+            share.member.handle.end.remote()
+        for thread in threads:
+            thread.join()
+
+    def _take(self) -> None:
+        requests = list(self.source.take())
+        self.waiting |= {request.number: request for request in requests}
+        self._spread(requests)
+
+    def _spread(self, requests: Sequence[Request]) -> None:
+        count = len(self.shares)
+        for place, share in enumerate(self.shares):
+            if own := [r for r in requests if r.prompt % count == place]:
+                share.add(own)
+
+    def _move(self, lost: _Share) -> None:
+        """Give the requests of an actor that is gone to the others."""
+        self.shares.remove(lost)
+        self._spread([r for r in lost.requests if r.number in self.waiting])
+
+    def _accept(self, rows: Sequence[Row]) -> None:
+        """Hand new completions to the source; those that a restart repeated are dropped."""
+        new = [
+            Completion(
+                request=self.waiting.pop(number), tokens=tokens, logp=logp, finish=end,
+                versions=spans,
+            )
+            for number, tokens, logp, end, spans in rows
+            if number in self.waiting
+        ]  # fmt: skip
+        self.source.done(new)

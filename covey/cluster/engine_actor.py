@@ -1,0 +1,149 @@
+"""An engine in a Ray actor. It generates in a thread, while calls bring requests and fetch results.
+
+Every call names the version of the weights that it wants. An actor that has been started again
+holds none, and fetches them: it can never generate with others unnoticed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from covey.engines.protocol import Completion, Engine, EngineInfo, Limits, Request
+
+Packed = Mapping[str, tuple[np.ndarray, str]]
+"""Weights as Ray stores them: bytes that every process of a node maps, and the dtype."""
+Row = tuple[Any, ...]
+
+
+def pack_weights(weights: Any) -> dict[str, tuple[np.ndarray, str]]:
+    """Return weights as arrays that Ray shares between processes without a copy."""
+    packed = {}
+    for name, weight in weights:
+        plain = weight.detach().cpu().contiguous()
+        array = plain.view(torch.uint8 if plain.dim() else plain.dtype)
+        packed[name] = (array.numpy(), str(plain.dtype).removeprefix("torch."))
+    return packed
+
+
+def unpack_weights(packed: Packed) -> list[tuple[str, torch.Tensor]]:
+    """Return them as tensors, which must not be written to."""
+    return [
+        (name, torch.from_numpy(array.copy()).view(getattr(torch, dtype)))
+        for name, (array, dtype) in packed.items()
+    ]
+
+
+class _Source:
+    """A source of requests that calls of the actor fill and empty."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.changed = threading.Condition()
+        self.ready: list[Request] = []
+        self.running = 0
+        self.rows: list[Row] = []
+        self.ended = False
+        self.error: BaseException | None = None
+
+    def take(self) -> Sequence[Request]:
+        """Return new requests; wait for them, or for the end, if none is being generated."""
+        with self.changed:
+            while not (self.ready or self.running or self.ended):
+                self.changed.wait()
+            ready, self.ready = self.ready, []
+            self.running += len(ready)
+            return ready
+
+    def done(self, completions: Sequence[Completion]) -> None:
+        """Keep completions until they are fetched."""
+        with self.changed:
+            self.running -= len(completions)
+            self.rows += [
+                (c.request.number, c.tokens, c.logp, c.finish, c.versions) for c in completions
+            ]
+            self.changed.notify_all()
+
+
+class EngineActor:
+    """Generates for a trainer in another process."""
+
+    def __init__(self, build: Callable[[], Engine], threads: int) -> None:
+        if threads:
+            torch.set_num_threads(threads)
+        self.engine = build()
+        self.version = -1
+        self.source: _Source | None = None
+        self.thread: threading.Thread | None = None
+
+    def info(self) -> EngineInfo:
+        """What the engine says about itself."""
+        return self.engine.info
+
+    def load(self, version: int, held: Sequence[Any]) -> int:
+        """Load weights. The reference is inside a list, so that they come only if needed."""
+        if version != self.version:
+            import ray
+
+            packed = ray.get(held[0])
+            self.engine.load_weights(lambda: unpack_weights(packed), version)
+            self.version = version
+        return self.version
+
+    def begin(self, version: int, held: Sequence[Any], limits: Limits) -> int:
+        """Begin to generate with the weights of a version; return the version that it has."""
+        self.load(version, held)
+        source = self.source = _Source(limits)
+
+        def work() -> None:
+            try:
+                self.engine.run(source)
+            except BaseException as error:
+                with source.changed:
+                    source.error = error
+                    source.changed.notify_all()
+
+        self.thread = threading.Thread(target=work, daemon=True)
+        self.thread.start()
+        return self.version
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Take more requests."""
+        source = self._source()
+        with source.changed:
+            source.ready += requests
+            source.changed.notify_all()
+
+    def collect(self) -> list[Row]:
+        """Wait for completions and return them; none: everything is done."""
+        source = self._source()
+        with source.changed:
+            while not (source.rows or source.error or source.ended):
+                source.changed.wait()
+            if source.error is not None:
+                raise source.error
+            rows, source.rows = source.rows, []
+            return rows
+
+    def end(self) -> None:
+        """End a run: there will be no more requests."""
+        source = self._source()
+        with source.changed:
+            source.ended = True
+            source.changed.notify_all()
+        if self.thread is not None:
+            self.thread.join()
+
+    def pid(self) -> int:
+        """The process, for messages and tests."""
+        import os
+
+        return os.getpid()
+
+    def _source(self) -> _Source:
+        assert self.source is not None, "begin comes first"
+        return self.source

@@ -1,0 +1,177 @@
+"""Connecting to Ray, and calls of its actors: failures in covey's words."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from covey.errors import ConfigError, CoveyError, EngineError
+from covey.escape import printable
+
+LOCAL = "local"
+"""The address that means: start Ray on this machine, for this run."""
+HOLD_SECONDS = 60.0
+REACH_SECONDS = 10.0
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What an actor takes of a node."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    def options(self) -> dict[str, Any]:
+        """Return Ray's options of an actor."""
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus}
+
+
+def check_ray() -> None:
+    """Say how to install Ray if it is missing."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("config: [cluster] needs Ray: pip install 'covey[ray]'")
+
+
+def connect(address: str, trainer_gpus: int = 0) -> None:
+    """Connect to a Ray cluster, or start one on this machine; one line if there is none.
+
+    Actors get none of the trainer's GPUs: the first ones of this machine if Ray is started here,
+    else those that Ray sets aside.
+    """
+    check_ray()
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # no warning about GPUs
+    import ray
+
+    if ray.is_initialized():
+        return
+    _check_address(address)
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    try:
+        if address == LOCAL:
+            with _hidden_gpus(trainer_gpus):
+                ray.init(include_dashboard=False, **quiet)
+            return
+        ray.init(address=address, **quiet)
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        raise _unreachable(address, error) from None
+    if trainer_gpus and "RANK" not in os.environ:  # torchrun gives its ranks their GPUs
+        _set_aside(trainer_gpus)
+
+
+def _check_address(address: str) -> None:
+    """Refuse an address where nothing listens: Ray itself would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+    except OSError as error:
+        raise _unreachable(address, error) from None
+
+
+def _unreachable(address: str, error: Exception) -> ConfigError:
+    what = printable(" ".join(str(error).split())[:200])
+    return ConfigError(
+        f"config: cluster.address = {address!r}: Ray cannot be reached: {what}; start it with "
+        f"`ray start --head`, or use {LOCAL!r}"
+    )
+
+
+@contextmanager
+def _hidden_gpus(count: int) -> Iterator[None]:
+    """Hide the first GPUs from what is started inside the block."""
+    name, before = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not count:
+        yield
+        return
+    import torch
+
+    seen = before.split(",") if before else [str(i) for i in range(torch.cuda.device_count())]
+    os.environ[name] = ",".join(seen[count:])
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        os.environ |= {} if before is None else {name: before}
+
+
+class Holder:
+    """An actor that holds GPUs of its node for a process that is no actor."""
+
+    def gpus(self) -> list[str]:
+        """Return their numbers."""
+        import ray
+
+        return [str(number) for number in ray.get_gpu_ids()]
+
+
+_held: list[Any] = []
+"""Holders live as long as this process."""
+
+
+def _set_aside(count: int) -> None:
+    """Let Ray choose the trainer's GPUs on this machine, before torch has seen any."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "num_gpus": count, "scheduling_strategy": here}
+    holder = ray.remote(Holder).options(**options).remote()
+    try:
+        numbers = ray.get(holder.gpus.remote(), timeout=HOLD_SECONDS)
+    except ray.exceptions.RayError:
+        raise ConfigError(
+            f"config: cluster.trainer_gpus = {count}: Ray has fewer free GPUs on this machine"
+        ) from None
+    _held.append(holder)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
+
+
+def check_room(needs: Sequence[tuple[str, int, Need]]) -> None:
+    """Refuse more than the whole cluster has: actors without a place would wait for ever."""
+    import ray
+
+    total = ray.cluster_resources()
+    for resource, unit in (("GPU", "gpus"), ("CPU", "cpus")):
+        wanted = sum(count * getattr(need, unit) for _, count, need in needs)
+        if wanted > total.get(resource, 0.0):
+            parts = ", ".join(f"{count} {name}" for name, count, _ in needs if count)
+            raise ConfigError(
+                f"config: [cluster] asks for {wanted:g} {resource}s ({parts}), and Ray has "
+                f"{total.get(resource, 0.0):g}; lower cluster.engines or cluster.engine_{unit}"
+            )
+
+
+def dead(error: BaseException) -> bool:
+    """Return whether an error of a call means that its actor, or its node, has died."""
+    from ray import exceptions
+
+    kinds = (
+        exceptions.RayActorError,
+        exceptions.NodeDiedError,
+        exceptions.WorkerCrashedError,
+        exceptions.ObjectLostError,
+        exceptions.OwnerDiedError,
+    )
+    return isinstance(error, kinds)
+
+
+def translated(error: Exception, what: str) -> Exception:
+    """Return a failure inside an actor as one line, with the actor's traceback beside it."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, CoveyError):
+        return cause
+    text = COLOURS.sub("", str(error)).strip()
+    last = text.splitlines()[-1].strip() if text else type(error).__name__
+    line = f"{what} failed: {printable(last)[:300]}; its traceback is in the run's failure.txt"
+    problem = EngineError(line)
+    problem.details = text
+    return problem

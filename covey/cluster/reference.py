@@ -1,0 +1,72 @@
+"""A reference policy in a Ray actor: it takes no memory of the trainer's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from covey.cluster.ray_client import Need, dead, translated
+from covey.models.logp import LogProbs
+from covey.reference.protocol import Reference
+from covey.types import Batch
+
+
+class ReferenceActor:
+    """Holds a reference that never changes."""
+
+    def __init__(self, build: Callable[[], Reference]) -> None:
+        self.reference = build()
+
+    def identity(self) -> str:
+        """A short description."""
+        return self.reference.identity
+
+    def logp(self, batch: Batch) -> tuple[Any, Any]:
+        """Return log-probabilities and entropies, on the CPU."""
+        found = self.reference.logp(batch)
+        return found.logp.cpu(), found.entropy.cpu()
+
+
+@dataclass(slots=True, kw_only=True)
+class RayReference(Reference):
+    """Asks the actor. One that has died is started again: it loads the same weights."""
+
+    build: Callable[[], Reference]
+    need: Need
+    restarts: int
+    handle: Any = field(default=None, init=False)
+    told: str = field(default="", init=False)
+    died: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._start()
+        self.told = self._ask("identity")
+
+    def _start(self) -> None:
+        import ray
+
+        self.handle = ray.remote(ReferenceActor).options(**self.need.options()).remote(self.build)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        import ray
+
+        while True:
+            try:
+                return ray.get(getattr(self.handle, method).remote(*arguments))
+            except ray.exceptions.RayError as error:
+                if not dead(error) or self.died >= self.restarts:
+                    raise translated(error, "reference") from None
+                self.died += 1
+                self._start()
+
+    @property
+    def identity(self) -> str:
+        """That of the reference in the actor."""
+        return self.told
+
+    def logp(self, batch: Batch) -> LogProbs:
+        """Return log-probability and entropy of every trained token under the reference."""
+        device = batch.tokens.device
+        logp, entropy = self._ask("logp", batch.to("cpu"))
+        return LogProbs(logp=logp.to(device), entropy=entropy.to(device))

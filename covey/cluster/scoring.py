@@ -1,0 +1,127 @@
+"""Scoring in Ray actors: each has a scoring pool, with its limits of time and memory, on its node.
+
+A job whose actor dies is scored again by another: rewards are functions of the completion.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from covey.cluster.ray_client import Need, dead, translated
+from covey.errors import RewardError
+from covey.rewards.score import Reward
+from covey.scoring.job import Job, ScoreResult
+from covey.scoring.pool import Pool
+
+CALLS = 256
+"""Jobs that wait in an actor at once."""
+
+
+class ScoringActor:
+    """A scoring pool on its own node."""
+
+    def __init__(self, reward: Reward, identity: str, settings: dict[str, Any]) -> None:
+        self.pool = Pool(reward, identity, **settings)
+        self.pool.start()
+
+    def score(self, job: Job) -> list[ScoreResult]:
+        """Score a job."""
+        return self.pool.submit(job).result()
+
+    def pid(self) -> int:
+        """The process, for messages and tests."""
+        import os
+
+        return os.getpid()
+
+
+@dataclass(slots=True, kw_only=True)
+class RayScorer:
+    """Spreads jobs over scoring actors."""
+
+    reward: Reward
+    identity: str
+    actors: int
+    need: Need
+    settings: dict[str, Any]
+    """Of each pool."""
+    restarts: int
+    handles: list[Any] = field(default_factory=list, init=False)
+    sent: int = field(default=0, init=False)
+    died: int = field(default=0, init=False)
+    happened: list[str] = field(default_factory=list, init=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        self.handles = [self._make() for _ in range(self.actors)]
+
+    def _make(self) -> Any:
+        import ray
+
+        remote = ray.remote(ScoringActor).options(**self.need.options(), max_concurrency=CALLS)
+        return remote.remote(self.reward, self.identity, self.settings)
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether a job must hold all completions of a group."""
+        return bool(getattr(self.reward, "whole_groups", False))
+
+    def submit(self, job: Job) -> RayScore:
+        """Send a job to the next actor."""
+        with self.lock:
+            place = self.sent % self.actors
+            self.sent += 1
+            handle = self.handles[place]
+        return RayScore(self, job, place, handle, handle.score.remote(job))
+
+    def replace(self, place: int, handle: Any) -> Any:
+        """Return another actor for a dead one, which is started unless another thread has."""
+        with self.lock:
+            if self.handles[place] is handle:
+                self.died += 1
+                if self.died > self.restarts:
+                    raise RewardError(f"reward: scoring actors died {self.died} times")
+                self.handles[place] = self._make()
+                self.happened.append(f"scoring worker {place + 1} died, and was started again")
+            return self.handles[place]
+
+    def events(self) -> list[str]:
+        """Return the restarts since the last call."""
+        with self.lock:
+            happened, self.happened = self.happened, []
+        return happened
+
+    def close(self) -> None:
+        """End all actors."""
+        import ray
+
+        for handle in self.handles:
+            ray.kill(handle)
+        self.handles = []
+
+
+@dataclass(slots=True)
+class RayScore:
+    """A job that an actor works on."""
+
+    scorer: RayScorer
+    job: Job
+    place: int
+    handle: Any
+    reference: Any
+
+    def result(self) -> list[ScoreResult]:
+        """Wait for the scores; if the actor has died, from another."""
+        import ray
+
+        while True:
+            try:
+                results: list[ScoreResult] = ray.get(self.reference)
+                return results
+            except ray.exceptions.RayError as error:
+                if not dead(error):
+                    raise translated(error, f"scoring worker {self.place + 1}") from None
+            self.handle = self.scorer.replace(self.place, self.handle)
+            self.reference = self.handle.score.remote(self.job)

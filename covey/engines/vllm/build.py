@@ -1,0 +1,174 @@
+"""From the [engine.vllm] section to a vLLM engine: checks, servers, the way weights are sent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from covey.engines.vllm.check import check_dtype, check_installed, check_served, served_version
+from covey.engines.vllm.client import Client, check_url
+from covey.engines.vllm.engine import Replica, VllmEngine
+from covey.engines.vllm.in_process import start_local
+from covey.engines.vllm.plugin import BACKEND
+from covey.engines.vllm.server import ServerProcess, ServerSettings
+from covey.engines.vllm.sync import (
+    AdapterSync,
+    FileSync,
+    NcclSync,
+    Sync,
+    has_only_lora,
+    write_model,
+)
+from covey.errors import ConfigError
+from covey.models.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from covey.config import Config
+    from covey.config.cluster_sections import Vllm
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def vllm_engine(
+    config: Config, model: LanguageModel, *, cuda: bool, first_gpu: int | None = None
+) -> VllmEngine:
+    """Start the servers, or connect to those that run, and return the engine.
+
+    `cuda`: whether servers get GPUs, from `first_gpu` on; None: as configured.
+    """
+    section = config.engine.vllm
+    _check_adapter(model)
+    installed = "" if section.urls else check_installed()
+    parent = Path(section.folder) if section.folder else SHARED_MEMORY
+    folder = Path(tempfile.mkdtemp(prefix="covey-", dir=parent if parent.is_dir() else None))
+    with ExitStack() as failed:
+        failed.callback(shutil.rmtree, folder, ignore_errors=True)
+        write_model(model, folder)
+        if section.urls:
+            replicas = _running(config, model)
+        elif section.colocated:
+            settings = _settings(config, model, cuda=cuda)
+            replicas = [Replica(start_local(settings, folder, section.timeout))]
+        else:
+            first = section.first_gpu if first_gpu is None else first_gpu
+            replicas = _started(config, model, folder, first if cuda else None)
+        for replica in replicas:
+            failed.callback(_stop, replica)
+        if not section.urls and not section.colocated:
+            _wait(replicas, section.patience)
+        engine = VllmEngine(
+            model=model,
+            replicas=replicas,
+            sync=_sync(config, model, replicas, folder),
+            release=lambda: shutil.rmtree(folder, ignore_errors=True),
+            vllm_version=installed if section.colocated else served_version(replicas[0].client),
+            restarts=section.restarts,
+            patience=section.patience,
+            sleeps=section.colocated and cuda,
+        )
+        failed.pop_all()
+    return engine
+
+
+def _check_adapter(model: LanguageModel) -> None:
+    if model.adapter is not None and not has_only_lora(model):
+        raise ConfigError(
+            "config: adapter.also_train trains whole layers, which vLLM cannot load beside an "
+            "adapter; leave it out, or use engine.kind = 'native'"
+        )
+
+
+def _uses_nccl(config: Config, model: LanguageModel) -> bool:
+    wanted = config.engine.vllm.transfer
+    if wanted == "nccl" and model.device.type != "cuda":
+        raise ConfigError(
+            "config: engine.vllm.transfer = 'nccl' needs a model on a GPU; use 'file'"
+        )
+    return wanted == "nccl"
+
+
+def _sync(config: Config, model: LanguageModel, replicas: list[Replica], folder: Path) -> Sync:
+    sync: Sync = FileSync(model, folder)
+    if _uses_nccl(config, model):
+        sync = NcclSync(model, [one.client for one in replicas], config.engine.vllm.host)
+    return sync if model.adapter is None else AdapterSync(model, folder, sync)
+
+
+def _running(config: Config, model: LanguageModel) -> list[Replica]:
+    """Connect to servers that others started."""
+    section = config.engine.vllm
+    backend = "nccl" if _uses_nccl(config, model) else BACKEND
+    replicas = []
+    for url in section.urls:
+        client = Client(check_url(url), section.timeout)
+        check_dtype(client, check_served(client, backend), model)
+        replicas.append(Replica(client))
+    return replicas
+
+
+def _started(
+    config: Config, model: LanguageModel, folder: Path, first_gpu: int | None
+) -> list[Replica]:
+    """Start servers on this machine, on its GPUs from the given one on; None: on its CPU."""
+    section = config.engine.vllm
+    settings = _settings(config, model, cuda=first_gpu is not None)
+    logs = Path(tempfile.mkdtemp(prefix="covey-vllm-"))
+    replicas = []
+    for number in range(section.servers):
+        process = ServerProcess(settings=settings, model=folder, log=logs / f"server-{number}.log")
+        if first_gpu is not None:
+            process.gpus = _gpus(first_gpu + number * section.tensor_parallel, section)
+        process.start()
+        client = Client(process.url, section.timeout)
+        replicas.append(Replica(client, process))
+    return replicas
+
+
+def _settings(config: Config, model: LanguageModel, *, cuda: bool) -> ServerSettings:
+    section = config.engine.vllm
+    return ServerSettings(
+        dtype=str(model.head.linear.weight.dtype).removeprefix("torch."),
+        cuda=cuda,
+        context=model.context if model.context < 2**31 else 32_768,
+        max_concurrent=-(-config.engine.max_concurrent // section.servers),
+        lora_rank=0 if model.adapter is None else model.adapter.r,
+        tensor_parallel=section.tensor_parallel,
+        memory=section.memory,
+        backend="nccl" if _uses_nccl(config, model) else BACKEND,
+        arguments=tuple(section.arguments),
+    )
+
+
+def _gpus(first: int, section: Vllm) -> str:
+    """Return the GPUs of a server, as CUDA_VISIBLE_DEVICES: those that this process may see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    own = names[first : first + section.tensor_parallel]
+    if len(own) < section.tensor_parallel:
+        raise ConfigError(
+            f"config: engine.vllm needs GPUs {first} to {first + section.tensor_parallel - 1}, and "
+            f"there are {len(names)}; lower engine.vllm.servers or engine.vllm.first_gpu"
+        )
+    return ",".join(own)
+
+
+def _wait(replicas: list[Replica], patience: float) -> None:
+    def ready(replica: Replica) -> None:
+        assert replica.process is not None
+        replica.process.wait(replica.client, patience)
+
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        list(pool.map(ready, replicas))
+
+
+def _stop(replica: Replica) -> None:
+    replica.client.close()
+    if replica.process is not None:
+        replica.process.stop()

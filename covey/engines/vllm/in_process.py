@@ -1,0 +1,159 @@
+"""vLLM without a server: its engine is driven from this process, on the trainer's own GPU.
+
+It speaks the language of a server, so that everything above it is the same. Its scheduler and
+workers are processes of their own, as vLLM makes them. Between rollouts it sleeps: its weights go
+to main memory, and its KV cache is freed for the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import uuid
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import TimeoutError as WaitTimeout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from covey.engines.vllm.client import Client, Unavailable
+from covey.engines.vllm.server import ServerSettings
+from covey.errors import EngineError
+
+SLEEP, WAKE = "/sleep", "/wake_up"
+
+
+def start_local(settings: ServerSettings, model: Path, timeout: float) -> LocalClient:
+    """Start vLLM's engine; one line if it does not start."""
+    for name, value in settings.variables().items():
+        os.environ.setdefault(name, value)
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    options: dict[str, Any] = {"enforce_eager": True}
+    if settings.cuda:
+        options = {"gpu_memory_utilization": settings.memory, "enable_sleep_mode": True}
+    if settings.lora_rank:
+        options |= {"enable_lora": True, "max_lora_rank": settings.served_rank, "max_loras": 2}
+    arguments = AsyncEngineArgs(
+        model=str(model),
+        load_format="dummy",
+        dtype=settings.dtype,
+        max_model_len=settings.context,
+        max_num_seqs=settings.max_concurrent,
+        logprobs_mode="processed_logprobs",
+        tensor_parallel_size=settings.tensor_parallel,
+        weight_transfer_config=WeightTransferConfig(backend=settings.backend),
+        disable_log_stats=True,
+        **options,
+    )
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="vllm", daemon=True).start()
+
+    async def make() -> Any:
+        return AsyncLLM.from_engine_args(arguments)
+
+    try:
+        llm = asyncio.run_coroutine_threadsafe(make(), loop).result()
+    except Exception as error:
+        line = " ".join(str(error).split())[:300]
+        raise EngineError(f"engine: vLLM does not start in this process: {line}") from None
+    return LocalClient("in this process", timeout, llm=llm, loop=loop)
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalClient(Client):
+    """The engine, as if it were a server."""
+
+    llm: Any
+    loop: asyncio.AbstractEventLoop
+    adapters: dict[str, Any] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self.llm.shutdown()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def healthy(self) -> bool:
+        """Whether its processes live."""
+        return not self.llm.errored
+
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+        work = self._work(path, dict(body or {}))
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return json.dumps(future.result(self.timeout)).encode()
+        except (TimeoutError, WaitTimeout):
+            future.cancel()
+            raise Unavailable(f"gave no answer to {path} for {self.timeout:g} s") from None
+        except (Unavailable, EngineError):
+            raise
+        except Exception as error:
+            line = " ".join(str(error).split())[:300]
+            raise Unavailable(f"failed at {path}: {type(error).__name__} {line}") from None
+
+    def _work(self, path: str, body: dict[str, Any]) -> Coroutine[Any, Any, Any]:
+        """Return what a page of a server does."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        llm = self.llm
+        if path == "/inference/v1/generate":
+            return self._generate(body)
+        if path == "/update_weights":
+            update = WeightTransferUpdateRequest(update_info=body["update_info"])
+            return self._told(llm.update_weights(update))
+        if path == "/reset_prefix_cache":
+            return self._told(llm.reset_prefix_cache(), "success")
+        if path == "/v1/load_lora_adapter":
+            return self._load(body["lora_name"], body["lora_path"])
+        if path == "/v1/unload_lora_adapter":
+            return self._told(llm.remove_lora(self.adapters.pop(body["lora_name"]).lora_int_id))
+        plain = {
+            "/start_weight_update": llm.start_weight_update,
+            "/finish_weight_update": llm.finish_weight_update,
+            "/update_weight_version": llm.update_weight_version,
+            SLEEP: llm.sleep,
+            WAKE: llm.wake_up,
+        }
+        return self._told(plain[path](**body))
+
+    async def _told(self, work: Coroutine[Any, Any, Any], name: str = "done") -> dict[str, Any]:
+        found = await work
+        return {name: found if isinstance(found, bool) else True}
+
+    async def _load(self, name: str, path: str) -> dict[str, Any]:
+        from vllm.lora.request import LoRARequest
+
+        number = 1 + int(name.rpartition("-")[2])
+        self.adapters[name] = LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
+        await self.llm.add_lora(self.adapters[name])
+        return {}
+
+    async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(**body["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY)
+        prompt = {"prompt_token_ids": body["token_ids"]}
+        adapter = self.adapters.get(body.get("model", ""))
+        answers = self.llm.generate(prompt, params, uuid.uuid4().hex, lora_request=adapter)
+        *_, last = [answer async for answer in answers]
+        (output,) = last.outputs
+        tokens = list(output.token_ids)
+        logp = [float(at[token].logprob) for token, at in zip(tokens, output.logprobs, strict=True)]
+        spans = [vars_of(span) for span in output.weight_versions or ()]
+        choice = {
+            "token_ids": tokens,
+            "logprobs": {"content": [{"logprob": value} for value in logp]},
+            "finish_reason": output.finish_reason,
+            "weight_versions": spans,
+        }
+        return {"choices": [choice]}
+
+
+def vars_of(span: Any) -> dict[str, Any]:
+    """Return a version span as a server sends it."""
+    return {"start": span.start, "end": span.end, "version": span.version}

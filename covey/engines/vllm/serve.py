@@ -1,0 +1,37 @@
+"""A vLLM server that ends with the process that started it: `serve.py PARENT FOLDER ARGUMENTS`.
+
+Without this a killed trainer would leave servers that hold memory for ever. FOLDER holds the
+weights that the trainer sends, and is removed with it.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import signal
+import sys
+import threading
+import time
+
+WATCH_SECONDS = 1.0
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def _watch(parent: int, folder: str) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)  # the server's own processes too: it leads a session
+
+
+def main() -> None:
+    """Watch the parent, and serve."""
+    parent, folder, *arguments = sys.argv[1:]
+    threading.Thread(target=_watch, args=(int(parent), folder), daemon=True).start()
+    sys.argv = [SERVER, *arguments]
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The policy's weights as a vLLM server loads them: head untied, narrow attention heads padded.
+
+A tied head is sent as a weight of its own, because vLLM's CPU build packs the head when it loads it
+and would keep the packed copy of old weights. Attention heads narrower than 32 are refused by vLLM;
+zeros make them wider without changing what they compute.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from covey.errors import ModelError
+
+NARROWEST = 32
+"""The narrowest attention heads that vLLM serves."""
+PADDABLE = ("llama", "mistral", "qwen2")
+"""Model types whose heads can be padded: plain rotary attention, no norm over a head."""
+PROJECTION = re.compile(r"\.self_attn\.([qkvo])_proj\.(?:base_layer\.)?(weight|bias|lora_[AB])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadPadding:
+    """Zero-padding of attention heads from `width` to `padded` dimensions, exact up to rounding.
+
+    Rotary embedding turns dimensions i and i + width / 2 by the frequency base^(-2 i / width). In a
+    head `times` as wide, the pair times * i has that frequency. Attention divides by the root of
+    the padded width, so queries are multiplied by the root of `times`.
+    """
+
+    heads: int
+    key_heads: int
+    width: int
+    padded: int
+
+    @staticmethod
+    def of(config: Any) -> HeadPadding | None:
+        """Return the padding that a model needs; None: it needs none."""
+        heads = int(config.num_attention_heads)
+        width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        if width >= NARROWEST:
+            return None
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if config.model_type not in PADDABLE or rope != "default":
+            raise ModelError(
+                f"engine: vLLM serves attention heads of at least {NARROWEST} dimensions, and this "
+                f"{config.model_type} model has {width}; use engine.name = 'native'"
+            )
+        return HeadPadding(
+            heads=heads,
+            key_heads=int(config.num_key_value_heads),
+            width=width,
+            padded=width * math.ceil(NARROWEST / width),
+        )
+
+    @property
+    def times(self) -> int:
+        """How much wider the padded heads are."""
+        return self.padded // self.width
+
+    def apply(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight of the padded model, given that of the model."""
+        match = PROJECTION.search(name)
+        if match is None:
+            return weight
+        kind, part = match.groups()
+        if kind == "o":  # reads heads: its columns are padded
+            return self._spread(weight, 1, kind) if part in ("weight", "lora_A") else weight
+        return weight if part == "lora_A" else self._spread(weight, 0, kind)
+
+    def _spread(self, weight: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
+        heads = self.key_heads if kind in "kv" else self.heads
+        shaped = weight.detach().unflatten(dim, (heads, self.width))
+        before, after = shaped.shape[: dim + 1], shaped.shape[dim + 2 :]
+        wide = shaped.new_zeros(*before, self.padded, *after)
+        wide.index_copy_(dim + 1, self._places(kind, weight.device), shaped)
+        scale = math.sqrt(self.times) if kind == "q" else 1.0
+        padded: torch.Tensor = wide.flatten(dim, dim + 1) * scale
+        return padded
+
+    def _places(self, kind: str, device: torch.device) -> torch.Tensor:
+        """Return the dimension of the padded head to which each dimension goes."""
+        if kind in "vo":
+            return torch.arange(self.width, device=device)
+        half = torch.arange(self.width // 2, device=device) * self.times
+        return torch.cat([half, half + self.padded // 2])
+
+
+def served_config(config: Any) -> dict[str, Any]:
+    """Return the configuration, as JSON, of the model that the server loads."""
+    data: dict[str, Any] = config.to_dict()
+    padding = HeadPadding.of(config)
+    if padding is not None:
+        data["head_dim"] = padding.padded
+    return {**data, "tie_word_embeddings": False}
+
+
+def served_weights(
+    named: Iterable[tuple[str, torch.Tensor]], model: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of a model under the names that the server loads.
+
+    `named` are those of the trainer. LoRA weights are left out: adapters are served on their own.
+    """
+    padding, tied = HeadPadding.of(model.config), bool(model.config.tie_word_embeddings)
+    embedding = model.get_input_embeddings().weight
+    shared = next((name for name, w in model.named_parameters() if w is embedding), "")
+    for name, weight in named:
+        if ".lora_" in name:
+            continue
+        plain = weight.detach()
+        yield (
+            name.replace(".base_layer.", "."),
+            plain if padding is None else padding.apply(name, plain),
+        )
+        if tied and name == shared:
+            yield "lm_head.weight", plain

@@ -1,0 +1,188 @@
+"""A vLLM server as a process of its own: command line, start, log, end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from covey.engines.vllm.client import Client, Unavailable
+from covey.errors import EngineError
+from covey.escape import printable
+
+HOST = "127.0.0.1"
+"""vLLM's endpoints for weight updates have no access control: no other machine may reach them."""
+SERVE = str(Path(__file__).with_name("serve.py"))
+POLL_SECONDS = 0.5
+END_SECONDS = 5.0
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else servers on one machine share the first cores
+    "VLLM_CPU_CI_ENV": "1",  # no compilation at the start
+    "OMP_WAIT_POLICY": "passive",  # threads that wait leave the cores to the trainer
+}
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # weight updates and cache resets
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """What a server is started with."""
+
+    dtype: str
+    cuda: bool
+    context: int
+    max_concurrent: int
+    lora_rank: int = 0
+    """Rank of the adapter that is trained; 0: there is none."""
+    tensor_parallel: int = 1
+    memory: float = 0.5
+    """Share of a GPU's memory; on a CPU, gibibytes of the KV cache."""
+    backend: str = "covey_file"
+    """vLLM's name of the transfer engine."""
+    arguments: tuple[str, ...] = ()
+
+    def command(self, model: Path, port: int) -> list[str]:
+        """Return vLLM's arguments."""
+        words: dict[str, Any] = {
+            "model": model,
+            "host": HOST,
+            "port": port,
+            "load-format": "dummy",  # the trainer sends the weights
+            "dtype": self.dtype,
+            "max-model-len": self.context,
+            "max-num-seqs": self.max_concurrent,
+            "logprobs-mode": "processed_logprobs",
+            "weight-transfer-config": json.dumps({"backend": self.backend}),
+            "tensor-parallel-size": self.tensor_parallel,
+        }
+        flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
+        if self.cuda:
+            words["gpu-memory-utilization"] = self.memory
+        else:
+            flags.append("--enforce-eager")
+        if self.lora_rank:
+            flags.append("--enable-lora")
+            words |= {"max-lora-rank": self.served_rank, "max-loras": 2}
+        pairs = [text for key, value in words.items() for text in (f"--{key}", str(value))]
+        return [*pairs, *flags, *self.arguments]
+
+    @property
+    def served_rank(self) -> int:
+        """The smallest rank of at least the adapter's that vLLM has kernels for."""
+        sizes = (8, 16, 32, 64, 128, 256, 320, 512)
+        return next((size for size in sizes if size >= self.lora_rank), self.lora_rank)
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of the process."""
+        return {**self.variables(), **os.environ}
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that vLLM reads, beside its arguments."""
+        if self.cuda:
+            return ENVIRONMENT
+        # vLLM takes whole gibibytes.
+        return {
+            **ENVIRONMENT,
+            **CPU_ENVIRONMENT,
+            "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(self.memory)),
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerProcess:
+    """A server that covey started, and starts again when it has died."""
+
+    settings: ServerSettings
+    model: Path
+    """A folder with the configuration and the tokenizer of the model."""
+    log: Path
+    gpus: str = ""
+    """CUDA_VISIBLE_DEVICES; empty: as it is."""
+    port: int = field(init=False)
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            self.port = free.getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://{HOST}:{self.port}"
+
+    def start(self) -> None:
+        """Start the process. It is not ready yet."""
+        command = [sys.executable, "-P", SERVE, str(os.getpid()), str(self.model)]
+        command += self.settings.command(self.model, self.port)
+        with self.log.open("ab") as log:
+            self.process = _open(command, {**self.settings.environment(), **self._devices()}, log)
+
+    def _devices(self) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is not there any more."""
+        return self.process is None or self.process.poll() is not None
+
+    def wait(self, client: Client, patience: float) -> None:
+        """Wait until it serves."""
+        deadline = time.monotonic() + patience
+        while True:
+            with contextlib.suppress(Unavailable):
+                client.get("/v1/models")
+                return
+            assert self.process is not None
+            if (code := self.process.poll()) is not None:
+                raise self._failed(f"ended with code {code}")
+            if time.monotonic() > deadline:
+                raise self._failed(f"did not start within {patience:g} s")
+            time.sleep(POLL_SECONDS)
+
+    def _failed(self, what: str) -> EngineError:
+        return EngineError(f"engine: the vLLM server {what}: {self.last_line()}; see {self.log}")
+
+    def last_line(self) -> str:
+        """Return the last line of the log that names an error, or the last."""
+        text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        wrong = [line for line in lines if "Error" in line and "Traceback" not in line]
+        return printable((wrong or lines or ["no output"])[-1])[:300]
+
+    def stop(self) -> None:
+        """End the server and its own processes."""
+        if self.process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_SECONDS)
+                if number == signal.SIGKILL:
+                    break
+        self.process = None
+
+
+def _open(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Any:
+    return subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C reaches the trainer only, which ends the servers in order
+    )

@@ -1,0 +1,241 @@
+"""Sending weights to vLLM servers: through a file, by NCCL between GPUs, or as a LoRA adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+
+from covey.engines.vllm.client import Client
+from covey.engines.vllm.served_weights import HeadPadding, served_config, served_weights
+from covey.errors import EngineError
+from covey.models.adapter import NAME, save_adapter
+from covey.models.language_model import LanguageModel
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+class Sync(Protocol):
+    """A way to send weights. `prepare` once for each version, then `load` for each server."""
+
+    def prepare(self, named: Named, version: int) -> None:
+        """Make the weights of a version ready, those of older versions are no longer needed."""
+
+    def load(self, client: Client, version: int, *, fresh: bool) -> None:
+        """Let a server load them. A fresh one has just been started, and holds nothing."""
+
+    def served(self, version: int) -> str:
+        """Return the name of the adapter that a request asks for; empty: the model itself."""
+
+
+def write_model(model: LanguageModel, folder: Path) -> None:
+    """Write what a server needs beside the weights: configuration and tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(served_config(model.model.config), default=str)
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    model.tokenizer.save_pretrained(folder)
+
+
+def _update(client: Client, update: dict[str, Any], version: int) -> None:
+    client.post("/start_weight_update")
+    client.post("/update_weights", {"update_info": update})
+    client.post("/finish_weight_update", {"weight_version": str(version)})
+
+
+@dataclass(slots=True)
+class FileSync:
+    """All weights through a file that trainer and servers can read."""
+
+    model: LanguageModel
+    folder: Path
+
+    def prepare(self, named: Named, version: int) -> None:
+        """Write the file."""
+        # Tensors that share memory, as a tied head does, have to be written one by one.
+        weights = {
+            name: weight.to("cpu", copy=True).contiguous()
+            for name, weight in served_weights(named, self.model.model)
+        }
+        partial = self.folder / "partial"
+        try:
+            save_file(weights, partial, metadata={"format": "pt"})
+            partial.rename(self._file(version))
+        except OSError as error:
+            raise EngineError(
+                f"engine: cannot write weights to {self.folder}: {error.strerror or error}; set "
+                "engine.vllm.folder to a folder with more room"
+            ) from None
+        for old in self.folder.glob("weights-*"):
+            if old != self._file(version):
+                old.unlink(missing_ok=True)
+
+    def _file(self, version: int) -> Path:
+        return self.folder / f"weights-{version}"
+
+    def load(self, client: Client, version: int, *, fresh: bool) -> None:
+        """Let a server read the file."""
+        _update(client, {"path": str(self._file(version))}, version)
+
+    def served(self, version: int) -> str:
+        """Return nothing: the server's own model."""
+        return ""
+
+
+@dataclass(slots=True)
+class AdapterSync:
+    """The adapter alone. Each version has a name of its own: vLLM caches adapters by name."""
+
+    model: LanguageModel
+    folder: Path
+    base: Sync
+    """Sends the frozen weights, once to each server."""
+    loaded: dict[str, int] = field(default_factory=dict)
+    """The version that each server has, by address."""
+    based: bool = False
+
+    def prepare(self, named: Named, version: int) -> None:
+        """Write the adapter in peft's format."""
+        if not self.based:
+            self.base.prepare(self.model.model.named_parameters(), 0)
+            self.based = True
+        padding = HeadPadding.of(self.model.model.config)
+        weights = {
+            name: weight if padding is None else padding.apply(name, weight)
+            for name, weight in named
+            if ".lora_" in name
+        }
+        path = self.folder / self.served(version)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        save_adapter(self.model, weights, path)
+
+    def load(self, client: Client, version: int, *, fresh: bool) -> None:
+        """Load the adapter under its new name, and unload the one before."""
+        before = self.loaded.pop(client.url, None)
+        if fresh:
+            before = None
+            self.base.load(client, 0, fresh=True)
+        name = self.served(version)
+        path = self.folder / name
+        client.text("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+        client.post("/update_weight_version", {"new_version": str(version)})
+        if before is not None and before != version:
+            client.text("POST", "/v1/unload_lora_adapter", {"lora_name": self.served(before)})
+        self.loaded[client.url] = version
+
+    def served(self, version: int) -> str:
+        """Return the adapter's name."""
+        return f"covey-{version}"
+
+
+@dataclass(slots=True)
+class NcclSync:
+    """All weights by vLLM's NCCL transfer, from the trainer's GPU to those of all servers.
+
+    `load` of the last server does the work: the broadcast needs all of them.
+    """
+
+    model: LanguageModel
+    clients: Sequence[Client]
+    host: str
+    """Address of this machine, as the servers see it."""
+    engine: Any = None
+    named: Callable[[], Iterator[tuple[str, torch.Tensor]]] = field(default=lambda: iter(()))
+    pending: set[str] = field(default_factory=set)
+
+    def prepare(self, named: Named, version: int) -> None:
+        """Keep the weights for the broadcast."""
+        weights = list(served_weights(named, self.model.model))
+        self.named = lambda: iter(weights)
+        self.pending = {client.url for client in self.clients}
+
+    def load(self, client: Client, version: int, *, fresh: bool) -> None:
+        """Broadcast once every server is to have the weights."""
+        self.pending.discard(client.url)
+        if self.pending:
+            return
+        if fresh and self.engine is not None:  # a group cannot take a new member
+            for each in self.clients:
+                if each is not client:
+                    each.post("/shutdown_weight_transfer_engine")
+            self.engine = None
+        if self.engine is None:
+            self.engine = nccl_engine(self.clients, self.host, self)
+        self.engine.send_weights()
+        for each in self.clients:
+            each.post("/update_weight_version", {"new_version": str(version)})
+
+    def served(self, version: int) -> str:
+        """Return nothing: the server's own model."""
+        return ""
+
+
+class Fleet:
+    """All servers as the one control plane that vLLM's trainer engine talks to."""
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self.clients = clients
+        sizes = [int(client.get("/get_world_size")["world_size"]) for client in clients]
+        self.offsets = [1 + sum(sizes[:place]) for place in range(len(sizes))]
+        self.world_size = 1 + sum(sizes)
+
+    def _all(self, path: str, bodies: Sequence[dict[str, Any]]) -> None:
+        with ThreadPoolExecutor(len(self.clients)) as pool:
+            for _ in pool.map(lambda c, b: c.post(path, b), self.clients, bodies):
+                pass
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Give each server its ranks in the group."""
+        bodies = [{"init_info": {**init_info, "rank_offset": each}} for each in self.offsets]
+        self._all("/init_weight_transfer_engine", bodies)
+
+    def start_weight_update(self) -> None:
+        """Pass it on."""
+        self._all("/start_weight_update", [{}] * len(self.clients))
+
+    def update_weights(self, update_info: Any) -> None:
+        """Pass it on."""
+        self._all("/update_weights", [{"update_info": update_info}] * len(self.clients))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Pass it on."""
+        self._all("/finish_weight_update", [{}] * len(self.clients))
+
+
+def nccl_engine(clients: Sequence[Client], host: str, sync: NcclSync) -> Any:
+    """Return vLLM's trainer-side engine, connected to all servers."""
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    class Source(WeightSource):  # type: ignore[misc]
+        """The weights that `prepare` was given last."""
+
+        def metadata(self) -> list[Any]:
+            return [ParamMeta(n, w.dtype, tuple(w.shape)) for n, w in sync.named()]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return sync.named()
+
+    fleet = Fleet(clients)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    info = NCCLTrainerInitInfo(
+        master_address=host, master_port=port, world_size=fleet.world_size, rank=0
+    )
+    return WeightTransferTrainerFactory.trainer_init(info, client=fleet, source=Source())
+
+
+def has_only_lora(model: LanguageModel) -> bool:
+    """Return whether the adapter has nothing but LoRA weights, which is all that vLLM loads."""
+    trained = [name for name, p in model.model.named_parameters() if p.requires_grad]
+    return model.adapter is not None and all(f".{NAME}." in n and ".lora_" in n for n in trained)

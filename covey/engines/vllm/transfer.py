@@ -1,0 +1,60 @@
+"""The vLLM side of a weight update through a file: a transfer engine that vLLM's workers run.
+
+vLLM's own transfer engines move weights between GPUs. This one reads a safetensors file, which lies
+in shared memory, or on a file system that trainer and servers share. It works on any device.
+plugin.py registers it with vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+
+@dataclass
+class FileInit(WeightTransferInitInfo):
+    """Nothing has to be agreed on."""
+
+
+@dataclass
+class FileUpdate(WeightTransferUpdateInfo):
+    """One update of all weights."""
+
+    path: str
+
+
+class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
+    """Loads all weights of the model from a file."""
+
+    init_info_cls = FileInit
+    update_info_cls = FileUpdate
+
+    def init_transfer_engine(self, init_info: FileInit) -> None:
+        """Do nothing: a file needs no connection."""
+
+    def start_weight_update(self) -> None:
+        """Restore the layout that the model's weight loaders expect."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        """Load the file, one tensor after another."""
+        with safe_open(update_info.path, framework="pt", device="cpu") as file:
+            names = file.keys()
+            self.model.load_weights((name, file.get_tensor(name)) for name in names)
+
+    def finish_weight_update(self) -> None:
+        """Process weights for the kernels that read them."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Do nothing: no file is open between updates."""

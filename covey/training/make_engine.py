@@ -1,0 +1,174 @@
+"""From the [engine] and [cluster] sections to an engine, a scorer and a reference elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from covey.config import Config, parse_config
+from covey.engines.native.engine import NativeCopy, NativeEngine
+from covey.engines.process.engine import ProcessEngine
+from covey.engines.process.shared_weights import SharedWeights
+from covey.engines.protocol import Engine
+from covey.engines.whole_copy import WholeCopy
+from covey.errors import ConfigError
+from covey.models.language_model import LanguageModel
+from covey.reference import Reference
+from covey.reference.frozen import FrozenReference
+from covey.rewards import Reward
+from covey.scoring import Scorer
+from covey.training.policy import Policy
+
+Load = Callable[[Config], LanguageModel]
+"""Loads the model of a configuration: covey.training.build.load_model."""
+
+
+def check_engine(config: Config) -> None:
+    """Refuse an engine or a cluster that is not there, before a model is loaded."""
+    if config.engine.kind == "vllm":
+        from covey.engines.vllm.check import check_vllm
+
+        check_vllm(config)
+    if config.cluster.address:
+        from covey.cluster.ray_client import check_room, connect
+
+        connect(config.cluster.address, config.cluster.trainer_gpus)
+        check_room(_needs(config))
+
+
+def _needs(config: Config) -> list[tuple[str, int, Any]]:
+    from covey.cluster.ray_client import Need
+
+    cluster, engine = config.cluster, _engine_need(config)
+    return [
+        ("engines", cluster.engines, engine),
+        ("scoring workers", cluster.scoring_actors, Need(cpus=_scoring_workers(config))),
+        ("reference", int(cluster.reference_actor), engine),
+    ]
+
+
+def _engine_need(config: Config) -> Any:
+    from covey.cluster.ray_client import Need
+
+    return Need(cpus=config.cluster.engine_cpus, gpus=config.cluster.engine_gpus)
+
+
+def _scoring_workers(config: Config) -> int:
+    return config.scoring.workers or 1
+
+
+def make_engine(config: Config, policy: Policy, load: Load) -> Engine:
+    """Build what generates for a policy."""
+    if config.engine.kind == "native" and not config.cluster.address:
+        return native_engine(policy)
+    engine = _engine_elsewhere(config, policy, load)
+    return engine if policy.whole is None else WholeCopy(engine, NativeCopy(policy.whole))
+
+
+def _engine_elsewhere(config: Config, policy: Policy, load: Load) -> Engine:
+    """Build an engine with weights of its own."""
+    model = policy.model if policy.whole is None else policy.whole
+    if config.cluster.address:
+        return _ray_engine(config, model, load)
+    if config.engine.kind == "vllm":
+        from covey.engines.vllm.build import vllm_engine
+
+        return vllm_engine(config, model, cuda=model.device.type == "cuda")
+    here = model.device.type == "cuda" and config.engine.device != "cpu"
+    shared = SharedWeights.allocate(policy.weights(), on_gpu=here)
+    shared.write(policy.weights())
+    return ProcessEngine("covey.training.engine_worker", config.model_dump(), shared)
+
+
+def native_engine(policy: Policy) -> NativeEngine:
+    """Return the engine in this process; of a sharded policy it has a whole copy."""
+    return NativeEngine(policy.model) if policy.whole is None else NativeCopy(policy.whole)
+
+
+def _ray_engine(config: Config, model: LanguageModel, load: Load) -> Engine:
+    from covey.cluster.engine import RayEngine
+
+    cluster = config.cluster
+    dtype = str(model.head.linear.weight.dtype).removeprefix("torch.")
+    on_gpu = cluster.engine_gpus > 0
+    settings = _changed(config, dtype=dtype, device="cuda" if on_gpu else "cpu")
+    threads = 0 if on_gpu else max(1, int(cluster.engine_cpus))
+    return RayEngine(
+        build=partial(actor_engine, settings, load),
+        engines=cluster.engines,
+        most=max(cluster.engines, cluster.max_engines),
+        need=_engine_need(config),
+        threads=threads,
+        restarts=cluster.restarts,
+        patience=cluster.patience,
+    )
+
+
+def _changed(config: Config, **model: Any) -> dict[str, Any]:
+    """Return the settings with others for the model, and without gradient checkpointing."""
+    data = config.model_dump()
+    return {**data, "model": {**data["model"], **model, "gradient_checkpointing": False}}
+
+
+def actor_engine(settings: Mapping[str, Any], load: Load) -> Engine:
+    """Build the engine of an actor, inside it."""
+    config = parse_config(settings)
+    if config.engine.kind != "vllm":
+        return NativeCopy(load(config))
+    from covey.engines.vllm.build import vllm_engine
+
+    # The server has the GPU. The actor needs a model for the tokenizer and the probe.
+    model = load(parse_config(_changed(config, device="cpu")))
+    return vllm_engine(config, model, cuda=config.model.device == "cuda", first_gpu=0)
+
+
+def ray_scorer(config: Config, reward: Reward, identity: str) -> Scorer:
+    """Build a scorer whose workers are Ray actors."""
+    from covey.cluster.ray_client import Need
+    from covey.cluster.scoring import RayScorer
+
+    workers = _scoring_workers(config)
+    return RayScorer(
+        reward=reward,
+        identity=identity,
+        actors=config.cluster.scoring_actors,
+        need=Need(cpus=workers),
+        settings={
+            "workers": workers,
+            "timeout": config.scoring.timeout,
+            "gigabytes": config.scoring.gigabytes,
+        },
+        restarts=config.cluster.restarts,
+    )
+
+
+def ray_reference(config: Config, load: Load) -> Reference:
+    """Build a frozen reference in a Ray actor."""
+    from covey.cluster.reference import RayReference
+
+    if config.reference.kind != "frozen" or config.adapter.rank:
+        raise ConfigError(
+            "config: cluster.reference_actor = true needs reference.kind = 'frozen' and no "
+            "adapter: other references follow the policy or share its weights"
+        )
+    settings = _changed(config, device="cuda" if config.cluster.engine_gpus else "cpu")
+    return RayReference(
+        build=partial(actor_reference, settings, load),
+        need=_engine_need(config),
+        restarts=config.cluster.restarts,
+    )
+
+
+def actor_reference(settings: Mapping[str, Any], load: Load) -> Reference:
+    """Build the reference of an actor, inside it."""
+    config = parse_config(settings)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    return FrozenReference(
+        model=load(config),
+        temperature=config.rollout.temperature,
+        logits_megabytes=config.train.logits_megabytes,
+    )

@@ -1,0 +1,90 @@
+"""Training through real Ray actors, on a CPU. Run it with `make test-heavy`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed here: make test-heavy")
+
+from covey.cluster.ray_client import Need, check_room, connect
+from covey.cluster.scoring import RayScorer
+from covey.errors import ConfigError, EngineError
+from covey.rewards.build import make_reward
+from covey.scoring import Job
+from covey.types import Prompt
+from tests.heavy.runs import Run, check_run
+
+pytestmark = pytest.mark.slow
+
+
+def test_training_through_actors_of_which_one_is_killed(tmp_path: Path, native: Run) -> None:
+    run = Run(tmp_path / "run", "--ray", "local", cluster__engines=2, cluster__engine_cpus=0.5)
+    run.wait_for_step(3)
+    run.kill("ray::EngineActor")
+    check_run(run, native)
+    assert "took its place" in run.text()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    import ray
+
+    yield
+    ray.shutdown()
+
+
+def test_a_scoring_worker_that_is_killed_loses_no_score() -> None:
+    connect("local")
+    import ray
+
+    reward = make_reward("think_answer", {})
+    settings = {"workers": 1, "timeout": 30.0, "gigabytes": 2.0}
+    scorer = RayScorer(
+        reward=reward, identity="x", actors=2, need=Need(cpus=0.5), settings=settings, restarts=1
+    )
+    prompt = Prompt(id="1", task="t", messages=({"role": "user", "content": "1+1?"},), target="2")
+    text = "<think>1+1=2</think><answer>2</answer>"
+    jobs = [Job(prompt=prompt, texts=(text,), progress=0.0) for _ in range(12)]
+    first = scorer.submit(jobs[0]).result()
+    os.kill(ray.get(scorer.handles[1].pid.remote()), signal.SIGKILL)
+    pending = [scorer.submit(job) for job in jobs]
+    assert [one.result() for one in pending] == [first] * len(jobs)
+    assert scorer.events() == ["scoring worker 2 died, and was started again"]
+    scorer.close()
+
+
+def test_more_than_the_cluster_has_is_one_line() -> None:
+    connect("local")
+    with pytest.raises(ConfigError, match=r"asks for 3000 CPUs \(1000 engines\), and Ray has"):
+        check_room([("engines", 1000, Need(cpus=3))])
+
+
+def test_a_wrong_address_is_one_line() -> None:
+    import ray
+
+    ray.shutdown()
+    with pytest.raises(
+        ConfigError, match=r"cluster.address = '127.0.0.1:9': Ray cannot be reached"
+    ):
+        connect("127.0.0.1:9")
+
+
+def failing() -> object:
+    raise RuntimeError("no such device")
+
+
+def test_a_failure_in_an_actor_is_one_line_with_its_traceback() -> None:
+    from covey.cluster.engine import RayEngine
+
+    connect("local")
+    engine = RayEngine(
+        build=failing, engines=1, most=1, need=Need(cpus=0.5), threads=1, restarts=1, patience=300
+    )
+    with pytest.raises(EngineError, match=r"engine 1 failed: .*no such device") as caught:
+        _ = engine.info
+    assert "in failing" in caught.value.details
