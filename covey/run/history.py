@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeGuard
 
 KEPT = 60
 """Steps that checks look back at most."""
@@ -74,7 +74,7 @@ class History:
         return [name for name in self.row if name.startswith("objective/parts/")]
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Return whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
