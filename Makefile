@@ -32,7 +32,7 @@ fix: $(STAMP)  ## format, and repair what can be repaired
 
 docs: $(STAMP)  ## write the pages that are generated from the code
 	$(BIN)/python -m covey.objective.describe docs/algorithms
-	$(BIN)/python -m covey.run.metrics docs/metrics.md
+	$(BIN)/python -m covey.run.metric_page docs/metrics.md
 
 bench: $(STAMP)  ## seconds per step beside TRL, on this machine's CPU
 	$(BIN)/python benchmarks/step_vs_trl.py

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from covey.config import Config, parse_config, toml_value
 from covey.config.load import overridden, read_settings
 from covey.errors import ConfigError
+from covey.run.best import best_checkpoint
 from covey.run.folder import RunFolder, check_new_run, next_run_path
 from covey.run.resume import Start, start_of
 from covey.run.trackers import Tracker
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 Source = Config | Mapping[str, Any] | str | Path | None
 """A configuration, plain settings, a TOML file, the name of a recipe, or nothing."""
 Dataset = Iterable[Mapping[str, Any]] | str | Path
-Callback = Callable[[Mapping[str, Any]], None]
-"""Called after every training step with its metrics."""
+Callback = Callable[[Mapping[str, Any]], str | None]
+"""Called after every training step with its metrics. A text it returns ends the run: why it did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +56,24 @@ class TrainResult:
     tokenizer: Any
     interrupted: bool
     """Whether a signal ended it early; `covey.train(resume=folder)` continues it."""
+    stopped: str | None = None
+    """Why the run itself ended early: a health finding, no better result, or a callback."""
+    best: Path | None = None
+    """The checkpoint with the best of `save.best`."""
 
 
 class _Callbacks(Tracker):
-    """Calls functions with the metrics of each step."""
+    """Calls functions with the metrics of each step; each may end the run."""
 
-    def __init__(self, functions: Sequence[Callback]) -> None:
+    def __init__(self, functions: Sequence[Callback], stop: StopSignal) -> None:
         self.functions = functions
+        self.stop = stop
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         for function in self.functions:
-            function(metrics)
+            why = function(metrics)
+            if isinstance(why, str):
+                self.stop.ask(why)
 
 
 def load_config(source: Source = None, **overrides: Any) -> Config:
@@ -88,7 +96,7 @@ def train(
     held_out: Dataset | None = None,
     rewards: Any = None,
     environment: Any = None,
-    trackers: Sequence[Tracker] | None = None,
+    trackers: Sequence[Tracker | str] | None = None,
     callbacks: Sequence[Callback] = (),
     run: str | Path | None = None,
     resume: str | Path | None = None,
@@ -98,37 +106,37 @@ def train(
     """Train a model, and return what came of it.
 
     Args:
-        config: a `Config`, a dict, a TOML file or a recipe. Default: the recipe `arithmetic`, or
-            plain defaults if a dataset is given.
+        config: a `Config`, a dict, a file or a recipe. Default: `arithmetic`; plain with a dataset.
         model: a folder, a hub name, a GGUF file, "smollm2" or "embedded".
-        dataset: rows with `prompt` (text or messages), optionally `target`, and columns that reach
-            the reward functions by name: a list of dicts, a `datasets.Dataset`, or a JSON Lines
-            file.
+        dataset: a list of dicts, a `datasets.Dataset` or a JSON Lines file, with `prompt` (text or
+            messages), perhaps `target`, and columns that reach reward functions by name.
         held_out: rows of evaluations. Default: a tenth of the dataset.
         rewards: TRL-style functions, `f(completions, **columns)`: one, a list (summed), or a dict
             of function to weight; or a reward object.
         environment: a class of environments, of Covey's contract or in TRL's style.
-        trackers: what follows the run. Default: the console, unless `quiet`.
-        callbacks: functions that are called with the metrics of each step.
+        trackers: names, such as "wandb", and objects. Without objects: the console, unless `quiet`.
+        callbacks: functions of the metrics of a step; one that returns a text ends the run.
         run: the run folder to create. Default: the next `runs/NAME-N`.
         resume: a run folder to continue, with its own settings; pass dataset and rewards again.
         quiet: print nothing.
         **overrides: settings by dotted key.
     """
     task, reward = _objects(dataset, held_out, rewards)
+    shown, named = _split(trackers)
+    overrides |= named
     names = {"task": task, "reward": reward, "environment": _factory(environment)}
     passed = {where for where, value in names.items() if value is not None}
     if resume is not None:
-        if config is not None or overrides or model is not None or run is not None:
+        if overrides or any(given is not None for given in (config, model, run)):
             raise ConfigError("resume takes its settings from the run; give it alone")
         folder = RunFolder.open(Path(resume))
         _check_passed(folder, passed)
-        return _train(folder.config_file, folder, names, trackers, callbacks, quiet)
+        return _train(folder.config_file, folder, names, shown, callbacks, quiet)
     if run is not None:
         check_new_run(Path(run))
     source = "arithmetic" if config is None and dataset is None else config
     chosen = _with_objects(source, passed, model, overrides)
-    return _train(chosen, None if run is None else Path(run), names, trackers, callbacks, quiet)
+    return _train(chosen, None if run is None else Path(run), names, shown, callbacks, quiet)
 
 
 def evaluate(
@@ -196,6 +204,16 @@ def compare(
         raise ConfigError(f"compare: ended with exit code {code}; its output says why")
     report: dict[str, Any] = json.loads((where / "report.json").read_text(encoding="utf-8"))
     return {**report, "folder": str(where)}
+
+
+def _split(
+    trackers: Sequence[Tracker | str] | None,
+) -> tuple[list[Tracker] | None, dict[str, list[str]]]:
+    """Return the trackers given as objects (None: the console), and the setting of named ones."""
+    named = [tracker for tracker in trackers or () if isinstance(tracker, str)]
+    sinks = [tracker for tracker in trackers or () if not isinstance(tracker, str)]
+    shown = None if trackers is None or (named and not sinks) else sinks
+    return shown, {"trackers": named} if named else {}
 
 
 def _objects(
@@ -272,7 +290,7 @@ def _train(
             folder, begins = _folder(parts, target)
             with locked_by_main(folder, world), _signals() as stop:
                 start = Start() if begins else _start_of(folder, config, world)
-                follow = [*_shown(folder, trackers, quiet), _Callbacks(callbacks)]
+                follow = [*_shown(folder, trackers, quiet), _Callbacks(callbacks, stop)]
                 done = run_loop(parts, folder, follow, stop, start)
     evaluations = folder.evaluations()
     return TrainResult(
@@ -282,7 +300,9 @@ def _train(
         evaluation=evaluations[-1] if evaluations else None,
         model=parts.policy.model.model,
         tokenizer=parts.policy.model.tokenizer,
-        interrupted=stop.received is not None,
+        interrupted=stop.by_signal,
+        stopped=None if stop.by_signal else stop.received,
+        best=best_checkpoint(folder),
     )
 
 

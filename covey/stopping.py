@@ -46,6 +46,16 @@ class StopSignal:
     """Ctrl-C or SIGTERM: the step in progress is finished and saved, then the loop ends."""
 
     received: str | None = None
+    """The name of the signal, or why the run itself asked to stop."""
+
+    def ask(self, why: str) -> None:
+        """Let the loop end after this step, unless a signal asked already."""
+        self.received = self.received or why
+
+    @property
+    def by_signal(self) -> bool:
+        """Whether a signal was received."""
+        return self.received in signal.Signals.__members__
 
     @property
     def exit_code(self) -> int:
@@ -70,7 +80,7 @@ def stop_signal(repeats: float = 0.0) -> Iterator[StopSignal]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal first
-        if stop.received is not None:
+        if stop.by_signal:
             if time.monotonic() < first + repeats:
                 return
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(exit_code(number))

@@ -16,6 +16,7 @@ import pytest
 import covey
 from covey.errors import ConfigError, DataError
 from covey.rewards.user import function_reward
+from covey.run.folder import RunFolder
 from covey.tasks.dataset import dataset_task
 
 ROOT = Path(__file__).parent.parent
@@ -89,11 +90,39 @@ def test_it_is_the_run_of_the_command_line(tmp_path: Path) -> None:
 
     words = [w for k, v in SMALL.items() for w in ("--set", f"{k}={v}")]
     assert command(["train", "arithmetic", "--run", str(tmp_path / "b"), *words]) == 0
-    other = lines(tmp_path / "b/steps.jsonl")
+    other = RunFolder(tmp_path / "b").steps()
     for a, b in zip(made.metrics, other, strict=True):
         assert {k: v for k, v in a.items() if "time" not in k} == {
             k: v for k, v in b.items() if "time" not in k
         }
+
+
+def test_a_callback_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    result = small(tmp_path, callbacks=[lambda metrics: "seen enough"])
+    assert (result.step, result.interrupted, result.stopped) == (1, False, "seen enough")
+
+
+def test_a_finding_ends_the_run_if_the_settings_say_so(tmp_path: Path) -> None:
+    settings = {"train.steps": 12, "rollout.max_tokens": 4, "evaluate.every": 0}
+    nothing = lambda completions, **columns: [0.0] * len(completions)  # noqa: E731
+    result = small(tmp_path, rewards=nothing, **settings, **{"train.stop_on": ["no_signal"]})
+    assert (result.step, result.stopped) == (10, "train.stop_on: no_signal since step 1")
+
+
+def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(tmp_path: Path) -> None:
+    settings = {"train.steps": 8, "evaluate.every": 1, "save.every": 0, "save.keep": 1}
+    result = small(tmp_path, **{**settings, "save.best": "greedy", "train.patience": 2})
+    run = RunFolder(result.folder)
+    values = [row["greedy"]["value"] for row in run.evaluations()]
+    best = values.index(max(values))
+    assert result.stopped is not None
+    assert result.stopped.startswith(f"train.patience: no better than step {best} ")
+    assert result.step == best + 2
+    kept = [step for step, _ in run.checkpoints()]
+    assert kept == ([best, best + 2] if best else [2])
+    assert result.best == (
+        run.path / f"checkpoints/{best:06d}" if best else run.checkpoints()[0][1]
+    )
 
 
 def test_an_interrupted_run_is_resumed_with_its_objects(tmp_path: Path) -> None:

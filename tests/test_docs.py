@@ -22,7 +22,8 @@ from covey.objective.compose import PIECES, composed, options_of
 from covey.objective.correction import CORRECTIONS
 from covey.objective.penalty import PENALTIES
 from covey.rewards.build import REWARDS, make_reward
-from covey.run.metrics import table
+from covey.run.health_checks import CHECKS
+from covey.run.metric_page import table
 from covey.tasks import TASKS
 from covey.training.resolve import objective_of, resolve, task_of
 from covey.types import Prompt
@@ -33,6 +34,11 @@ ALGORITHM_PAGES = ROOT / "docs/algorithms"
 
 def test_the_metrics_page_is_generated_from_the_table() -> None:
     assert (ROOT / "docs/metrics.md").read_text().endswith(table())
+
+
+def test_the_health_page_names_every_check() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/health.md").read_text(), re.MULTILINE)
+    assert rows == list(CHECKS)
 
 
 def test_the_configuration_example_loads(tmp_path: Path) -> None:

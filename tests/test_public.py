@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import covey
+from covey.run.metric import SOURCES
 from covey.run.metrics import METRICS, meaning
 
 ROOT = Path(covey.__file__).parent
@@ -95,13 +96,14 @@ def test_the_examples_in_docstrings_hold(module: str) -> None:
 
 @pytest.mark.parametrize("name", METRICS)
 def test_a_metric_has_its_own_meaning(name: str) -> None:
-    assert meaning(name) == METRICS[name]
-    assert METRICS[name].endswith(".")
+    assert meaning(name) == METRICS[name].definition
+    assert METRICS[name].definition.endswith(".")
+    assert METRICS[name].source in SOURCES
 
 
 @pytest.mark.parametrize("part", ["correct", "format", "a/b", "[x]"])
 def test_a_wildcard_stands_for_several_metrics(part: str) -> None:
-    assert meaning(f"objective/parts/{part}") == METRICS["objective/parts/*"]
+    assert meaning(f"objective/parts/{part}") == METRICS["objective/parts/*"].definition
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from covey.cli.numerics import numerics_command
 from covey.cli.plan import plan_command
 from covey.cli.reference import app as reference_app
 from covey.cli.rewards import app as rewards_app
-from covey.cli.runs import runs_command
+from covey.cli.runs import app as runs_app
 from covey.cli.screen import Screen
 from covey.cli.sft import sft_command
 from covey.cli.train import train_command
@@ -44,10 +44,10 @@ app.command("sft")(sft_command)
 app.command("eval")(eval_command)
 app.command("compare")(compare_command)
 app.command("export")(export_command)
-app.command("runs")(runs_command)
 app.command("explain")(explain_command)
 app.command("numerics")(numerics_command)
 app.command("algorithms")(algorithms_command)
+app.add_typer(runs_app, name="runs")
 app.add_typer(rewards_app, name="rewards")
 app.add_typer(reference_app, name="reference")
 

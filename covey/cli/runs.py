@@ -1,4 +1,4 @@
-"""`covey runs`: list runs, or show one run's evaluations or completions."""
+"""`covey runs`: list runs, show one run's evaluations or completions, or check its health."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from typer.core import TyperGroup
 
+from covey.cli.run_health import check_command
 from covey.cli.screen import Screen, cell
 from covey.cli.startup import tell_edited
 from covey.errors import RunError
@@ -28,8 +30,27 @@ FORMS = {
 LEAST_FIRST = ("checkpoint", "greedy_before", "reward", "steps", "greedy_now")
 """Order in which columns are dropped in a narrow terminal."""
 UNLIMITED = 100_000
+SHOW = "show"
 
 
+class _Runs(TyperGroup):
+    """`covey runs FOLDER` is short for `covey runs show FOLDER`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the name of the default command in front, unless a command or help is asked for."""
+        named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if named else [SHOW, *args])
+
+
+app = typer.Typer(
+    cls=_Runs,
+    help="List runs, show one (`covey runs RUN`, or `covey runs show RUN`), or check its health.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("check")(check_command)
+
+
+@app.command(SHOW)
 def runs_command(
     path: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="A folder of runs, or one run.")
@@ -107,13 +128,16 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({**_overview(run, evaluations), "evaluations": evaluations}))
         return
-    table = Table("step", "greedy", "95 % interval", "tokens", title=cell(run.path))
+    names = ("step", "greedy", "95 % interval", "best constant", "distinct answers", "tokens")
+    table = Table(*names, title=cell(run.path))
     for row in evaluations:
         greedy = row["greedy"]
         table.add_row(
             str(row["step"]),
             f"{greedy['value']:.1%}",
             f"[{greedy['low']:.1%}, {greedy['high']:.1%}]",
+            _number(row.get("best_constant"), ".1%"),
+            _number(row.get("distinct_answers"), "d"),
             _number(row.get("mean_tokens"), ".1f"),
         )
     console.print(table)

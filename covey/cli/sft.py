@@ -59,4 +59,5 @@ def _build(config: Config, world: World) -> SftParts:
 def _loop(parts: SftParts, folder: Any, reporter: Any, stop: Any, start: Any) -> tuple[int, int]:
     from covey.training.sft import run_sft
 
-    return run_sft(parts, folder, [reporter], stop, start), parts.steps
+    done = run_sft(parts, folder, [reporter], stop, start)
+    return done, parts.steps if stop.by_signal else done

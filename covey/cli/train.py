@@ -103,4 +103,4 @@ def _loop(
         tell_findings(reporter, parts, not_own)
     done = train(parts, folder, [reporter], stop, start)
     # A budget of tokens or updates ends where it ends; only a signal leaves steps undone.
-    return done, parts.config.train.steps if stop.received else done
+    return done, parts.config.train.steps if stop.by_signal else done

@@ -26,6 +26,8 @@ from covey.escape import is_hidden
 RECIPES = files("covey.config") / "recipes"
 DEEPEST = 16
 """Levels of nested tables that are accepted; settings need only a few."""
+PLAIN = ("seed", "trackers")
+"""Settings outside any section."""
 
 
 def recipe_names() -> list[str]:
@@ -168,14 +170,14 @@ def _section(path: list[str]) -> type[BaseModel]:
 
 def _other_section(key: str) -> str:
     """Return a hint if another section has this key."""
-    sections = [name for name in Config.model_fields if name != "seed"]
+    sections = [name for name in Config.model_fields if name not in PLAIN]
     found = (name for name in sections if key in _section([name]).model_fields)
     return next((f"; did you mean '{name}.{key}'?" for name in found), "")
 
 
 def to_toml(config: Config) -> str:
     """Write a configuration as TOML that reads back as the same configuration."""
-    lines = [f"seed = {config.seed}"]
+    lines = [f"{name} = {toml_value(getattr(config, name))}" for name in PLAIN]
     for name in Config.model_fields:
         section = getattr(config, name)
         if not isinstance(section, BaseModel):

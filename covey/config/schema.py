@@ -15,6 +15,7 @@ from covey.config.environment import Environment
 from covey.config.section import Count, Device, Names, Positive, Section, Share
 from covey.config.section import Named as Named
 from covey.config.teacher import Teacher
+from covey.config.train import Train
 
 MOST_COMPLETIONS = 10**7
 """Completions of one step, all of which are in memory until the step ends."""
@@ -219,78 +220,6 @@ class Optimizer(Section):
     moments with stochastic rounding, and half of each master weight."""
 
 
-class StopAfter(Section):
-    """[train.stop_after]: at most one of these."""
-
-    steps: Count = 0
-    """Training steps."""
-    tokens: Annotated[int, Field(ge=0, le=10**15)] = 0
-    """Sampled tokens."""
-    updates: Annotated[int, Field(ge=0, le=10**15)] = 0
-    """Optimizer steps."""
-
-    @property
-    def kind(self) -> Literal["steps", "tokens", "updates"]:
-        """The limit that is set; steps if none is."""
-        return "tokens" if self.tokens else "updates" if self.updates else "steps"
-
-    @model_validator(mode="after")
-    def _one(self) -> StopAfter:
-        if (self.steps > 0) + (self.tokens > 0) + (self.updates > 0) > 1:
-            raise ValueError("train.stop_after takes one of steps, tokens and updates")
-        return self
-
-
-class Train(Section):
-    """[train]"""
-
-    steps: Positive = 100
-    """Training steps."""
-    stop_after: StopAfter = StopAfter()
-    """Stop after {tokens = n} sampled tokens or {updates = n} optimizer steps; {steps = n} is the
-    same as `steps`. Learning rate and evaluations follow the share that is used up, as if it took
-    `steps` steps."""
-    mini_batches: Positive = 1
-    """Optimizer steps per epoch of a step."""
-    epochs: Positive = 1
-    """Passes over the completions of a step."""
-    micro_batch_tokens: Positive = 16_384
-    """Padded tokens in one forward and backward pass."""
-    logits_megabytes: Annotated[float, Field(gt=0)] = 256.0
-    """Memory for logits, which are computed for some tokens at a time."""
-    old_logp: Literal["auto", "recompute", "sampler"] = "auto"
-    """Source of old_logp if it is read; auto: the engine if its log-probs are the trainer's."""
-    graphs: Literal["auto", "off"] = "auto"
-    """On a GPU, use CUDA graphs if the model allows it: faster, but activations stay in memory."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _steps(cls, data: Any) -> Any:
-        """Take `stop_after = {steps = n}` for `steps = n`."""
-        if not isinstance(data, dict):
-            return data
-        stop = data.get("stop_after")
-        if not isinstance(stop, dict) or not stop.get("steps"):
-            return data
-        others = {k: v for k, v in stop.items() if k != "steps"}
-        return {**data, "steps": stop["steps"], "stop_after": others}
-
-    @property
-    def budget(self) -> Literal["steps", "tokens", "updates"]:
-        """Unit of the limit that ends the run."""
-        return self.stop_after.kind
-
-    @property
-    def amount(self) -> int:
-        """The limit, in that unit."""
-        return self.steps if self.budget == "steps" else getattr(self.stop_after, self.budget)
-
-    @property
-    def updates(self) -> int:
-        """Optimizer steps per training step."""
-        return self.mini_batches * self.epochs
-
-
 class Sft(Section):
     """[sft]"""
 
@@ -335,6 +264,11 @@ class Save(Section):
     """Steps between checkpoints; 0: only after the last."""
     keep: Positive = 2
     """Checkpoints kept, newest first."""
+    best: str = ""
+    """Also keep the checkpoint with the best of this metric: of evaluations, such as greedy or
+    pass@4, or of steps, such as objective/scores, which counts every `every` steps."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which value of that metric is the best."""
     rollouts: bool = True
     """Write every rollout to the run folder."""
     samples_every: Count = 100
@@ -347,6 +281,8 @@ class Config(Section):
     """All settings of a run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    trackers: Names = []
+    """Where metrics go beside the run folder: tensorboard, wandb, trackio."""
     model: Model = Model()
     adapter: Adapter = Adapter()
     task: Task = Task()

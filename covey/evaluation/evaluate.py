@@ -10,6 +10,7 @@ from covey.engines.draw import Distribution
 from covey.engines.protocol import Sampling
 from covey.evaluation.intervals import Estimate
 from covey.evaluation.items import Item, ItemCompletion, estimates
+from covey.rollout.answers import best_constant, final_answer
 from covey.rollout.collect import Collected, Collector
 from covey.rollout.episode import encode_prompts
 from covey.types import Prompt
@@ -31,6 +32,11 @@ class Evaluation:
     unscored: int
     first_failure: str | None = None
     """Why the first of the unscored completions has no score."""
+    best_constant: float | None = None
+    """Accuracy of the best constant answer: the share of the most frequent target. None: targets
+    are too long to be answers."""
+    distinct_answers: int = 0
+    """Different final answers among the greedy completions."""
     items: tuple[Item, ...] = ()
     """The results of each prompt, which all numbers are computed from."""
 
@@ -42,6 +48,8 @@ class Evaluation:
             "parts": dict(self.parts),
             "mean_tokens": self.mean_tokens,
             "unscored": self.unscored,
+            "distinct_answers": self.distinct_answers,
+            **({} if self.best_constant is None else {"best_constant": self.best_constant}),
         }
 
 
@@ -75,6 +83,8 @@ def evaluate(
         mean_tokens=greedy.tokens / len(rollouts),
         unscored=len(failures),
         first_failure=failures[0] if failures else None,
+        best_constant=best_constant([group.prompt.target for group in greedy.groups]),
+        distinct_answers=len({final_answer(rollout.text) for rollout in rollouts}),
         items=items,
     )
 

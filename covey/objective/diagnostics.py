@@ -14,7 +14,7 @@ import torch
 
 from covey.objective.distill import LEAST_LOGP, teacher_gap
 from covey.objective.loss import Objective, PolicyLoss
-from covey.objective.masked import MAX_LOG_RATIO, bounded, difference, row_mean
+from covey.objective.masked import MAX_LOG_RATIO, bounded, difference, row_mean, row_sum
 from covey.types import Batch
 
 
@@ -161,6 +161,21 @@ def _observe_ratio(
     values["policy/clipfrac_avg"] = values["policy/clipfrac_low"] + values["policy/clipfrac_high"]
     meter.means({**values, "policy/ratio": ratio, "ratio_square": ratio.square()}, votes)
     meter.extremes("policy/ratio", ratio, votes)
+
+
+def observe_reference(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
+    """Count the KL to the reference, if there is one: sums over the tokens of each row."""
+    if batch.ref_logp is None:
+        return
+    mask = batch.mask
+    gap = bounded(difference(logp.detach(), batch.ref_logp, mask).double())
+    values = {
+        "objective/kl": gap,
+        "objective/kl2": gap.square() / 2,
+        "objective/kl3": torch.expm1(-gap) + gap,
+    }
+    sums = {name: row_sum(value, mask) for name, value in values.items()}
+    meter.means(sums, mask.any(dim=1, keepdim=True))
 
 
 def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:

@@ -9,12 +9,18 @@ import numpy as np
 import torch
 
 from covey.objective.advantage import zero_variance
+from covey.rollout.answers import AnswerCounts, final_answer, spaced, target_counts
 from covey.rollout.collect import Collected
 from covey.rollout.source import StepRollouts
 from covey.types import Group, Rollout
 
+MOST_READ = 128
+"""Completions of a step whose final answers and repetitions are counted; more cost too much."""
+GRAM = 4
+"""Tokens in a row that count as repeated when they come again."""
 
-def rollout_metrics(collected: Collected) -> dict[str, float]:
+
+def rollout_metrics(collected: Collected, stop_ids: Sequence[int] = ()) -> dict[str, float]:
     """Return the metrics of all rollouts of a step, trained on or not."""
     rollouts = collected.rollouts
     scored = [r for r in rollouts if r.reward is not None]
@@ -22,16 +28,60 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
     metrics = {
         "objective/scores": float(rewards.mean()),
         "objective/reward_std": float(rewards.std()),
+        "objective/group_std": _mean([_deviation(group) for group in collected.groups]),
         "objective/success": _mean([float(bool(r.success)) for r in scored]),
         "objective/unscored": len(rollouts) - len(scored),
-        "rollout/zero_variance_groups": _zero_variance_share(collected.groups),
+        **_signal_metrics(collected.groups),
         "rollout/stop_rate": _mean([float(r.finish == "stop") for r in rollouts]),
     }
     for name in sorted({name for r in scored for name in r.parts}):
         metrics[f"objective/parts/{name}"] = _mean(
             [r.parts[name] for r in scored if name in r.parts]
         )
-    return metrics | _length_metrics(rollouts) | _episode_metrics(rollouts)
+    if "objective/parts/format" in metrics:
+        metrics["val/format_scores"] = metrics["objective/parts/format"]
+    metrics |= _length_metrics(rollouts) | _episode_metrics(rollouts)
+    return metrics | _stop_metrics(rollouts, stop_ids) | answer_metrics(collected.groups)
+
+
+def answer_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return how varied completions are, and what the best constant answer would get."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    texts = spaced([rollout.text for rollout in rollouts], MOST_READ)
+    answers = AnswerCounts.of([final_answer(text) for text in texts])
+    targets = target_counts([group.prompt.target for group in groups])
+    every = math.ceil(len(rollouts) / MOST_READ)
+    metrics = {
+        "rollout/repetition": repetition([r.tokens for r in rollouts[::every]]),
+        "rollout/distinct_answers": answers.distinct,
+        "rollout/effective_answers": answers.effective,
+        "rollout/top_answer_share": answers.top_share,
+    }
+    if targets is not None:
+        metrics["rollout/effective_targets"] = targets.effective
+        metrics["rollout/best_constant"] = targets.top_share
+    return metrics
+
+
+def repetition(rows: Sequence[Sequence[int]]) -> float:
+    """Return the share of token 4-grams that the same row has had before.
+
+    >>> repetition([[1, 2, 1, 2, 1, 2]])  # of three, 1212 comes twice
+    0.3333333333333333
+    """
+    lengths = np.array([len(row) for row in rows])
+    tokens = np.fromiter((t for row in rows for t in row), dtype=np.uint64, count=lengths.sum())
+    if len(tokens) < GRAM:
+        return 0.0
+    row = np.repeat(np.arange(len(rows)), lengths)
+    # A hash of the row and of four tokens. Different grams share one about never: 64 bits.
+    prime = np.uint64(0x9E3779B97F4A7C15)
+    gram = row[GRAM - 1 :].astype(np.uint64)
+    for offset in range(GRAM):
+        gram = (gram ^ tokens[offset : len(tokens) - GRAM + 1 + offset]) * prime
+        gram ^= gram >> np.uint64(29)
+    found = np.sort(gram[row[GRAM - 1 :] == row[: len(row) - GRAM + 1]])
+    return float((found[1:] == found[:-1]).sum() / max(1, len(found)))
 
 
 def selection_metrics(rollouts: StepRollouts) -> dict[str, float]:
@@ -78,13 +128,29 @@ def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def _zero_variance_share(groups: Sequence[Group]) -> float:
+def _stop_metrics(rollouts: Sequence[Rollout], stop_ids: Sequence[int]) -> dict[str, float]:
+    counts = [sum(r.tokens.count(stop) for stop in stop_ids) for r in rollouts]
+    return {
+        "val/stop_token_rate": _mean([float(count > 0) for count in counts]),
+        "val/num_stop_token_ids": sum(counts),
+    }
+
+
+def _deviation(group: Group) -> float:
+    rewards = [r.reward for r in group.rollouts if r.reward is not None]
+    return float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
+
+
+def _signal_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rows = [(n, math.nan if r.reward is None else r.reward) for n, g in enumerate(groups)
             for r in g.rollouts]  # fmt: skip
     index, rewards = zip(*rows, strict=True)
     group = torch.tensor(index)
     flat = zero_variance(torch.tensor(rewards, dtype=torch.float64), group)
-    return len(set(group[flat].tolist())) / len(groups)
+    return {
+        "rollout/zero_variance_groups": len(set(group[flat].tolist())) / len(groups),
+        "other/real_batch_size_ratio": 1 - float(flat.double().mean()),
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

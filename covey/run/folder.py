@@ -36,7 +36,7 @@ from covey.run import records
 from covey.run.digests import write_digests
 from covey.run.episodes import episode_row
 from covey.run.files import append_line, check_free, whole_folder, write_text
-from covey.run.metrics import current_name
+from covey.run.metric_names import current_name
 from covey.run.records import Note, read_lines, renamed, to_stderr, usable_lines
 from covey.types import Group
 
@@ -235,10 +235,21 @@ class RunFolder:
             note(problem)
         return None if problems or not path.exists() else [row["step"] for row in rows]
 
-    def prune_checkpoints(self, keep: int) -> None:
-        """Remove all checkpoints but the newest `keep`."""
-        for _, folder in self.checkpoints()[:-keep]:
-            shutil.rmtree(folder)
+    def prune_checkpoints(self, keep: int, best: int | None = None) -> None:
+        """Remove all checkpoints but the newest `keep`, and that of the best step."""
+        for step, folder in self.checkpoints()[:-keep]:
+            if step != best:
+                shutil.rmtree(folder)
+
+    def in_use(self) -> bool:
+        """Return whether another process trains the run."""
+        if not (self.path / ".lock").exists():
+            return False
+        try:
+            with self.locked():
+                return False
+        except RunError:
+            return True
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -271,6 +282,14 @@ def next_run_path(parent: Path, label: str) -> Path:
 def list_runs(parent: Path) -> list[RunFolder]:
     """Return the runs in a folder, by name."""
     return [RunFolder(p.parent) for p in sorted(parent.glob("*/config.toml"))]
+
+
+def settings_of(run: RunFolder) -> dict[str, Any]:
+    """Return the configuration of a run as plain data; empty if it cannot be read."""
+    try:
+        return tomllib.loads(run.config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | None:

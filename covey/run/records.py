@@ -52,6 +52,8 @@ class _Evaluation(_Row):
     parts: dict[str, Number]
     mean_tokens: Number | None = None
     unscored: Count = 0
+    distinct_answers: Count | None = None
+    best_constant: Number | None = None
     __pydantic_extra__: dict[str, _Estimate | Number]
 
 

@@ -50,15 +50,15 @@ def _entry(number: int, prompt: Prompt, rollout: Rollout) -> list[str]:
         f"{_code(prompt.id)} sample {rollout.sample}; parts: {_code(parts)}; target: "
         f"{_code(prompt.target)}",
         "",
-        *_quoted(prompt.text),
+        *quoted(prompt.text),
         "",
         "Completion:",
         "",
-        *_quoted(rollout.text),
+        *quoted(rollout.text),
     ]
 
 
-def _quoted(text: str) -> list[str]:
+def quoted(text: str) -> list[str]:
     """Return text as an indented block of Markdown, which no text can close."""
     return [f"    {printable(line)}" for line in text.splitlines()] or ["    (nothing)"]
 

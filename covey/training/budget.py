@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covey.config.schema import Train
+from covey.config.train import Train
 from covey.errors import RunError
 
 PATIENCE = 20

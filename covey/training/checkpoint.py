@@ -17,7 +17,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from covey.models.adapter import WEIGHTS_FILE, named_weights, save_adapter
 from covey.models.from_pretrained import read_pretrained
 from covey.models.language_model import LanguageModel
 from covey.reference import Reference
+from covey.run.best import best_step
 from covey.run.folder import RunFolder
 from covey.run.records import Note
 from covey.run.resume import Start, offer, put_aside_after
@@ -55,8 +56,8 @@ class State:
     """Tokens of these rollouts."""
     beta: float = 0.0
     """Weight of the KL, which an objective may adapt."""
-    flat: list[float] = field(default_factory=list)
-    """Share of groups with equal rewards in each of the last steps."""
+    seconds: float = 0.0
+    """Time of all steps so far."""
 
     def used(self, policy: Policy) -> Used:
         """Return how much of its budget the run has used."""
@@ -73,7 +74,7 @@ def save(
     more: Callable[[Path], None] = lambda folder: None,
     world: World = World(),  # noqa: B008 - without state
 ) -> None:
-    """Write the checkpoint of a step, whole or not at all; keep only the newest `keep`.
+    """Write the checkpoint of a step, whole or not at all; keep the newest `keep`, and the best.
 
     Rank 0 writes it. Of sharded parameters each rank writes its own, into the same folder. `more`
     adds files to it, and is called on every rank.
@@ -89,7 +90,7 @@ def save(
         more(folder)
         world.barrier()
     if world.is_main:
-        run.prune_checkpoints(keep)
+        run.prune_checkpoints(keep, best_step(run))
     world.barrier()
 
 
@@ -108,7 +109,7 @@ def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -
             episode=int(saved["episode"]),
             tokens=int(saved.get("tokens", 0)),
             beta=float(saved["beta"]),
-            flat=[float(share) for share in saved.get("flat", [])],
+            seconds=float(saved.get("seconds", 0.0)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"checkpoint {folder} cannot be read: {STATE_FILE}: {error!r}") from None

@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import Protocol
 
 from covey.errors import CoveyError, RunError
-from covey.evaluation.evaluate import Evaluation, evaluate
-from covey.rollout.collect import Collector
 from covey.run.folder import RunFolder
 from covey.run.resume import Start, start_of
 from covey.run.trackers import JsonlTracker, Tracker, Trackers
+from covey.run.trackers.choose import make_trackers
 from covey.stopping import GivenUp, StopSignal
 from covey.training import checkpoint
 from covey.training.budget import Budget
 from covey.training.build import Components, Parts
 from covey.training.checkpoint import State
 from covey.training.garbage import freeze_garbage_collector
+from covey.training.measure import measure
 from covey.training.rl import Reinforcement
+from covey.training.watch import Watch
 
 
 class Trainer(Protocol):
@@ -86,7 +87,8 @@ def run_loop(
 ) -> int:
     """Train from `start`, or from the newest checkpoint; return the last saved step."""
     parts = trainer.parts
-    log = Trackers([JsonlTracker(run), *trackers] if parts.world.is_main else [])
+    watch = Watch(parts.config)
+    log = Trackers([*(_sinks(parts, run, trackers) if parts.world.is_main else []), watch])
     start = start or start_of(run, save_every=parts.config.save.every)
     try:
         state = checkpoint.resume(
@@ -98,8 +100,9 @@ def run_loop(
             note=log.note,
             world=parts.world,
         )
+        watch.replay(run, state.step)
         trainer.begin(start.checkpoint, log)
-        loop = _Loop(trainer=trainer, run=run, log=log, state=state, saved=state.step)
+        loop = _Loop(trainer=trainer, run=run, log=log, watch=watch, state=state, saved=state.step)
         steps = trainer.budget.settings.steps
         log.started(steps=steps, done=state.step, rollouts=trainer.rollouts)
         try:
@@ -109,6 +112,8 @@ def run_loop(
             if parts.world.size > 1:  # the others may be in the middle of a step: nothing is saved
                 raise RunError(f"{what}; --resume continues from the last checkpoint") from None
             log.note(what)
+        if stop.received is not None and not stop.by_signal:
+            log.note(f"stopped after step {state.step}: {stop.received}")
         loop.save_last()
     except CoveyError as error:
         run.write_failure(error.details)
@@ -119,6 +124,12 @@ def run_loop(
     return loop.saved
 
 
+def _sinks(parts: Components, run: RunFolder, trackers: Sequence[Tracker]) -> list[Tracker]:
+    """Return the trackers of a run: its folder, those of the caller and of the configuration."""
+    config = parts.config
+    return [JsonlTracker(run), *trackers, *make_trackers(config.trackers, run, config.model_dump())]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Loop:
     """A run in progress."""
@@ -126,6 +137,7 @@ class _Loop:
     trainer: Trainer
     run: RunFolder
     log: Tracker
+    watch: Watch
     state: State
     saved: int
     """The step of the newest checkpoint."""
@@ -154,8 +166,9 @@ class _Loop:
             if evaluate_every and (last or trainer.budget.passed(evaluate_every, used, now)):
                 measure(parts, self.log, state.step)
             self.complete = replace(state)
-            if last or (save_every and state.step % save_every == 0):
+            if last or self.watch.is_best or (save_every and state.step % save_every == 0):
                 self.save_last()
+            self.watch.report(self.log, stop)
 
     def save_last(self) -> None:
         """Save the last complete step, unless it is saved already."""
@@ -172,28 +185,3 @@ class _Loop:
             world=parts.world,
         )
         self.saved = state.step
-
-
-def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
-    """Evaluate the policy as it is after `step`, and log that."""
-    model, engine = parts.policy.model, parts.engine
-    with parts.engine_lock:
-        engine.load_weights(parts.policy.weights, parts.policy.version)
-        evaluation = evaluate(
-            parts.held_out_prompts,
-            Collector(
-                engine=engine,
-                model=model,
-                scorer=parts.eval_scorer,
-                progress=log.sampled,
-                ranks=parts.world,
-                interaction=parts.interaction,
-            ),
-            sampling=parts.sampling,
-            samples=parts.config.evaluate.samples,
-            temperature=parts.config.evaluate.temperature,
-        )
-    # The rows first: a line in eval.jsonl means that they are there.
-    log.table("evaluations", step, [item.row() for item in evaluation.items])
-    log.evaluation(step, evaluation)
-    return evaluation

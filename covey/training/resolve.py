@@ -21,6 +21,9 @@ from covey.errors import ConfigError, DataError
 from covey.models.chat_template import Template
 from covey.rewards import LENGTH_PENALTIES, Reward
 from covey.rewards.build import check_alone, make_reward, reward_options
+from covey.run.best import check_metric
+from covey.run.health import check_names
+from covey.run.trackers.choose import check_trackers
 from covey.tasks import Task, find_task, is_user_task, make_task
 from covey.trust import is_import_path
 from covey.types import Prompt
@@ -44,6 +47,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
     """
     if not is_import_path(config.objective.name):
         check_algorithm_name(config.objective.name)
+    _check_watching(config)
     own = {
         "task": is_user_task(config.task.name),
         "reward": is_import_path(config.reward.name),
@@ -102,6 +106,16 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
             f"config: {name} takes ratios to the engine already: objective.correction and "
             "objective.veto have nothing to correct"
         )
+
+
+def _check_watching(config: Config) -> None:
+    """Check the names of trackers, health checks and the metric of the best checkpoint."""
+    check_trackers(config.trackers)
+    check_names(config.train.stop_on)
+    if config.save.best:
+        check_metric(config.save.best, samples=config.evaluate.samples)
+    elif config.train.patience:
+        raise ConfigError("config: train.patience needs save.best, the metric that it waits for")
 
 
 def _check_old_logp(resolved: Config, objective: Objective) -> None:

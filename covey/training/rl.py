@@ -6,14 +6,17 @@ Collecting is in rollout/source.py, training on the groups in training/step.py.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from covey.config.schema import Save
 from covey.rollout.in_flight import read_in_flight, write_in_flight
 from covey.rollout.metrics import rollout_metrics, selection_metrics
 from covey.rollout.overlap import RolloutQueue, rollout_queue
 from covey.run.folder import RunFolder
+from covey.run.metric_names import with_open_instruct_names
 from covey.run.metrics import meaning
 from covey.run.samples import samples_page
 from covey.run.trackers import Tracker
@@ -21,13 +24,10 @@ from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.checkpoint import State
 from covey.training.overlap_report import overlap_metrics, overlap_note, restarts
-from covey.training.report import (
-    FLAT_STEPS,
-    flat_rewards,
-    mean_advantages,
-    skipped_steps,
-)
+from covey.training.report import mean_advantages
 from covey.training.step import training_step
+from covey.training.usage import reference_rewards, usage_metrics
+from covey.types import Group
 
 
 @dataclass(slots=True)
@@ -100,14 +100,16 @@ class Reinforcement:
         training = time.perf_counter()
         batch, learned, state.beta = training_step(learner, groups, state.step)
         ended = time.perf_counter()
+        state.seconds += ended - started
 
         metrics: dict[str, Any] = {
             "step": state.step,
             "episode": state.episode,
             "tokens": state.tokens,
             "updates": parts.policy.version,
+            "epoch": state.episode / parts.config.rollout.group_size / len(parts.train_prompts),
             "reward_id": parts.scorer.identity,
-            **rollout_metrics(collected),
+            **rollout_metrics(collected, parts.policy.model.stop_ids),
             **selection_metrics(rollouts),
             **learned,
             **overlap,
@@ -116,24 +118,21 @@ class Reinforcement:
             "time/score": collected.score_seconds,
             "time/update": ended - training,
             "time/total": ended - started,
+            "time/from_scratch": state.seconds,
             "time/tokens_per_second": collected.tokens / (ended - started),
+            **usage_metrics(parts.policy, groups, parts.config.train.epochs, ended - training),
         }
+        metrics |= reference_rewards(metrics)
         assert all(meaning(name) for name in metrics), "every metric has a meaning"
         if parts.config.save.rollouts:
             advantages = mean_advantages(collected.groups, groups, batch)
             log.table("rollouts", state.step, run.rollout_rows(collected.groups, advantages))
-        samples_every = parts.config.save.samples_every
-        if samples_every and state.step % samples_every == 0 and parts.world.is_main:
-            page = samples_page(state.step, collected.groups, parts.config.save.samples_shown)
-            run.write_samples(state.step, page)
-        log.step(metrics)
-        _warn(state, metrics, log)
+        if parts.world.is_main:
+            _write_samples(run, parts.config.save, state.step, collected.groups)
+        log.step(with_open_instruct_names(metrics))
 
 
-def _warn(state: State, metrics: dict[str, Any], log: Tracker) -> None:
-    """Note skipped optimizer steps and, every few steps, rewards that no longer differ."""
-    if skipped := skipped_steps(metrics):
-        log.note(f"step {state.step}: {skipped}")
-    state.flat = [*state.flat, metrics["rollout/zero_variance_groups"]][-FLAT_STEPS:]
-    if state.step % FLAT_STEPS == 0 and (warning := flat_rewards(state.flat, metrics)):
-        log.note(f"step {state.step}: {warning}")
+def _write_samples(run: RunFolder, save: Save, step: int, groups: Sequence[Group]) -> None:
+    """Write the page of the highest and lowest rewards, every few steps."""
+    if save.samples_every and step % save.samples_every == 0:
+        run.write_samples(step, samples_page(step, groups, save.samples_shown))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from covey.config import Config
-from covey.config.schema import Train
+from covey.config.train import Train
 from covey.training.budget import Budget, Used
 
 Shape = Literal["constant", "linear", "cosine"]

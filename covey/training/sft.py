@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from covey.config import Config
-from covey.config.schema import Train
+from covey.config.train import Train
 from covey.errors import DataError, ModelError
 from covey.models.language_model import LanguageModel
 from covey.objective.weights import token_mean

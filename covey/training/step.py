@@ -27,7 +27,13 @@ from covey.objective import (
     with_marks,
     with_weight,
 )
-from covey.objective.diagnostics import Meter, observe, observe_correction, observe_sampler
+from covey.objective.diagnostics import (
+    Meter,
+    observe,
+    observe_correction,
+    observe_reference,
+    observe_sampler,
+)
 from covey.reference import Reference
 from covey.rng import mini_batch_order
 from covey.rollout.filter import without_truncated
@@ -296,6 +302,8 @@ def optimize(
             losses[-1].append(output.loss)
             if counts:
                 observe(meter, objective, micro, output, now.entropy)
+                observe_reference(meter, micro, now.logp)
+            meter.add("other/packed_ratio", 1 if policy.model.packs else len(micro), len(micro))
             if number == 0:
                 observe_sampler(meter, micro, now.logp)
             if watch is not None:

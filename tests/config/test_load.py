@@ -158,6 +158,8 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "logits_megabytes": size,
         "old_logp": st.sampled_from(["auto", "recompute", "sampler"]),
         "graphs": st.sampled_from(["auto", "off"]),
+        "stop_on": st.lists(text, max_size=3),
+        "patience": count,
     },
     "sft": {
         "steps": count,
@@ -180,6 +182,8 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "save": {
         "every": count,
         "keep": positive,
+        "best": text,
+        "best_is": st.sampled_from(["highest", "lowest"]),
         "rollouts": st.booleans(),
         "samples_every": count,
         "samples_shown": positive,
@@ -189,6 +193,7 @@ configs = st.fixed_dictionaries(
     {},
     optional={
         "seed": st.integers(0, 2**63 - 1),
+        "trackers": st.lists(text),
         "task": named,
         "reward": named,
         "length_penalty": named,
@@ -268,7 +273,7 @@ def test_the_round_trip_above_varies_every_field() -> None:
     varied = {name: set(values) for name, values in VALUES.items()}
     fields = {name: set(kind.model_fields) for name, kind in SECTIONS.items()}
     assert varied == {name: f for name, f in fields.items() if f != {"name"}}
-    assert set(Config.model_fields) == {"seed", *fields}
+    assert set(Config.model_fields) == {"seed", "trackers", *fields}
 
 
 def test_what_is_written_names_every_field_with_its_value() -> None:
@@ -409,7 +414,7 @@ def test_an_override_of_a_table_or_inside_a_value_is_an_error(
         ),
         (
             "save.zzz=1",
-            "config: save.zzz is not a setting; choose from every, keep, rollouts, samples_every, samples_shown",
+            "config: save.zzz is not a setting; choose from best, best_is, every, keep, rollouts, samples_every, samples_shown",
         ),
     ],
 )

@@ -52,7 +52,12 @@ class Kept(Tracker):
 
 def report_all(tracker: Tracker) -> None:
     evaluation: Any = SimpleNamespace(
-        row=lambda: {"prompts": 4}, estimates={}, prompts=4, unscored=0
+        row=lambda: {"prompts": 4},
+        estimates={},
+        prompts=4,
+        unscored=0,
+        distinct_answers=1,
+        best_constant=None,
     )
     tracker.started(steps=2, done=0, rollouts=8)
     tracker.sampled(3)

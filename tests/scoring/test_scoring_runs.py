@@ -32,7 +32,6 @@ from covey.scoring import Job, Pool, ScoreResult, make_scorer
 from covey.stopping import StopSignal
 from covey.training.build import Parts, assemble
 from covey.training.loop import train
-from covey.training.report import flat_rewards
 from covey.training.resolve import resolve
 from covey.types import Prompt
 from tests.processes import wait_until
@@ -570,45 +569,23 @@ def test_every_rollout_and_every_step_names_its_reward(judged: ModuleType, tmp_p
 # Rewards that are nearly equal within groups.
 
 
-@pytest.mark.parametrize(
-    ("success", "words"),
-    [
-        (0.95, "nearly all completions succeed: the task is learned"),
-        (0.05, "nearly all completions fail: use easier prompts"),
-        (0.9, "completions of a prompt agree: raise rollout.temperature"),
-        (0.1, "completions of a prompt agree: raise rollout.temperature"),
-    ],
-)
-def test_the_remedy_depends_on_the_success_rate(success: float, words: str) -> None:
-    warning = flat_rewards([1.0] * 9 + [0.95], {"objective/success": success})
-    assert warning is not None
-    assert words in warning
-    assert "over 10 steps 99% of groups" in warning
-
-
-@pytest.mark.parametrize("shares", [[1.0] * 9, [0.89] * 10, [1.0] * 9 + [0.0], []])
-def test_rewards_that_still_differ_now_and_then_are_no_reason_to_warn(
-    shares: list[float],
-) -> None:
-    assert flat_rewards(shares, {"objective/success": 0.5}) is None
-
-
-def test_the_warning_comes_every_ten_steps_and_survives_a_resume(
-    judged: ModuleType, tmp_path: Path
-) -> None:
+def test_a_finding_is_told_once_also_after_a_resume(judged: ModuleType, tmp_path: Path) -> None:
     settings = (
         "reward.name=judged.Constant", "rollout.prompts_per_step=2", "rollout.group_size=2",
-        "rollout.max_tokens=4", "train.steps=23", "save.every=5", "save.keep=10",
+        "rollout.max_tokens=4", "train.steps=13", "save.every=5", "save.keep=10",
     )  # fmt: skip
     run, notes = trained(tmp_path / "run", *settings)
-    assert [note.partition(":")[0] for note in notes] == ["step 10", "step 20"]
-    assert all("over 10 steps 100% of groups had equal rewards" in note for note in notes)
-    assert all("the task is learned" in note for note in notes)
+    told = [note for note in notes if note.startswith("health: learned since step 1")]
+    assert len(told) == 1
+    assert "over 10 steps 100% of groups had equal rewards and taught nothing" in told[0]
     again = Notes()
-    train(parts_with(*settings), run, [again], StopSignal(), start_of(run, 15))
-    assert again.notes[1:] == notes[1:]
+    train(parts_with(*settings), run, [again], StopSignal(), start_of(run, 5))
     assert "superseded/1" in again.notes[0]
-    assert [metrics["step"] for metrics in run.steps()] == list(range(1, 24))
+    assert [note for note in again.notes if "learned" in note] == told
+    last = Notes()
+    train(parts_with(*settings), run, [last], StopSignal(), start_of(run, 10))
+    assert [note for note in last.notes if "learned" in note] == []
+    assert [metrics["step"] for metrics in run.steps()] == list(range(1, 14))
 
 
 def test_rewards_that_differ_are_not_warned_about(judged: ModuleType, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from covey.cli.main import run as covey
 from covey.config import load_config
-from covey.config.schema import StopAfter, Train
+from covey.config.train import StopAfter, Train
 from covey.errors import ConfigError, RunError
 from covey.training.budget import PATIENCE, Budget, Used
 from covey.training.schedule import schedule_of, total_updates

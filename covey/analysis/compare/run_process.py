@@ -111,7 +111,7 @@ def run_job(job: Job) -> int:
         log.note(f"generation: {engine.info.backend}")
         with folder.locked(), stop_signal() as stop:
             train(replace(parts, engine=engine), folder, [log], stop)
-    if stop.received is not None:
+    if stop.by_signal:
         return STOPPED
     write_outcome(
         job.path,

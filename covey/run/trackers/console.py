@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from covey.escape import printable
+from covey.run.best import best_of
 from covey.run.folder import RunFolder
 from covey.run.trackers.protocol import Tracker
 
@@ -52,7 +53,12 @@ def evaluation_line(evaluation: Evaluation) -> str:
         for name, e in evaluation.estimates.items()
     )
     lost = f", {evaluation.unscored} completions not scored" if evaluation.unscored else ""
-    return f"{numbers} on {evaluation.prompts} held-out prompts{lost}"
+    constant = evaluation.best_constant
+    best = "" if constant is None else f", best constant answer {constant:.1%}"
+    return (
+        f"{numbers} on {evaluation.prompts} held-out prompts, {evaluation.distinct_answers} "
+        f"distinct answers{best}{lost}"
+    )
 
 
 class ConsoleTracker(Tracker):
@@ -99,11 +105,13 @@ class ConsoleTracker(Tracker):
         table = before_and_after(self.run)
         if table is not None:
             self.console.print(table)
-        newest = self.run.checkpoints()[-1][1]
+        newest, best = self.run.checkpoints()[-1][1], best_of(self.run)
         self.note(f"run          {self.run.path}")
         if command == "train":
             self.note(f"completions  covey runs {self.run.path} --step {done}")
         self.note(f"model        {newest}")
+        if best is not None and best.step is not None:
+            self.note(f"best model   {newest.parent / f'{best.step:06d}'}  ({best.line()})")
 
 
 class LiveTracker(ConsoleTracker):
@@ -178,6 +186,11 @@ def before_and_after(run: RunFolder) -> Table | None:
         a, b = first["parts"][part], last["parts"][part]
         change = f"{100 * (b - a):+.1f} points"
         table.add_row(_cell(f"greedy: {part}"), f"{a:.1%}", f"{b:.1%}", change)
+    if "distinct_answers" in first and "distinct_answers" in last:
+        counts = [row["distinct_answers"] for row in (first, last)]
+        table.add_row("distinct answers", *map(str, counts), f"{counts[1] - counts[0]:+d}")
+    if "best_constant" in last:
+        table.caption = f"always the same answer: at best {last['best_constant']:.1%} correct"
     return table
 
 

@@ -1,0 +1,84 @@
+"""Share of a training step that logging costs: metrics of answers, health, run folder, trackers.
+
+    python benchmarks/logging_cost.py [--steps 20]     about a minute on a CPU
+
+The embedded model trains with every tracker that is installed. The time in each of them, in the
+statistics of answers and in the health checks is measured and divided by the time of the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from described import described
+
+import covey
+from covey.rollout import metrics as rollout_metrics
+from covey.run import trackers
+from covey.run.health import Health
+from covey.run.trackers.choose import TRACKERS
+from covey.run.trackers.external import ExternalTracker
+
+RESULT = Path(__file__).parent / "results/logging_cost.json"
+spent: Counter[str] = Counter()
+
+
+def timed(owner: Any, name: str, label: str) -> None:
+    """Replace a function by one that adds up its time."""
+    function: Callable[..., Any] = getattr(owner, name)
+
+    def measured(*arguments: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(*arguments, **named)
+        finally:
+            spent[label] += time.perf_counter() - began
+
+    setattr(owner, name, measured)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=20)
+    steps = parser.parse_args().steps
+    os.environ.setdefault("WANDB_MODE", "offline")
+    installed = [name for name in TRACKERS if find_spec(name) is not None]
+    timed(rollout_metrics, "answer_metrics", "answers")
+    timed(Health, "add", "health")
+    timed(trackers.JsonlTracker, "step", "steps.jsonl")
+    timed(trackers.JsonlTracker, "table", "rollouts")
+    timed(ExternalTracker, "step", "trackers")
+    timed(ExternalTracker, "table", "trackers")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("TRACKIO_DIR", folder)
+        settings = {"train.steps": steps + 2, "evaluate.every": 0, "save.every": 0}
+        # The first two steps import what trackers and tables need; they are left out.
+        warm = lambda metrics: spent.clear() if metrics["step"] == 2 else None  # noqa: E731
+        run = covey.train(
+            "arithmetic", run=Path(folder) / "run", trackers=installed, callbacks=[warm],
+            quiet=True, **settings,
+        )  # fmt: skip
+    total = sum(row["time/total"] for row in run.metrics[2:])
+    result = {
+        **described(0, "cpu", 1),
+        "trackers": installed,
+        "steps": steps,
+        "seconds_per_step": total / steps,
+        "milliseconds_per_step": {name: 1000 * s / steps for name, s in sorted(spent.items())},
+        "share_of_step": sum(spent.values()) / total,
+    }
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The best step of a run by a named metric, for the checkpoint to keep and for early stopping.
+
+Nothing is stored: the records of a run say which step was best, so that a resumed run knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from covey.errors import ConfigError, nearest
+from covey.run.folder import RunFolder, settings_of
+from covey.run.history import is_number
+from covey.run.metric import MACHINE
+from covey.run.metrics import metric
+
+
+@dataclass(slots=True, kw_only=True)
+class Best:
+    """The best value so far of one metric."""
+
+    metric: str
+    """A number of evaluations, such as `greedy` or `pass@4`, or a metric of steps."""
+    mode: Literal["highest", "lowest"] = "highest"
+    step: int | None = None
+    """The first step that had the best value. None: there is none yet."""
+    value: float = 0.0
+    misses: int = 0
+    """Measurements since then."""
+
+    @property
+    def of_evaluations(self) -> bool:
+        """Whether evaluations measure it, and not steps."""
+        return metric(self.metric) is None
+
+    def add(self, row: Mapping[str, Any]) -> bool:
+        """Take in a row of eval.jsonl or steps.jsonl; return whether it is a new best."""
+        value = measured(row, self.metric)
+        if value is None:
+            return False
+        better = value > self.value if self.mode == "highest" else value < self.value
+        if self.step is not None and not better:
+            self.misses += 1
+            return False
+        self.step, self.value, self.misses = row["step"], value, 0
+        return True
+
+    def line(self) -> str:
+        """Return it in words."""
+        return f"step {self.step} with {self.metric} {self.value:.4g}"
+
+
+def measured(row: Mapping[str, Any], name: str) -> float | None:
+    """Return a metric of a row: a number, or the value of an estimate with its interval."""
+    value = row.get(name)
+    value = value.get("value") if isinstance(value, Mapping) else value
+    return value if is_number(value) else None
+
+
+def best_of(run: RunFolder) -> Best | None:
+    """Return the best step by save.best that still has a checkpoint; None if there is none."""
+    save = settings_of(run).get("save", {})
+    if not save.get("best"):
+        return None
+    best = Best(metric=save["best"], mode=save.get("best_is", "highest"))
+    kept = dict(run.checkpoints())
+    for row in run.evaluations() if best.of_evaluations else run.steps():
+        if row["step"] in kept:
+            best.add(row)
+    return None if best.step is None else best
+
+
+def best_step(run: RunFolder) -> int | None:
+    """Return the step of the best checkpoint; None if there is none."""
+    best = best_of(run)
+    return None if best is None else best.step
+
+
+def best_checkpoint(run: RunFolder) -> Path | None:
+    """Return the folder of the best checkpoint; None if there is none."""
+    step = best_step(run)
+    return None if step is None else dict(run.checkpoints())[step]
+
+
+def check_metric(name: str, *, samples: int) -> None:
+    """Refuse a name that no evaluation and no step has, or that depends on the machine."""
+    own = metric(name)
+    if own is not None:
+        if own.source == MACHINE:
+            raise ConfigError(f"config: save.best: {name!r} depends on the machine; choose another")
+        return
+    powers = [2**power for power in range(1, samples.bit_length())]
+    known = ["greedy", *([f"mean@{samples}"] if samples else []), *(f"pass@{k}" for k in powers)]
+    if name not in known:
+        raise ConfigError(
+            f"config: save.best: {name!r} is neither in evaluations (evaluate.samples = {samples}) "
+            f"nor a metric of steps{nearest(name, known)}"
+        )

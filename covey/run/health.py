@@ -1,0 +1,154 @@
+"""Health of a run: findings in the stream of its steps, each with what to change.
+
+    for finding in Health(settings).add(row): ...     while training
+    timeline(run.steps(), settings)                   afterwards
+
+The checks are in health_checks.py. No torch here: `covey runs check` and the web page read runs on
+machines without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from covey.errors import ConfigError, nearest
+from covey.run.health_checks import CHECKS, Check, Settings, Times
+from covey.run.history import History
+
+REPEAT = 50
+"""A finding that lasts is told again after this many steps."""
+SILENCE, SILENT_SECONDS = 10, 60.0
+"""A run is stalled if it is silent for this many steps' time, and at least these seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that a check found."""
+
+    name: str
+    since: int
+    """The first step that shows it."""
+    what: str
+    why: str
+    change: tuple[str, ...]
+    """Lines of the configuration to change; one of them may be enough."""
+    also: str
+    """What else helps; may be empty."""
+    problem: bool
+    """False: worth knowing, and nothing is wrong."""
+    until: int | None = None
+    """The last step that shows it. None: the last step does."""
+
+    def line(self) -> str:
+        """Return the finding as one line."""
+        remedy = "; ".join([*([" or ".join(self.change)] if self.change else []), self.also])
+        remedy = remedy.strip("; ")
+        end = f" to {self.until}" if self.until is not None else ""
+        lead = f"{self.name} since step {self.since}{end}: {self.what}; {self.why}"
+        return f"{lead}; try {remedy}" if remedy else lead
+
+    def row(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**asdict(self), "change": list(self.change)}
+
+
+@dataclass(slots=True)
+class Health:
+    """The checks over a stream of steps."""
+
+    settings: Settings = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    active: dict[str, Finding] = field(default_factory=dict)
+    """What the last step shows, by name."""
+    told: dict[str, int] = field(default_factory=dict)
+    """The step at which each finding was told last."""
+
+    def add(self, row: Mapping[str, Any]) -> list[Finding]:
+        """Take in the metrics of a step; return what is new, or lasts and is due again."""
+        self.history.add(row)
+        found = {name: check.find(self.history) for name, check in CHECKS.items()}
+        self.active = {
+            name: replace(self.active[name], what=what)
+            if name in self.active
+            else self._finding(name, CHECKS[name], what)
+            for name, what in found.items()
+            if what is not None
+        }
+        step = row["step"]
+        due = [
+            finding
+            for name, finding in self.active.items()
+            if name not in self.told or step >= self.told[name] + REPEAT
+        ]
+        self.told |= {finding.name: step for finding in due}
+        return due
+
+    def _finding(self, name: str, check: Check, what: str) -> Finding:
+        rows = self.history.rows
+        return Finding(
+            name=name,
+            since=rows[max(0, len(rows) - check.steps)]["step"],
+            what=what,
+            why=check.why,
+            change=tuple(_changes(check, self.settings)),
+            also=check.also,
+            problem=check.problem,
+        )
+
+
+def _changes(check: Check, settings: Settings) -> Iterator[str]:
+    """Give the lines to change, without those that hold already or that the algorithm lacks."""
+    for key, wanted in check.change:
+        section, _, name = key.partition(".")
+        now = settings.get(section, {}).get(name)
+        if not isinstance(wanted, Times):
+            value = wanted
+        elif not isinstance(now, int | float):
+            continue
+        else:
+            value = type(now)(now * wanted.factor) if now else wanted.instead_of_zero
+        if value != now:
+            was = "" if now is None else f" (now {_toml(now)})"
+            yield f"{key} = {_toml(value)}{was}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}"
+
+
+def timeline(rows: Iterable[Mapping[str, Any]], settings: Settings) -> list[Finding]:
+    """Return everything found in the steps of a run, in the order in which it began."""
+    health, found, before = Health(settings), [], 0
+    previous: dict[str, Finding] = {}
+    for row in rows:
+        health.add(row)
+        ended = [f for name, f in previous.items() if name not in health.active]
+        found += [replace(finding, until=before) for finding in ended]
+        previous, before = dict(health.active), row["step"]
+    return sorted([*found, *previous.values()], key=lambda f: (f.since, list(CHECKS).index(f.name)))
+
+
+def silence(rows: Sequence[Mapping[str, Any]], seconds: float) -> Finding | None:
+    """Return a finding if a run that still trains logged its last step `seconds` ago, too long."""
+    times = [row["time/total"] for row in rows[-10:] if row.get("time/total")]
+    if not times or seconds < max(SILENT_SECONDS, SILENCE * median(times)):
+        return None
+    check = CHECKS["stalled"]
+    what = f"no step for {seconds:.0f} s; a step took {median(times):.0f} s"
+    step = rows[-1]["step"]
+    return Finding(
+        name="stalled", since=step, what=what, why=check.why, change=(), also=check.also,
+        problem=True,
+    )  # fmt: skip
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse a name of train.stop_on that is not a health check."""
+    for name in names:
+        if name not in CHECKS:
+            raise ConfigError(f"config: train.stop_on: {name!r}{nearest(name, CHECKS)}")

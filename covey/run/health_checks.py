@@ -1,0 +1,367 @@
+"""Health checks: what can go wrong in training, how the metrics show it, and what to change.
+
+A check reads the last steps and returns what it found, or None. Limits come from the registry of
+metrics where it has a healthy range. Rewards of healthy runs are noisy too, so a change counts only
+if it is large against the noise of the same run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean, median, pstdev
+from types import MappingProxyType
+from typing import Any
+
+from covey.run.history import BLOCK, REWARD, History, is_number, noise
+from covey.run.metrics import METRICS
+
+SUCCESS = "objective/success"
+Settings = Mapping[str, Any]
+"""The configuration as plain data, in sections."""
+NUMBERS = (REWARD, "loss/policy_avg", "optim/grad_norm", "policy/approxkl_avg")
+
+
+def high(name: str) -> float:
+    """Return the largest healthy value of a metric."""
+    healthy = METRICS[name].healthy
+    assert healthy is not None, f"{name} has a healthy range"
+    assert healthy[1] is not None, f"{name} has an upper bound"
+    return healthy[1]
+
+
+def not_finite(history: History) -> str | None:
+    """Find NaN, and optimizer steps skipped because of it."""
+    row = history.row
+    bad = [name for name in NUMBERS if name in row and not is_number(row[name])]
+    if bad:
+        return f"{' and '.join(bad)} not finite"
+    skipped = row.get("optim/skipped") or 0
+    return f"{skipped} optimizer steps skipped: their gradient was not finite" if skipped else None
+
+
+def reward_falls(history: History) -> str | None:
+    """Find a reward that fell far below its best."""
+    rewards = history.last(REWARD, min(len(history.rows), 20))
+    if len(rewards) < 2 * BLOCK or not math.isfinite(history.best):
+        return None
+    now, best, start = fmean(rewards[-BLOCK:]), history.best, history.start(REWARD)
+    limit = max(6 * noise(rewards) * math.sqrt(2 / BLOCK), 0.25 * abs(best - start), 0.05 * best)
+    return f"reward {now:.3g}, after {best:.3g} at its best" if best - now > limit > 0 else None
+
+
+def reward_flat(history: History) -> str | None:
+    """Find a reward that stands still before the task is learned."""
+    success = history.mean(SUCCESS, BLOCK)
+    short, long = history.last(REWARD, 10), history.last(REWARD, 50)
+    if short and success < 0.95 and pstdev(short) <= 1e-3 * max(abs(fmean(short)), 1e-2):
+        return f"reward {fmean(short):.3g} in each of 10 steps"
+    if not long or not success < 0.9:
+        return None
+    gain, error = fmean(long[25:]) - fmean(long[:25]), noise(long) * math.sqrt(2 / 25)
+    return f"reward gained {gain:+.2g} in 50 steps, within its noise" if gain < error else None
+
+
+def kl_high(history: History) -> str | None:
+    """Find a policy far from its reference."""
+    values, limit = history.last("objective/kl", 3), high("objective/kl")
+    return f"KL to the reference {values[-1]:.3g} nats" if values and min(values) > limit else None
+
+
+def clip_fraction(history: History) -> str | None:
+    """Find a clip that removes most of the gradient."""
+    values, limit = history.last("policy/clipfrac_avg", 3), high("policy/clipfrac_avg")
+    return f"{values[-1]:.0%} of ratios are clipped" if values and min(values) > limit else None
+
+
+def ratio_drift(history: History) -> str | None:
+    """Find ratios that stay away from 1."""
+    values, bounds = history.last("policy/ratio", 5), METRICS["policy/ratio"].healthy
+    assert bounds is not None
+    low, top = bounds
+    assert low is not None
+    assert top is not None
+    if not values or not (max(values) < low or min(values) > top):
+        return None
+    return f"mean ratio {fmean(values):.3g}"
+
+
+def no_signal(history: History) -> str | None:
+    """Find groups whose rewards are all equal, on a task that is not learned."""
+    return None if history.mean(SUCCESS, 10) > 0.9 else _uniform_groups(history)
+
+
+def learned(history: History) -> str | None:
+    """Find groups that are all correct: the task has nothing left to teach."""
+    return _uniform_groups(history) if history.mean(SUCCESS, 10) > 0.9 else None
+
+
+def _uniform_groups(history: History) -> str | None:
+    share = history.mean("rollout/zero_variance_groups", 10)
+    if not share > high("rollout/zero_variance_groups"):
+        return None
+    return f"over 10 steps {share:.0%} of groups had equal rewards and taught nothing"
+
+
+def entropy_collapse(history: History) -> str | None:
+    """Find an entropy that fell to nearly nothing while the reward does not rise."""
+    name = "policy/entropy_avg"
+    now, start = history.mean(name, 3), history.start(name)
+    rises = history.mean(SUCCESS, BLOCK) > history.mean(SUCCESS, BLOCK, before=BLOCK) + 0.01
+    if rises or history.mean(SUCCESS, BLOCK) > 0.9 or not now < 0.1 * start:
+        return None
+    return f"entropy {now:.2g} nats, after {start:.2g} at the start"
+
+
+def length_explosion(history: History) -> str | None:
+    """Find completions that grow fast, or run into the limit, without getting better."""
+    lengths, stops = "rollout/lengths", "rollout/stop_rate"
+    now, then = history.mean(lengths, 3), history.mean(lengths, 3, before=7)
+    better = history.mean(SUCCESS, 3) > history.mean(SUCCESS, 3, before=7) + 0.02
+    if now > 1.5 * then and not better:
+        return f"{now:.0f} tokens per completion, {then:.0f} seven steps before"
+    ended, once = history.mean(stops, 3), history.start(stops)
+    if ended < 0.5 < 0.8 < once and not better:
+        return f"{1 - ended:.0%} of completions run into the limit, {1 - once:.0%} at the start"
+    return None
+
+
+def repetition(history: History) -> str | None:
+    """Find completions that repeat themselves."""
+    values, limit = history.last("rollout/repetition", 3), high("rollout/repetition")
+    if not values or min(values) <= limit:
+        return None
+    return f"{values[-1]:.0%} of 4-grams repeat within their completion"
+
+
+def format_only(history: History) -> str | None:
+    """Find a format that is learned while nothing is correct."""
+    for name in (name for name in history.parts() if "format" in name):
+        values, success = history.last(name, 10), history.last(SUCCESS, 10)
+        top = history.most[name]
+        rose = fmean(history.first[name]) < 0.7 * top
+        if values and success and min(values) > 0.9 * top and rose and max(success) < 0.1:
+            return f"{name} {values[-1]:.2g}, success {success[-1]:.1%}"
+    return None
+
+
+def parts_against(history: History) -> str | None:
+    """Find a reward that rises at the cost of correctness, or of one of its own parts."""
+    moves = {name: _move(history, name) for name in (REWARD, SUCCESS, *history.parts())}
+    up = [name for name, move in moves.items() if move > 0 and name != SUCCESS]
+    down = [name for name, move in moves.items() if move < 0 and name != REWARD]
+    if not up or not down:
+        return None
+    return f"{up[0]} {moves[up[0]]:+.2g} while {down[0]} {moves[down[0]]:+.2g} in {BLOCK} steps"
+
+
+def _move(history: History, name: str) -> float:
+    """Return how far a metric moved from one block of steps to the next; 0 if that is noise."""
+    values = history.last(name, 2 * BLOCK)
+    if not values:
+        return 0.0
+    move = fmean(values[BLOCK:]) - fmean(values[:BLOCK])
+    longer = history.last(name, min(len(history.rows), 30)) or values
+    limit = max(5 * noise(longer) * math.sqrt(2 / BLOCK), 0.15 * history.most[name])
+    return move if abs(move) > limit else 0.0
+
+
+def mismatch(history: History) -> str | None:
+    """Find an engine whose log-probabilities leave those of the trainer."""
+    name = "debug/sampler_k3"
+    values, start = history.last(name, 3), history.start(name)
+    if not values:
+        return None
+    grew = min(values) > 1e-4 and min(values) > 10 * start
+    if min(values) <= high(name) and not grew:
+        return None
+    return f"KL of engine and trainer {values[-1]:.2g}, at the start {start:.2g}"
+
+
+def stalled(history: History) -> str | None:
+    """Find a step that took half a minute or more, many times what others did."""
+    times = history.last("time/total", 6)
+    if not times or times[-1] < 30 or times[-1] < 5 * median(times[:-1]):
+        return None
+    parts = {n: history.row[n] - history.mean(n, 5, before=1) for n in _TIMES if n in history.row}
+    slow = max(parts, key=parts.__getitem__, default="time/total")
+    return f"a step of {times[-1]:.0f} s, after {median(times[:-1]):.0f} s; most of it in {slow}"
+
+
+_TIMES = ("time/rollout", "time/score", "time/update", "time/wait_rollouts")
+
+
+def collapse(history: History) -> str | None:
+    """Find a policy that gives one answer whatever the prompt."""
+    name = "rollout/top_answer_share"
+    shares, constants = history.last(name, 2), history.last("rollout/best_constant", 2)
+    if not shares or not constants or min(shares) <= high(name) or max(constants) > 0.9:
+        return None
+    accuracy, best = history.mean(SUCCESS, 2), fmean(constants)
+    return (
+        f"{shares[-1]:.0%} of completions give the same answer whatever the prompt; accuracy "
+        f"{accuracy:.1%}, and the best constant answer has {best:.1%}"
+    )
+
+
+def few_answers(history: History) -> str | None:
+    """Find a policy that uses few of the answers that its prompts ask for."""
+    answers = history.last("rollout/effective_answers", 5)
+    targets = history.last("rollout/effective_targets", 5)
+    if not answers or not targets or collapse(history) is not None:
+        return None
+    pairs = list(zip(answers, targets, strict=True))
+    if not all(t >= 3 and a < 0.5 * t for a, t in pairs):
+        return None
+    count = history.row.get("rollout/distinct_answers", 0)
+    return f"{count} distinct answers, about {answers[-1]:.1f} in use; targets {targets[-1]:.1f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A health check."""
+
+    find: Callable[[History], str | None]
+    steps: int
+    """Steps that show it, of which the first is when it began."""
+    why: str
+    """Why it matters."""
+    change: tuple[tuple[str, Any], ...]
+    """Settings to change: to a value, or, as a factor `Times`, relative to what is set."""
+    also: str = ""
+    """What else helps, that no setting does."""
+    problem: bool = True
+    """Whether something is wrong; otherwise it is worth knowing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """A setting to multiply."""
+
+    factor: float
+    instead_of_zero: float = 0.0
+    """The value to set where there is none to multiply."""
+
+
+_SLOWER = ("optimizer.learning_rate", Times(0.5))
+_MORE_KL = ("objective.beta", Times(2.0, instead_of_zero=0.01))
+_WARMER = ("rollout.temperature", Times(1.25))
+_DYNAMIC = ("filter.dynamic_sampling", True)
+
+CHECKS: Mapping[str, Check] = MappingProxyType(
+    {
+        "nan": Check(
+            find=not_finite,
+            steps=1,
+            why="such a step teaches nothing, and weights that are not finite stay so",
+            change=(_SLOWER, ("model.dtype", "float32")),
+        ),
+        "collapse": Check(
+            find=collapse,
+            steps=2,
+            why="one answer for all prompts earns the most frequent target's share, and no more",
+            change=(_WARMER, _SLOWER),
+            also="balance the targets of the data, so that no constant answer pays",
+        ),
+        "few_answers": Check(
+            find=few_answers,
+            steps=5,
+            why="the policy may have found a shortcut to the frequent targets",
+            change=(_WARMER,),
+            also="balance the targets of the data, and read completions that are correct",
+        ),
+        "kl_high": Check(
+            find=kl_high,
+            steps=3,
+            why="a policy this far from its reference forgets what else it could do",
+            change=(_MORE_KL, _SLOWER),
+        ),
+        "clip_fraction": Check(
+            find=clip_fraction,
+            steps=3,
+            why="the optimizer steps after the first have hardly any gradient left",
+            change=(_SLOWER, ("train.mini_batches", 1), ("train.epochs", 1)),
+        ),
+        "ratio_drift": Check(
+            find=ratio_drift,
+            steps=5,
+            why="old and new policy differ so much that the surrogate no longer holds",
+            change=(_SLOWER, ("optimizer.warmup_steps", 10)),
+        ),
+        "reward_falls": Check(
+            find=reward_falls,
+            steps=BLOCK,
+            why="the policy gets worse at what it is rewarded for",
+            change=(_SLOWER, _MORE_KL),
+            also="resume from an earlier checkpoint",
+        ),
+        "entropy_collapse": Check(
+            find=entropy_collapse,
+            steps=3,
+            why="completions of a group become equal, and equal completions teach nothing",
+            change=(_WARMER, ("objective.clip_high", Times(1.4)), _SLOWER),
+        ),
+        "parts_against": Check(
+            find=parts_against,
+            steps=BLOCK,
+            why="the policy may have learned to please the reward instead of the task",
+            change=(),
+            also="read the completions with the highest rewards (samples/), and test the reward "
+            "with `covey rewards lab`",
+        ),
+        "length_explosion": Check(
+            find=length_explosion,
+            steps=7,
+            why="long completions cost time, and truncated ones are scored as failures",
+            change=(("length_penalty.name", "soft"), ("filter.mask_truncated", True)),
+        ),
+        "repetition": Check(
+            find=repetition,
+            steps=3,
+            why="repeated text earns reward without solving anything, or runs into the limit",
+            change=(_SLOWER, _MORE_KL),
+        ),
+        "no_signal": Check(
+            find=no_signal,
+            steps=10,
+            why="a group whose rewards are equal has no advantage, and so no gradient",
+            change=(_DYNAMIC, _WARMER),
+            also="easier prompts if nearly all completions fail, or a reward for partial success",
+        ),
+        "format_only": Check(
+            find=format_only,
+            steps=10,
+            why="the reward for the format is earned, and nothing pulls towards correct answers",
+            change=(("rollout.group_size", Times(2)),),
+            also="easier prompts, or a smaller weight of the format",
+        ),
+        "reward_flat": Check(
+            find=reward_flat,
+            steps=10,
+            why="nothing is learned",
+            change=(("optimizer.learning_rate", Times(2.0)), ("rollout.group_size", Times(2))),
+            also="check the reward with `covey rewards lab`",
+        ),
+        "mismatch": Check(
+            find=mismatch,
+            steps=3,
+            why="completions are sampled from another policy than the one that is trained",
+            change=(("objective.correction", "token_truncate"), ("model.dtype", "float32")),
+        ),
+        "stalled": Check(
+            find=stalled,
+            steps=1,
+            why="the step waited for a worker, an engine or the disk",
+            change=(("scoring.timeout", Times(0.5)),),
+        ),
+        "learned": Check(
+            find=learned,
+            steps=10,
+            why="nearly all completions are correct: stop, or use harder prompts",
+            change=(),
+            problem=False,
+        ),
+    }
+)
+"""Checks by name; causes before their consequences, which is the order of reports."""

@@ -1,0 +1,91 @@
+"""The recent steps of a run, as health checks read them. Memory stays bounded in any long run."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, TypeGuard
+
+KEPT = 60
+"""Steps that checks look back at most."""
+START = 5
+"""Steps whose mean is the value at the start of a run."""
+BLOCK = 5
+"""Steps whose mean is compared with that of other steps."""
+REWARD = "objective/scores"
+
+
+@dataclass(slots=True)
+class History:
+    """The first and the last steps of a stream."""
+
+    rows: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    first: dict[str, list[float]] = field(default_factory=dict)
+    """The first values of each metric."""
+    most: dict[str, float] = field(default_factory=dict)
+    """The largest absolute value of each metric."""
+    best: float = -math.inf
+    """Highest mean reward of some steps in a row that ended before the last ones."""
+    blocks: deque[float] = field(default_factory=lambda: deque(maxlen=BLOCK))
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take in the metrics of the next step."""
+        self.rows.append(row)
+        for name, value in row.items():
+            if is_number(value):
+                start = self.first.setdefault(name, [])
+                if len(start) < START:
+                    start.append(value)
+                self.most[name] = max(abs(value), self.most.get(name, 0.0))
+        if rewards := self.last(REWARD, BLOCK):
+            if len(self.blocks) == BLOCK:
+                self.best = max(self.best, self.blocks[0])
+            self.blocks.append(fmean(rewards))
+
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """The last step."""
+        return self.rows[-1]
+
+    def last(self, name: str, count: int, before: int = 0) -> list[float]:
+        """Return the values of `count` steps that end `before` steps ago; [] if one is missing."""
+        stop = len(self.rows) - before
+        if stop < count:
+            return []
+        values = [self.rows[place].get(name) for place in range(stop - count, stop)]
+        return [v for v in values if is_number(v)] if all(map(is_number, values)) else []
+
+    def mean(self, name: str, count: int, before: int = 0) -> float:
+        """Return the mean of those values; NaN, which no comparison holds for, without them."""
+        values = self.last(name, count, before)
+        return fmean(values) if values else math.nan
+
+    def start(self, name: str) -> float:
+        """Return the mean of the first values; NaN if there are too few."""
+        values = self.first.get(name, [])
+        return fmean(values) if len(values) == START else math.nan
+
+    def parts(self) -> list[str]:
+        """Return the names of the reward's parts."""
+        return [name for name in self.row if name.startswith("objective/parts/")]
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def noise(values: Sequence[float]) -> float:
+    """Return the standard deviation of a series around its trend, from successive differences.
+
+    >>> noise([1.0, 2.0, 3.0, 4.0]), round(noise([0, 1, 0, 1, 0]), 3)
+    (0.0, 1.048)
+    """
+    steps = [b - a for a, b in pairwise(values)]
+    middle = median(steps)
+    # The median of |a - b| is 0.954 sigma for normal noise.
+    return median(abs(step - middle) for step in steps) / 0.954

@@ -1,0 +1,64 @@
+"""Other names of metrics: those of open-instruct, of TRL and of earlier versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from covey.run.metric import Metric
+from covey.run.metrics import METRICS, metric
+
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "val/ratio": "policy/ratio",
+        "val/advantages": "reward/advantages",
+        "val/zero_variance_groups": "rollout/zero_variance_groups",
+        "val/learned_groups": "rollout/trained_groups",
+        "val/rounds": "rollout/rounds",
+        "val/dropped_": "rollout/dropped_",
+        "val/off_policy_dropped": "policy/off_policy_dropped",
+        "val/correction_": "policy/correction_",
+        "val/sequence_lengths": "rollout/lengths",
+        "val/stop_rate": "rollout/stop_rate",
+        "warmup/solutions": "sft/examples",
+        "warmup/": "sft/",
+    }
+)
+"""Prefix of a metric name in version 0.1 -> prefix now."""
+OPEN_INSTRUCT: Mapping[str, str] = MappingProxyType(
+    {entry.open_instruct: name for name, entry in METRICS.items() if entry.open_instruct}
+)
+"""open-instruct's name -> ours, where they differ."""
+TRL: Mapping[str, str] = MappingProxyType(
+    {entry.trl: name for name, entry in METRICS.items() if entry.trl}
+)
+"""TRL's name -> ours."""
+
+
+def current_name(name: str) -> str:
+    """Return the name of a metric that open-instruct or version 0.1 names differently.
+
+    >>> current_name("val/ratio_max"), current_name("objective/entropy")
+    ('policy/ratio_max', 'policy/entropy_avg')
+    """
+    if name in OPEN_INSTRUCT:
+        return OPEN_INSTRUCT[name]
+    for old, new in RENAMED.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def find_metric(name: str) -> Metric | None:
+    """Return the entry of a metric by any of its names; None if there is no such metric."""
+    return metric(name) or metric(current_name(name)) or metric(TRL.get(name, ""))
+
+
+def with_open_instruct_names(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a step, also under open-instruct's names.
+
+    >>> with_open_instruct_names({"policy/ratio": 1.0})
+    {'policy/ratio': 1.0, 'val/ratio': 1.0}
+    """
+    return {**row, **{old: row[name] for old, name in OPEN_INSTRUCT.items() if name in row}}

@@ -1,0 +1,48 @@
+"""The table of docs/metrics.md, from the registry: python -m covey.run.metric_page FILE."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from covey.run.metric import SOURCES, Metric
+from covey.run.metrics import METRICS
+
+HEAD = "| metric | meaning | unit | over | healthy | elsewhere |"
+
+
+def table() -> str:
+    """Return the registry as Markdown."""
+    rows = [_row(name, entry) for name, entry in METRICS.items()]
+    sources = [f"- *{name}*: {text}" for name, text in SOURCES.items()]
+    return "\n".join([HEAD, "|---|---|---|---|---|---|", *rows, "", *sources]) + "\n"
+
+
+def _row(name: str, entry: Metric) -> str:
+    names = {"open-instruct": entry.open_instruct, "TRL": entry.trl}
+    elsewhere = ", ".join(f"{tool} `{other}`" for tool, other in names.items() if other)
+    definition = entry.definition.replace("|", "\\|")
+    cells = [f"`{name}`", definition, entry.unit, entry.source, healthy(entry), elsewhere]
+    return f"| {' | '.join(cells)} |"
+
+
+def healthy(entry: Metric) -> str:
+    """Return the healthy range in words; empty if there is none.
+
+    >>> healthy(Metric("", healthy=(None, 15.0))), healthy(Metric("", healthy=(0.9, 1.1)))
+    ('at most 15', '0.9 to 1.1')
+    """
+    if entry.healthy is None:
+        return ""
+    low, high = entry.healthy
+    if low == high:
+        return f"{low:g}"
+    if low is None:
+        return f"at most {high:g}"
+    return f"at least {low:g}" if high is None else f"{low:g} to {high:g}"
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    introduction = page.read_text(encoding="utf-8").partition(HEAD.partition(" meaning")[0])[0]
+    page.write_text(introduction + table(), encoding="utf-8")

@@ -1,0 +1,142 @@
+"""What trackers of other packages share: which numbers and completions they are given, and when."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from covey.errors import RunError
+from covey.escape import printable
+from covey.run.folder import RunFolder
+from covey.run.history import is_number
+from covey.run.records import read_object
+from covey.run.trackers.protocol import Tracker
+
+if TYPE_CHECKING:
+    from covey.evaluation.evaluate import Evaluation
+
+SHOWN = 8
+"""Completions with the highest and with the lowest rewards in a table, each."""
+LONGEST = 4000
+"""Characters of a text in a table; run folders have all of it."""
+COLUMNS = ("prompt", "completion", "target", "reward", "success", "advantage", "finish", "parts")
+PROJECT = "covey"
+
+
+class ExternalTracker(Tracker):
+    """A tracker of another package. Subclasses open it, write numbers and tables, and close it."""
+
+    def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
+        self.run = run
+        self.settings = settings
+        self.samples_every: int = settings.get("save", {}).get("samples_every", 0)
+
+    def open(self, done: int) -> None:
+        """Begin to log after step `done`."""
+
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the numbers of a step."""
+
+    def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        """Log a table of completions; `COLUMNS` names its columns. Does nothing by default."""
+
+    def is_new(self, event: str, step: int) -> bool:
+        """Return whether this event of a step was not logged before the run was resumed."""
+        return True
+
+    def started(self, *, steps: int, done: int, rollouts: int) -> None:
+        """Open the tracker."""
+        self.open(done)
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Log all numbers of a step."""
+        self._log("step", metrics["step"], finite_numbers(metrics))
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Log all numbers of an evaluation, estimates without their intervals."""
+        row = {f"evaluation/{name}": value for name, value in evaluation.row().items()}
+        parts = row.pop("evaluation/parts", {})
+        row |= {f"evaluation/parts/{name}": value for name, value in parts.items()}
+        self._log("evaluation", step, finite_numbers(row))
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log the completions with the highest and lowest rewards, every save.samples_every."""
+        every = self.samples_every
+        due = bool(every) and (step == 1 or step % every == 0)
+        if name == "rollouts" and due and self.is_new("table", step):
+            self.completions(step, sample_rows(rows))
+
+    def _log(self, event: str, step: int, values: Mapping[str, float]) -> None:
+        if self.is_new(event, step):
+            self.numbers(step, values)
+
+
+class RememberingTracker(ExternalTracker):
+    """A tracker whose series only grow. A resumed run does not log again what it has logged.
+
+    Steps after the checkpoint that a run resumes from are computed again, with the same numbers.
+    NAME.json in the run folder holds the run's id and the last steps that were logged.
+    """
+
+    name: str
+
+    def __init__(self, run: RunFolder, settings: Mapping[str, Any]) -> None:
+        super().__init__(run, settings)
+        self.file = run.path / f"{self.name}.json"
+        self.known: dict[str, Any] = {
+            "id": uuid.uuid4().hex[:12],
+            **self._saved(),
+        }
+
+    def _saved(self) -> dict[str, Any]:
+        try:
+            return read_object(self.file) if self.file.exists() else {}
+        except RunError:  # damaged: the tracker's run begins anew
+            return {}
+
+    def is_new(self, event: str, step: int) -> bool:
+        """Return whether this event of a step was never logged, and note that it now is."""
+        if step <= self.known.get(event, -1):
+            return False
+        self.known[event] = step
+        return True
+
+    def remember(self) -> None:
+        """Save what is logged, after it was. Without fsync, which would cost more than the rest."""
+        new = self.file.with_suffix(".partial")
+        new.write_text(json.dumps(self.known) + "\n")
+        new.replace(self.file)
+
+    def _log(self, event: str, step: int, values: Mapping[str, float]) -> None:
+        if self.is_new(event, step):
+            self.numbers(step, values)
+            self.remember()
+
+
+def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a row but its step; of an estimate its value."""
+    values = {n: v.get("value") if isinstance(v, Mapping) else v for n, v in row.items()}
+    values.pop("step", None)
+    return {name: value for name, value in values.items() if is_number(value)}
+
+
+def sample_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Return the completions with the highest and lowest rewards as cells of plain text."""
+    scored = sorted((row for row in rows if row["reward"] is not None), key=lambda r: -r["reward"])
+    chosen = scored if len(scored) <= 2 * SHOWN else [*scored[:SHOWN], *scored[-SHOWN:]]
+    return [[_cell(row, column) for column in COLUMNS] for row in chosen]
+
+
+def _cell(row: Mapping[str, Any], column: str) -> Any:
+    if column == "parts":
+        return ", ".join(f"{name} {value:.3g}" for name, value in row["parts"].items())
+    value = row["text" if column == "completion" else column]
+    return shortened(value) if isinstance(value, str) else value
+
+
+def shortened(text: str) -> str:
+    """Return text without control characters, and cut where it is very long."""
+    more = f" ... ({len(text) - LONGEST} more characters)" if len(text) > LONGEST else ""
+    return printable(text[:LONGEST]) + more

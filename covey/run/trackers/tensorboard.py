@@ -1,0 +1,52 @@
+"""The TensorBoard tracker: event files in the run folder, for `tensorboard --logdir runs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from covey.run.samples import quoted
+from covey.run.trackers.external import COLUMNS, ExternalTracker
+
+
+class TensorBoardTracker(ExternalTracker):
+    """Scalars in double precision, and completions as text."""
+
+    writer: Any = None
+
+    def open(self, done: int) -> None:
+        """Open a new event file. TensorBoard drops earlier events of the steps that follow."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = str(self.run.path / "tensorboard")
+        # The first file says so as well: TensorBoard takes a second one for a restart.
+        self.writer = SummaryWriter(folder, purge_step=done + 1 if done else 0)
+
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        """Write scalars as one event, in double precision: single would round counts of tokens."""
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+
+        about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"))
+        scalars = [
+            Summary.Value(
+                tag=name, metadata=about, tensor=TensorProto(dtype="DT_DOUBLE", double_val=[value])
+            )
+            for name, value in values.items()
+        ]
+        self.writer.file_writer.add_summary(Summary(value=scalars), step)
+
+    def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        """Write completions as indented Markdown, which no text can leave."""
+        lines: list[str] = []
+        for row in rows:
+            cells = dict(zip(COLUMNS, row, strict=True))
+            lines += [f"reward {cells['reward']:.3g}", ""]
+            for name in ("prompt", "completion", "target", "parts"):
+                lines += [f"{name}:", "", *quoted(str(cells[name])), ""]
+        self.writer.add_text("completions", "\n".join(lines), step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self.writer is not None:
+            self.writer.close()

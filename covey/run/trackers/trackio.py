@@ -1,0 +1,50 @@
+"""The trackio tracker: a local database, which `trackio show` opens.
+
+TRACKIO_DIR says where, TRACKIO_PROJECT under which project; TRACKIO_SPACE_ID sends it to the hub.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from covey.run.trackers.external import COLUMNS, PROJECT, RememberingTracker
+
+
+class TrackioTracker(RememberingTracker):
+    """A run of trackio, with tables of completions. A resumed run continues it."""
+
+    name = "trackio"
+    session: Any = None
+
+    def open(self, done: int) -> None:
+        """Begin or continue the run of trackio."""
+        import trackio
+
+        self.session = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=f"{self.run.path.name}-{self.known['id'][:4]}",
+            config=dict(self.settings),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        self.remember()
+
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the numbers of a step."""
+        self.session.log(dict(values), step=step)
+
+    def completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        """Log a table."""
+        import trackio
+
+        table = trackio.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
+        self.session.log({"completions": table}, step=step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self.session is not None:
+            self.session.finish()

@@ -1,0 +1,84 @@
+"""Watching a run: health findings, the best checkpoint, and reasons to stop early."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from covey.run.best import Best
+from covey.run.folder import RunFolder
+from covey.run.health import Finding, Health
+from covey.run.metric_names import current_name
+from covey.run.trackers import Tracker
+from covey.stopping import StopSignal
+
+if TYPE_CHECKING:
+    from covey.config import Config
+    from covey.evaluation.evaluate import Evaluation
+
+
+@dataclass(slots=True)
+class Watch(Tracker):
+    """A tracker that the loop asks what follows from the last step and evaluation.
+
+    On several ranks each has one, since all must save together; only rank 0 stops the others.
+    """
+
+    config: Config
+    health: Health = field(init=False)
+    best: Best | None = field(init=False, default=None)
+    new: list[Finding] = field(default_factory=list)
+    """Findings that the user has not been told."""
+    is_best: bool = False
+    """Whether the last step is the best so far."""
+
+    def __post_init__(self) -> None:
+        self.health = Health(self.config.model_dump())
+        if self.config.save.best:
+            self.best = Best(metric=self.config.save.best, mode=self.config.save.best_is)
+
+    def replay(self, run: RunFolder, until: int) -> None:
+        """Take in the records of a run that is resumed after step `until`."""
+        rows = [row for row in run.steps() if row["step"] <= until]
+        for row in rows:
+            self.health.add(row)
+        if self.best is not None:
+            rows = run.evaluations() if self.best.of_evaluations else rows
+            for row in rows:
+                if row["step"] <= until and self._counts(row["step"]):
+                    self.best.add(row)
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Check the metrics of a step."""
+        row = {current_name(name): value for name, value in metrics.items()}
+        self.new += self.health.add(row)
+        best = self.best
+        self.is_best = (
+            best is not None
+            and not best.of_evaluations
+            and self._counts(row["step"])
+            and best.add(row)
+        )
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Compare an evaluation with the best so far."""
+        if self.best is not None and self.best.of_evaluations:
+            self.is_best = self.best.add({"step": step, **evaluation.row()}) and step > 0
+
+    def _counts(self, step: int) -> bool:
+        """Whether a step may be the best: metrics of steps count where checkpoints are saved."""
+        every = self.config.save.every
+        return self.best is None or self.best.of_evaluations or (every > 0 and step % every == 0)
+
+    def report(self, log: Tracker, stop: StopSignal) -> None:
+        """Tell the user what is new, and ask the loop to stop if the settings say so."""
+        for finding in self.new:
+            log.note(f"health: {finding.line()}")
+        self.new.clear()
+        ends = [name for name in self.config.train.stop_on if name in self.health.active]
+        patience, best = self.config.train.patience, self.best
+        if ends:
+            stop.ask(f"train.stop_on: {ends[0]} since step {self.health.active[ends[0]].since}")
+        elif patience and best is not None and best.misses >= patience:
+            stop.ask(f"train.patience: no better than {best.line()} in {best.misses} measurements")
