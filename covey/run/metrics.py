@@ -84,8 +84,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             ROLLOUTS,
         ),
         "rollout/dropped_uniform": Metric(
-            "Groups dropped by dynamic sampling (all correct or all wrong) or by drop_flat (rewards "
-            "all equal).",
+            "Groups dropped by dynamic sampling (all correct or all wrong) or by drop_flat "
+            "(rewards all equal).",
             "groups",
             ROLLOUTS,
         ),
