@@ -108,4 +108,6 @@ def _check_origin(function: Any, path: str, where: str) -> None:
     try:
         inspect.signature(function)
     except (ValueError, TypeError):
-        raise ConfigError(f"config: {where} = {path!r} has no readable signature") from None
+        raise ConfigError(
+            f"config: {where} = {path!r} is a function whose parameters cannot be read"
+        ) from None

@@ -1,6 +1,7 @@
 """Linear layers of the fused forward pass: one product for fused parameters.
 
-A layer that is more than a product, such as one with an adapter, is called as it is.
+A layer that does more than a matrix product, such as one with a LoRA adapter, is not fused: its own
+forward pass is called.
 """
 
 from __future__ import annotations

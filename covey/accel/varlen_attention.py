@@ -2,7 +2,8 @@
 
 Every packed token has one query, in the row that it belongs to: a shared prompt has its queries in
 the first of its rows. The keys of a row are all its tokens, so those of a shared prompt appear in
-several rows. The last query of a row sees all its keys, the one before it all but one, and so on.
+several rows. Attention is causal and aligned at the end: the last query
+of a row sees all keys of the row, the second-to-last all but the last key.
 
 torch's public function for this changes its arguments between versions; the operators below it do
 not.

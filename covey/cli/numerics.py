@@ -47,8 +47,8 @@ Updates = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Optimizer steps to measure staleness after. Default: those before the last one of a "
-        "batch, at least 1.",
+        help="Optimizer steps to measure staleness after. Default: one less than the optimizer "
+        "steps of a batch, at least 1.",
     ),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write one JSON object here.")]

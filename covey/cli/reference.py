@@ -58,7 +58,7 @@ def serve_command(
         int, typer.Option(min=1, help="Most padded tokens in a request and in a forward pass.")
     ] = 131_072,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds for a request, with its time in the queue.")
+        float, typer.Option(min=0.1, help="Time limit of a request in seconds, queue included.")
     ] = 120.0,
     connections: Connections = 256,
 ) -> None:

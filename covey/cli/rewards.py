@@ -51,7 +51,12 @@ LabelledOption = Annotated[
 ]
 AllowedOption = Annotated[
     float,
-    typer.Option("--allow-errors", min=0.0, max=1.0, help="Share of labels that may differ."),
+    typer.Option(
+        "--allow-errors",
+        min=0.0,
+        max=1.0,
+        help="Share of labels that the reward may disagree with.",
+    ),
 ]
 
 

@@ -176,7 +176,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def hints_of(
     function: Callable[..., Any], options: Mapping[str, inspect.Parameter] | None = None
 ) -> dict[str, Any]:
-    """Return the types of the options, by default of those that are keyword-only."""
+    """Return the types of the options; without `options`, of the keyword-only parameters."""
     try:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError):  # a user's annotations may be there for type checkers only

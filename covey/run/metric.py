@@ -36,6 +36,6 @@ class Metric:
     healthy: tuple[float | None, float | None] | None = None
     """Smallest and largest value in a healthy run; None: no bound."""
     open_instruct: str = ""
-    """open-instruct's name, where it is another. Steps are logged under this name too."""
+    """open-instruct's name, where it is another. Steps log the number under both names."""
     trl: str = ""
     """TRL's name of the same number."""

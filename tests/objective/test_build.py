@@ -441,7 +441,10 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_module:open_ended", "objective.name = 'own_module:open_ended' must take options by keyword, unlike '**options'"),
         ("own_module:positional", "objective.name = 'own_module:positional' must take options by keyword, unlike 'strength'"),
         ("own_module:needy", "config: objective.strength must be given for own_module:needy"),
-        ("builtins:int", "config: objective.name = 'builtins:int' has no readable signature"),
+        (
+            "builtins:int",
+            "config: objective.name = 'builtins:int' is a function whose parameters cannot be read",
+        ),
     ],
 )  # fmt: skip
 def test_a_function_that_does_not_work_is_one_line(

@@ -99,7 +99,7 @@ class _Pair:
 
     @property
     def tested(self) -> bool:
-        """Whether algorithms can be compared: two seeds or more, with different weights."""
+        """Whether there are two seeds or more, and the arms trained to different weights."""
         return len(self.seeds) >= 2 and not self.same
 
 

@@ -148,7 +148,7 @@ def _multi_turn(row: dict[str, Any], values: dict[str, Any]) -> Rollout:
         return Rollout(**values, **read_episode(row))
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
-            f"an episode of the step, to {row['prompt_id']}, cannot be read: {error!r}"
+            f"cannot read an episode of prompt {row['prompt_id']} in this step: {error!r}"
         ) from None
 
 

@@ -53,7 +53,7 @@ class Device:
             if not torch.cuda.is_available():
                 raise ModelError(
                     f"model: model.device = {wanted!r}, but torch finds no CUDA device; "
-                    "--gpu GIB plans for a GPU that is not here"
+                    "use --gpu GIB to plan for a GPU of another machine"
                 )
             properties = torch.cuda.get_device_properties(wanted)
             return Device(kind="cuda", memory=properties.total_memory, name=properties.name)

@@ -19,7 +19,7 @@ def gigpo() -> Objective:
         A    = A_E + step_weight A_S
         loss = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    Worth knowing: for multi-turn rollouts, whose environment says which states are equal. A state
+    Worth knowing: this is for multi-turn rollouts; the environment must report its states. A state
     that one turn alone was in adds nothing, so without repeated states it is GRPO. With
     `normalize = "mean"` neither term is divided by its deviation. Statistics of episodes are over
     rollouts; the released code takes them over turns, where long episodes weigh more.
