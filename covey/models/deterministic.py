@@ -3,7 +3,7 @@
 A CPU adds in a fixed order as long as the number of threads is the same. A GPU does not always:
 atomic additions come in any order, and cuBLAS may use any free workspace.
 
-covey's own kernels use no atomics, and they reduce partial sums in a fixed order. For these operations
+covey's own kernels use no atomics and reduce partial sums in a fixed order. For these operations
 torch has a deterministic version, which this mode turns on:
 
     index_add      the embedding's gradient, sums over groups
