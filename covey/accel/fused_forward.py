@@ -25,7 +25,7 @@ from covey.accel.fused_linear import fused_linear, plain, skip_swiglu_output, sw
 from covey.accel.fused_parameters import GradSink, sink_of
 from covey.accel.kernels.rms_norm import add_norm, norm
 from covey.accel.kernels.rope import apply_rope
-from covey.accel.parity import plain_positions
+from covey.accel.positions import plain_positions
 from covey.accel.varlen_attention import KeyIndex, VarlenRows, flash_attention
 
 KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]

@@ -17,8 +17,6 @@ from torch import nn
 
 from covey.types import HostRows
 
-PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
-"""RoPE types whose angles depend on the position alone."""
 LAYERS = 2
 TOKENS = 32
 """Checks use token ids below this."""
@@ -40,17 +38,6 @@ except ImportError:  # without Triton no kernel can fail to compile
     pass
 else:
     FAILURES = (*FAILURES, TritonError)
-
-
-def plain_positions(config: Any) -> bool:
-    """Tell whether every layer has full causal attention with RoPE by position alone."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-    window = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
-    plain = rope.get("rope_type", "default") in PLAIN_ROPE
-    turned = all(getattr(config, "no_rope_layers", None) or ())  # 0: a layer without RoPE
-    scaled = rope.get("llama_4_scaling_beta")  # queries scaled by position
-    return plain and turned and not scaled and kinds == {"full_attention"} and not window
 
 
 def is_silu(activation: Any) -> bool:

@@ -29,6 +29,7 @@ NONSENSE = "?"
 _NOT_A_NUMBER = re.compile(r"(?<![a-z])(?:nan|inf|infinity)j?(?![a-z])", re.IGNORECASE)
 _SCORER = (
     "covey.errors",
+    "covey.episode",
     "covey.types",
     "covey.tasks.task",
     "covey.tasks.reasoning_gym",

@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 
-from covey.accel.parity import first_layers, plain_positions
+from covey.accel.parity import first_layers
+from covey.accel.positions import plain_positions
 from covey.models.adapter import add_adapter
 from tests.conftest import build
 

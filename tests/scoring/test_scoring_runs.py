@@ -118,7 +118,7 @@ def unnamed_signal(prompt, text):
 
 def garbles(prompt, text):
     if text == "garble":
-        for fd in range(3, 40):
+        for fd in range(3, 400):
             try:
                 os.write(fd, b"\\x00\\x00\\x00\\x05hello")
             except OSError:

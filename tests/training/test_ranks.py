@@ -46,9 +46,22 @@ SPECIAL = {
     "skip rows": ["objective.name=grpo", "filter.skip_zero_gradient=true"],
     "offloaded": ["objective.beta=0.1", "reference.kind=offloaded"],
 }
+HERE = [name for name in ALGORITHMS if name not in ("gdpo", "opd", "gigpo")]
+"""Those that need no parts of a reward, no teacher and no turns."""
+TO_THE_ENGINE = ("scalerl", "bapo", "m2po")
+"""They take ratios to the engine, and refuse corrections."""
+
+
+def everything(name: str) -> list[str]:
+    kept = [s for s in EVERYTHING if name not in TO_THE_ENGINE or not s.startswith(CORRECTS)]
+    return [f"objective.name={name}", *kept]
+
+
+OLD = {"decoupled_ppo": ["train.old_logp=recompute"]}
+CORRECTS = ("objective.correction", "objective.veto")
 CASES = {
-    2: {name: [f"objective.name={name}", *EVERYTHING] for name in ALGORITHMS} | SPECIAL,
-    4: {name: [f"objective.name={name}"] for name in ALGORITHMS} | SPECIAL,
+    2: {name: everything(name) for name in HERE} | SPECIAL,
+    4: {name: [f"objective.name={name}", *OLD.get(name, [])] for name in HERE} | SPECIAL,
 }
 """By the number of ranks."""
 

@@ -24,7 +24,7 @@ SMALL = [
     "train.micro_batch_tokens=300", "train.mini_batches=2", "evaluate.every=0", "save.every=1",
     "save.keep=50", "optimizer.learning_rate=1e-5",
 ]  # fmt: skip
-LEFT_OUT = re.compile("time/|engine/")
+LEFT_OUT = re.compile("time/|engine/|other/packed_ratio")
 
 
 def words(*settings: str) -> list[str]:

@@ -48,6 +48,9 @@ class NeverAnswers:
         never: Future[list[ScoreResult]] = Future()
         return self.scorer.submit(job) if self.left >= 0 else never
 
+    def events(self) -> list[str]:
+        return self.scorer.events()
+
     def close(self) -> None:
         self.scorer.close()
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from covey.accel.parity import plain_positions
+from covey.accel.positions import plain_positions
 from covey.config import Config
 from covey.embedded import MODELS
 from covey.errors import ConfigError, ModelError

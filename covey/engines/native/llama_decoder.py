@@ -19,7 +19,7 @@ from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_
 
 from covey.accel.attention import SHORT, short_attention, short_bias
 from covey.accel.fused_parameters import fused_view
-from covey.accel.parity import plain_positions
+from covey.accel.positions import plain_positions
 from covey.engines.native.kv_cache import SlotCache
 from covey.models.adapter import NAME
 from covey.models.language_model import LanguageModel
