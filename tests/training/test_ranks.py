@@ -159,6 +159,8 @@ def assert_close(found: Outcome, wanted: Outcome, most: float, what: str) -> Non
         assert off <= most * size, (what, off / max(size, 1e-300))
     assert found.metrics.keys() == wanted.metrics.keys(), what
     for name, value in wanted.metrics.items():
+        if name == "other/packed_ratio":  # of micro-batches, which each rank cuts for itself
+            continue
         same = math.isclose(found.metrics[name], value, rel_tol=2e-5, abs_tol=2e-6)
         assert same, (what, name, value, found.metrics[name])
 
