@@ -1,9 +1,15 @@
-"""Command lines that run a module of covey in a subprocess."""
+"""Subprocesses of covey: command lines, what is sent to them, and how they ended."""
 
 from __future__ import annotations
 
+import pickle
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from covey.errors import ConfigError
 
 ROOT = str(Path(__file__).parent.parent)
 START = (
@@ -19,3 +25,27 @@ def module_command(module: str, *arguments: str) -> list[str]:
     json.py would then run.
     """
     return [sys.executable, "-P", "-c", START, ROOT, module, *arguments]
+
+
+def pickled(thing: Any, what: str) -> bytes:
+    """Return an object as bytes for another process; an error names it as `what`."""
+    why = "it is in the main script, which every process would run again"
+    try:
+        payload = pickle.dumps(thing)
+        if b"__main__" not in payload:
+            return payload
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        why = str(error)
+    raise ConfigError(
+        f"{what} ({why}); move it to a module, or set `quick = True` on it if it never takes long"
+    )
+
+
+def how_ended(process: subprocess.Popen[bytes], seconds: float) -> str:
+    """Describe how a process that closed its connection ended; wait for that some seconds."""
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return "the connection"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"by signal {names.get(-code, -code)}" if code < 0 else f"with code {code}"

@@ -23,7 +23,7 @@ LAYERS: dict[str, set[str]] = {
     "rng": set(),
     "stopping": set(),
     "trust": {"errors"},
-    "subprocesses": set(),
+    "subprocesses": {"errors"},
     "objective": {"trust", *PLAIN},
     "functional": {"objective", *PLAIN},
     "config": {"errors", "escape"},

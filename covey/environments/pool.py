@@ -10,7 +10,6 @@ again one at a time, and one that ends its process again ends with an error.
 from __future__ import annotations
 
 import json
-import pickle
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from covey.environments.environment import Factory
 from covey.environments.host import Replies
 from covey.errors import ConfigError, RewardError
 from covey.scoring.pool import Worker
+from covey.subprocesses import pickled
 from covey.types import Message, Prompt
 
 LONGEST = 64 * 2**20
@@ -67,7 +67,8 @@ class ProcessHost:
     def __init__(
         self, name: str, factory: Factory, *, workers: int, timeout: float, gigabytes: float
     ) -> None:
-        self._payload = _pickled(name, factory)
+        what = f"environment {name}: cannot be sent to a process of its own"
+        self._payload = pickled(factory, what)
         self._name, self._timeout, self._gigabytes = name, timeout, gigabytes
         self._lanes = [_Lane() for _ in range(workers)]
         self._episodes: dict[int, _Episode] = {}
@@ -230,17 +231,3 @@ class ProcessHost:
     def _fail(self, key: int, why: str) -> None:
         del self._episodes[key]
         self._ready.append((key, Reply(done=True, error=why)))
-
-
-def _pickled(name: str, factory: Factory) -> bytes:
-    why = "it is in the main script, which every process would run again"
-    try:
-        payload = pickle.dumps(factory)
-        if b"__main__" not in payload:
-            return payload
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        why = str(error)
-    raise ConfigError(
-        f"environment {name}: cannot be sent to a process of its own ({why}); move it to a module, "
-        "or set `quick = True` on it if it never takes long"
-    )

@@ -15,6 +15,7 @@ import torch
 from covey.objective.distill import LEAST_LOGP, teacher_gap
 from covey.objective.loss import Objective, PolicyLoss
 from covey.objective.masked import MAX_LOG_RATIO, bounded, difference, row_mean, row_sum
+from covey.objective.rollouts import joined
 from covey.types import Batch
 
 
@@ -164,11 +165,12 @@ def _observe_ratio(
 
 
 def observe_reference(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
-    """Count the KL to the reference, if there is one: sums over the tokens of each row."""
+    """Count the KL to the reference, if there is one: sums over the tokens of each rollout."""
     if batch.ref_logp is None:
         return
-    mask = batch.mask
-    gap = bounded(difference(logp.detach(), batch.ref_logp, mask).double())
+    rollouts = joined(batch)
+    mask = rollouts.batch.mask
+    gap = rollouts.join(bounded(difference(logp.detach(), batch.ref_logp, batch.mask).double()))
     values = {
         "objective/kl": gap,
         "objective/kl2": gap.square() / 2,

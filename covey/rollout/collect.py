@@ -81,7 +81,7 @@ class Collected:
         )
 
     def split(self, counts: Sequence[int]) -> list[Collected]:
-        """Return consecutive parts of so many groups each, with their share of the time."""
+        """Return parts with these numbers of groups, in order, each with its share of the time."""
         parts, start = [], 0
         for count in counts:
             share, here = count / len(self.groups), slice(start, start + count)
@@ -108,7 +108,6 @@ class _Scoring:
     """By prompt and sample."""
     pending: dict[tuple[int, int], Pending] = field(default_factory=dict)
     """By prompt and sample. A whole group is under sample 0."""
-
     errors: dict[tuple[int, int], str] = field(default_factory=dict)
     """What went wrong in an environment, by prompt and sample. Such a rollout is not scored."""
 

@@ -49,14 +49,14 @@ class Interaction:
     """Calls of tools in an episode."""
     max_tokens: int
     """Tokens that the engine reads and samples for a turn: the whole conversation."""
-    told: bool = False
-    """Whether the user knows that the chat template rewrites history."""
+    noted: bool = False
+    """Whether the run has logged that the chat template rewrites history."""
 
     def notes(self, rollouts: Sequence[Rollout]) -> list[str]:
         """Return what a user should know about how these rollouts went, once in a run."""
-        if self.told or all(len(rollout.segments) == 1 for rollout in rollouts):
+        if self.noted or all(len(rollout.segments) == 1 for rollout in rollouts):
             return []
-        self.told = True
+        self.noted = True
         return [
             "the chat template rewrites earlier turns: such rollouts are trained in several "
             "segments, each as it was sampled"
@@ -157,9 +157,8 @@ class _Conversation:
             where = len(self.segments) - 1
             self.turns.append(Turn(role=role, segment=where, start=start, stop=stop, text=text))
 
-    def rollout(self, reply: Reply, prompt_tokens: tuple[int, ...]) -> Rollout:
+    def rollout(self, reply: Reply) -> Rollout:
         """Return the rollout, not scored."""
-        segments = self.segments or [_Growing(prompt_tokens)]
         mine = [turn for turn in self.turns if turn.role == "assistant"]
         episode = Episode(
             messages=tuple(self.messages),
@@ -171,7 +170,7 @@ class _Conversation:
         return Rollout(
             prompt_id=self.prompt.id,
             sample=self.sample,
-            segments=tuple(growing.segment(self.version) for growing in segments),
+            segments=tuple(growing.segment(self.version) for growing in self.segments),
             turns=tuple(self.turns),
             text=EpisodeText.of(mine[-1].text if mine else "", episode),
             finish=self.finish,
@@ -252,11 +251,10 @@ class MultiTurnEpisodes:
     def done(self, completions: Sequence[Completion]) -> None:
         """Hand turns of the policy to the environment."""
         texts = self.model.decode_many([completion.tokens for completion in completions])
+        form, prefill = self.interaction.call_format, self.conversations.renderer.template.prefill
         for completion, text in zip(completions, texts, strict=True):
             episode = self.running.pop(completion.request.number)
-            prefill = "" if self.model.renderer is None else self.model.renderer.template.prefill
-            form, names = self.interaction.call_format, episode.tool_names
-            message = assistant_message(prefill + text, form, names)
+            message = assistant_message(prefill + text, form, episode.tool_names)
             episode.add_turn(completion, message)
             self._hand_over(episode, message, completion.finish)
 
@@ -339,8 +337,9 @@ class MultiTurnEpisodes:
         return Request(number=number, prompt=number, tokens=context.tokens, address=address)
 
     def _end(self, episode: _Conversation, reply: Reply) -> None:
-        rollout = episode.rollout(reply, self.model.encode(episode.prompt.messages)
-                                  if not episode.segments else ())  # fmt: skip
+        if not episode.segments:  # it ended before the policy had a turn
+            episode.segments.append(_Growing(self.model.encode(episode.prompt.messages)))
+        rollout = episode.rollout(reply)
         self.rollouts[episode.number, episode.sample] = rollout
         self.finished(episode.number, rollout)
 

@@ -19,7 +19,7 @@ from covey.run.health_checks import CHECKS, Check, Settings, Times
 from covey.run.history import History
 
 REPEAT = 50
-"""A finding that lasts is told again after this many steps."""
+"""A finding that lasts is logged again after this many steps."""
 SILENCE, SILENT_SECONDS = 10, 60.0
 """A run is stalled if it is silent for this many steps' time, and at least these seconds."""
 
@@ -63,8 +63,8 @@ class Health:
     history: History = field(default_factory=History)
     active: dict[str, Finding] = field(default_factory=dict)
     """What the last step shows, by name."""
-    told: dict[str, int] = field(default_factory=dict)
-    """The step at which each finding was told last."""
+    logged: dict[str, int] = field(default_factory=dict)
+    """The step at which each finding was last logged."""
 
     def add(self, row: Mapping[str, Any]) -> list[Finding]:
         """Take in the metrics of a step; return what is new, or lasts and is due again."""
@@ -81,9 +81,9 @@ class Health:
         due = [
             finding
             for name, finding in self.active.items()
-            if name not in self.told or step >= self.told[name] + REPEAT
+            if name not in self.logged or step >= self.logged[name] + REPEAT
         ]
-        self.told |= {finding.name: step for finding in due}
+        self.logged |= {finding.name: step for finding in due}
         return due
 
     def _finding(self, name: str, check: Check, what: str) -> Finding:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -22,10 +21,10 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from covey.errors import ConfigError, RewardError
+from covey.errors import RewardError
 from covey.rewards.score import Reward
 from covey.scoring.job import READY, Job, ScoreResult
-from covey.subprocesses import module_command
+from covey.subprocesses import how_ended, module_command, pickled
 
 START_SECONDS = 120.0
 EXIT_SECONDS = 5.0
@@ -78,12 +77,7 @@ class Worker:
 
     def how_ended(self) -> str:
         """Describe how a process that closed its connection ended."""
-        try:
-            code = self.process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "the connection"
-        names = {number.value: number.name for number in signal.Signals}
-        return f"by signal {names.get(-code, -code)}" if code < 0 else f"with code {code}"
+        return how_ended(self.process, EXIT_SECONDS)
 
 
 class Pool:
@@ -104,7 +98,7 @@ class Pool:
         self._again = partial(
             Pool, reward, identity, workers=workers, timeout=timeout, gigabytes=gigabytes
         )
-        self._payload = _pickled(reward, identity)
+        self._payload = pickled(reward, f"reward {identity}: cannot be sent to a scoring process")
         self._workers = workers
         self._timeout = timeout
         self._gigabytes = gigabytes
@@ -298,17 +292,3 @@ class Pool:
 def _fail(queued: QueuedJob, why: str) -> None:
     job, future = queued
     future.set_result([ScoreResult(error=why)] * len(job.texts))
-
-
-def _pickled(reward: Reward, identity: str) -> bytes:
-    why = "it is in the main script, which every process would run again"
-    try:
-        payload = pickle.dumps(reward)
-        if b"__main__" not in payload:
-            return payload
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        why = str(error)
-    raise ConfigError(
-        f"reward {identity}: cannot be sent to a scoring process ({why}); move it to a "
-        "module, or set `quick = True` on it if it never takes long"
-    )

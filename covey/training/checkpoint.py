@@ -56,8 +56,6 @@ class State:
     """Tokens of these rollouts."""
     beta: float = 0.0
     """Weight of the KL, which an objective may adapt."""
-    seconds: float = 0.0
-    """Time of all steps so far."""
 
     def used(self, policy: Policy) -> Used:
         """Return how much of its budget the run has used."""
@@ -84,7 +82,7 @@ def save(
         if policy.whole is not None:
             save_state(policy.optimizer, folder)
         if world.is_main or policy.whole is not None:
-            save_policy(policy, folder, _saved(state), writes=world.is_main)
+            save_policy(policy, folder, asdict(state), writes=world.is_main)
         if reference is not None and world.is_main:
             reference.save(folder)
         more(folder)
@@ -92,11 +90,6 @@ def save(
     if world.is_main:
         run.prune_checkpoints(keep, best_step(run))
     world.barrier()
-
-
-def _saved(state: State) -> dict[str, Any]:
-    """Return what a checkpoint holds: no times, so that equal runs have equal checkpoints."""
-    return {name: value for name, value in asdict(state).items() if name != "seconds"}
 
 
 def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -> State:
@@ -139,8 +132,6 @@ def resume(
             state = load(policy, reference, start.checkpoint, start.step)
         except RunError as error:
             raise RunError(f"{error}; {offer(run, before=start.step)}") from None
-        past = (row for row in run.steps() if row["step"] <= start.step)
-        state.seconds = sum(row.get("time/total", 0.0) for row in past)
     aside = world.from_main(lambda: put_aside_after(run, start))
     if aside is not None:
         note(f"steps after {start.step} are done again; their earlier records are in {aside}")

@@ -36,6 +36,9 @@ class Reinforcement:
 
     parts: Parts
     queue: RolloutQueue = field(init=False)
+    seconds: float | None = None
+    """Time of all steps so far. It comes from the records of the run: a checkpoint holds no times,
+    so that equal runs have equal checkpoints."""
 
     @property
     def budget(self) -> Budget:
@@ -100,7 +103,6 @@ class Reinforcement:
         training = time.perf_counter()
         batch, learned, state.beta = training_step(learner, groups, state.step)
         ended = time.perf_counter()
-        state.seconds += ended - started
 
         metrics: dict[str, Any] = {
             "step": state.step,
@@ -118,7 +120,7 @@ class Reinforcement:
             "time/score": collected.score_seconds,
             "time/update": ended - training,
             "time/total": ended - started,
-            "time/from_scratch": state.seconds,
+            "time/from_scratch": self._so_far(run, ended - started),
             "time/tokens_per_second": collected.tokens / (ended - started),
             **usage_metrics(parts.policy, groups, parts.config.train.epochs, ended - training),
         }
@@ -130,6 +132,13 @@ class Reinforcement:
         if parts.world.is_main:
             _write_samples(run, parts.config.save, state.step, collected.groups)
         log.step(with_open_instruct_names(metrics))
+
+    def _so_far(self, run: RunFolder, seconds: float) -> float:
+        """Add the time of a step to that of the steps before it."""
+        if self.seconds is None:
+            self.seconds = sum(row["time/total"] for row in run.steps())
+        self.seconds += seconds
+        return self.seconds
 
 
 def _write_samples(run: RunFolder, save: Save, step: int, groups: Sequence[Group]) -> None:

@@ -16,6 +16,7 @@ from covey.objective import (
     with_marks,
     with_weight,
 )
+from covey.objective.diagnostics import Meter, observe_reference, summary
 from covey.objective.rollouts import joined
 from covey.training.step import RowFacts
 from covey.types import Batch, Totals
@@ -140,3 +141,14 @@ def test_mini_batches_take_the_same_rollouts_and_never_part_of_one(count: int) -
         assert totals == [len(rollouts) for rollouts in taken[-1]]
     assert taken[0] == taken[1]
     assert sorted(n for rollouts in taken[0] for n in rollouts) == list(range(8))
+
+
+def test_the_kl_to_the_reference_is_summed_over_rollouts() -> None:
+    whole, meters = whole_batch(), (Meter(), Meter())
+    for meter, batch in zip(meters, (whole, in_two_rows(whole)), strict=True):
+        assert batch.old_logp is not None
+        observe_reference(meter, batch, batch.old_logp)
+    one, two = map(summary, meters)
+    assert one == pytest.approx(two)
+    gap = (whole.old_logp - whole.ref_logp).where(whole.mask, 0.0).sum(dim=1)  # type: ignore[operator]
+    assert one["objective/kl"] == pytest.approx(float(gap[whole.mask.any(dim=1)].mean()))

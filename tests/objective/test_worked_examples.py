@@ -7,11 +7,9 @@ gives: there we must differ.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,29 +54,11 @@ from covey.objective.shaping import polarity
 from covey.rewards.length import Soft
 from covey.rollout.filter import select, without_truncated
 from covey.types import Batch, Group, Prompt, Rollout, Totals
+from tests.objective.worked import Worked
 
-NUMBERS = json.loads((Path(__file__).parent / "worked_examples.json").read_text(encoding="utf-8"))
-
-
-def at(path: str) -> Any:
-    value = NUMBERS
-    for key in path.split("."):
-        value = value[key]
-    return value
-
-
-def tensor(value: Any) -> torch.Tensor:
-    """Return numbers, or those at a path, as float64."""
-    numbers = at(value) if isinstance(value, str) else value
-    return torch.as_tensor(numbers, dtype=torch.float64).detach()
-
-
-def close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(tensor(actual), tensor(expected), atol=1e-9, rtol=0)
-
-
-def far(actual: Any, wrong: Any) -> None:
-    assert (tensor(actual) - tensor(wrong)).abs().max() > 1e-3
+WORKED = Worked("worked_examples.json")
+NUMBERS = WORKED.numbers
+at, tensor, close, far = WORKED.at, WORKED.tensor, WORKED.close, WORKED.far
 
 
 MASK = tensor("inputs.mask").bool()

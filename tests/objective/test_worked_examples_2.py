@@ -5,9 +5,7 @@ All is float64 and must agree to 1e-9. Six completions of two prompts run throug
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,29 +18,11 @@ from covey.objective.best_of_k import best_of, subset_gains
 from covey.objective.drift import positive_share, positive_value_share
 from covey.objective.keep import kept_rows
 from covey.types import Batch
+from tests.objective.worked import Worked
 
-NUMBERS = json.loads((Path(__file__).parent / "worked_examples_2.json").read_text(encoding="utf-8"))
-
-
-def at(path: str) -> Any:
-    value = NUMBERS
-    for key in path.split("."):
-        value = value[key]
-    return value
-
-
-def tensor(value: Any) -> torch.Tensor:
-    """Return numbers, or those at a path, as float64."""
-    numbers = at(value) if isinstance(value, str) else value
-    return torch.as_tensor(numbers, dtype=torch.float64).detach()
-
-
-def close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(tensor(actual), tensor(expected), atol=1e-9, rtol=0)
-
-
-def far(actual: Any, wrong: Any) -> None:
-    assert (tensor(actual) - tensor(wrong)).abs().max() > 1e-3
+WORKED = Worked("worked_examples_2.json")
+NUMBERS = WORKED.numbers
+at, tensor, close, far = WORKED.at, WORKED.tensor, WORKED.close, WORKED.far
 
 
 def inputs_of(section: dict[str, Any]) -> dict[str, torch.Tensor]:

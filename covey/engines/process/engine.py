@@ -30,7 +30,7 @@ from covey.engines.protocol import (
     WeightSource,
 )
 from covey.errors import ModelError
-from covey.subprocesses import module_command
+from covey.subprocesses import how_ended, module_command
 
 POLL_SECONDS = 0.005
 """How often a source is asked for more requests while completions are generated."""
@@ -63,12 +63,7 @@ class _Process:
 
     def how_ended(self) -> str:
         """Return how the process ended."""
-        try:
-            code = self.process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "the connection"
-        names = {number.value: number.name for number in signal.Signals}
-        return f"by signal {names.get(-code, -code)}" if code < 0 else f"with code {code}"
+        return how_ended(self.process, EXIT_SECONDS)
 
     def kill(self) -> None:
         """End the process at once."""
