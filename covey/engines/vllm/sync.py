@@ -116,6 +116,9 @@ class AdapterSync:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         save_adapter(self.model, weights, path)
+        for old in self.folder.glob(self.served("*")):  # servers hold what they have loaded
+            if old != path:
+                shutil.rmtree(old)
 
     def load(self, client: Client, version: int, *, fresh: bool) -> None:
         """Load the adapter under its new name, and unload the one before."""
@@ -131,7 +134,7 @@ class AdapterSync:
             client.text("POST", "/v1/unload_lora_adapter", {"lora_name": self.served(before)})
         self.loaded[client.url] = version
 
-    def served(self, version: int) -> str:
+    def served(self, version: int | str) -> str:
         """Return the adapter's name."""
         return f"covey-{version}"
 
