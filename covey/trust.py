@@ -67,6 +67,9 @@ def import_callable(path: str, where: str) -> Callable[..., Any]:
     _check_trust(module_name, path, where)
     folder = os.getcwd()
     sys.path.insert(0, folder)
+    # Python reuses bytecode of a file with the same size and second of writing. A reward edited
+    # twice in a second would keep its old code under its new identity.
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a module can raise anything while it is imported
@@ -74,6 +77,7 @@ def import_callable(path: str, where: str) -> Callable[..., Any]:
         raise ConfigError(f"{where} = {path!r}: cannot import {module_name!r}: {why}") from error
     finally:
         sys.path.remove(folder)
+        sys.dont_write_bytecode = writes
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{where} = {path!r}: {module_name!r} has no function {name!r}")

@@ -63,6 +63,7 @@ def loaded(
     limit, most = int(gigabytes * 2**30), resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    sys.dont_write_bytecode = True  # bytecode of the user's modules: see trust.import_callable
     try:
         work = pickle.loads(payload)
         then(work)

@@ -88,7 +88,7 @@ def scorers_of(parent: int) -> list[int]:
 # A reward that changes between two parts of a run.
 
 
-def test_a_reward_that_was_edited_is_noted_and_every_answer_says_which_it_was(
+def test_a_reward_that_was_edited_is_noted_and_every_completion_says_which_it_was(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (here / "mine.py").write_text(LENGTHS.format(most=10))

@@ -53,7 +53,7 @@ def cases() -> list[tuple[str, float, float]]:
     """What was measured, the model's seconds, and those measured."""
     found = []
     for row in rows_of("sampler"):
-        size, count = SHAPES[row["shape"]], row["answers"]
+        size, count = SHAPES[row["shape"]], row["completions"]
         name = f"{row['shape']} x {count}"
         found.append((f"decode {name}", decode_seconds(size, count, 256), row["step_ms"] / 1e3))
         seconds = row["tokens"] / row["tokens_per_s"]
@@ -67,8 +67,8 @@ def cases() -> list[tuple[str, float, float]]:
     found.append(("decode long", decode_seconds(size, 128, 2560), 3.83e-3))
     found.append(("call long", rollout_seconds(size, work(128, 512, 4096)), 128 * 4096 / 32_809))
     for row in rows_of("linear"):
-        expected = rollout_seconds(SHAPES[row["shape"]], work(row["answers"], 128, 256))
-        found.append((f"call {row['answers']} rows", expected, row["seconds"]))
+        expected = rollout_seconds(SHAPES[row["shape"]], work(row["completions"], 128, 256))
+        found.append((f"call {row['completions']} rows", expected, row["seconds"]))
     return found + updates()
 
 
