@@ -155,7 +155,7 @@ def evaluate(
     from covey.engines.native.engine import NativeEngine
     from covey.evaluation.evaluate import evaluate as evaluate_prompts
     from covey.rollout.collect import Collector
-    from covey.training.build import load_model, scorer_of
+    from covey.training.build import baselines_of, load_model, scorer_of
     from covey.training.resolve import (
         evaluation_config,
         held_out_of,
@@ -179,6 +179,7 @@ def evaluate(
             sampling=sampling_of(chosen),
             samples=chosen.evaluate.samples,
             temperature=chosen.evaluate.temperature,
+            baselines=baselines_of(scored_by, scorer, prompts, reward),
         )
 
 

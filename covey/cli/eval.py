@@ -125,7 +125,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
         from covey.evaluation import check_category
         from covey.evaluation.evaluate import evaluate
         from covey.rollout.collect import Collector
-        from covey.training.build import load_model, scorer_of
+        from covey.training.build import baselines_of, load_model, scorer_of
         from covey.training.interaction import interaction_of, with_stops
         from covey.training.resolve import (
             evaluation_config,
@@ -141,6 +141,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
             check_category(prompts, by)
     found = []
     with closing(scorer_of(config)) as scorer:
+        known = baselines_of(config, scorer, prompts)
         for path in models:
             named = config.model.model_copy(update={"path": path})
             with waiting(f"loading {path}"):
@@ -164,6 +165,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                     sampling=with_stops(sampling_of(config), interaction),
                     samples=config.evaluate.samples,
                     temperature=config.evaluate.temperature,
+                    baselines=known,
                 )
             found.append(evaluation)
             if interaction is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from covey.config import Config
 from covey.config.schema import Adapter
 from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory
+from covey.environments.registry import NONE
 from covey.errors import ConfigError, DataError
 from covey.models.adapter import adapter_base, add_adapter, load_adapter
 from covey.models.deterministic import make_deterministic
@@ -26,6 +28,7 @@ from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.rewards.identity import identity
 from covey.rollout.multi_turn import Interaction
 from covey.scoring import Scorer, make_scorer
+from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
 from covey.scoring.build import check_timeout
 from covey.tasks import Task, bad_rows_of
 from covey.training.budget import Used
@@ -53,6 +56,9 @@ from covey.training.schedule import schedule_of
 from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
 
+MOST_PROBED, FEW_PROBED = 512, 16
+"""Held-out prompts on which baselines are scored, with a quick reward and with others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
@@ -66,6 +72,8 @@ class Components:
     eval_scorer: Scorer
     """Scores evaluations. The scorer itself, unless evaluate.reward names another reward, or
     several runs must be measured alike."""
+    baselines: Baselines | None = None
+    """What needs no skill scores on the held-out prompts. None: it cannot be scored."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
@@ -129,6 +137,21 @@ def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
     return scorer if apart is config else scorer_of(apart, ranks=ranks)
 
 
+def baselines_of(
+    config: Config, scorer: Scorer, held_out: Sequence[Prompt], passed: Reward | None = None
+) -> Baselines:
+    """Score what needs no skill; where that would call an LLM or a user's code, count targets.
+
+    `scorer` is that of evaluations, `passed` the reward object that it was made from, if any.
+    """
+    own = passed is not None and not config.evaluate.reward.name
+    reward = passed if own else reward_of(evaluation_config(config))
+    if config.environment.name != NONE or not may_probe(reward):
+        return Baselines(constant=constant_by_targets(held_out))
+    stride = math.ceil(len(held_out) / MOST_PROBED)
+    return baselines(held_out[::stride], scorer, None if reward.quick else FEW_PROBED)
+
+
 def assemble(
     config: Config,
     reward: Reward | None = None,
@@ -150,6 +173,7 @@ def assemble(
     reference = reference_of(config, policy.model, objective, world)
     engine, sampling = make_engine(config, policy, load_model), sampling_of(config)
     scorer = scorer_of(config, reward, world.local_size)
+    eval_scorer = eval_scorer_of(config, scorer, world.local_size)
     interaction = interaction_of(config, model, environment)
     return Parts(
         config=config,
@@ -157,7 +181,8 @@ def assemble(
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
         scorer=scorer,
-        eval_scorer=eval_scorer_of(config, scorer, world.local_size),
+        eval_scorer=eval_scorer,
+        baselines=baselines_of(config, eval_scorer, held_out, reward),
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
             **config.length_penalty.options
         ),

@@ -32,7 +32,14 @@ from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
 from covey.training.budget import Budget
-from covey.training.build import Components, eval_scorer_of, load_model, policy_of, scorer_of
+from covey.training.build import (
+    Components,
+    baselines_of,
+    eval_scorer_of,
+    load_model,
+    policy_of,
+    scorer_of,
+)
 from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.loop import run_loop
@@ -83,13 +90,15 @@ def build_sft(
     # Cross-entropy is that of the model itself, whatever temperature it will be sampled at.
     policy.temperature = 1.0
     scorer = scorer_of(config, ranks=world.local_size)
+    eval_scorer = eval_scorer_of(config, scorer, world.local_size)
     parts = SftParts(
         config=config,
         solutions=solutions,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
         scorer=scorer,
-        eval_scorer=eval_scorer_of(config, scorer, world.local_size),
+        eval_scorer=eval_scorer,
+        baselines=baselines_of(config, eval_scorer, held_out),
         policy=policy,
         engine=native_engine(policy),
         sampling=sampling_of(config),

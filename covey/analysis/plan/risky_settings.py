@@ -9,6 +9,7 @@ from covey.analysis.plan.equivalence import active_penalty
 from covey.analysis.plan.finding import Said, Setup, rule
 from covey.objective import advantage, penalty, ratio
 from covey.objective import surrogate as surrogates
+from covey.scoring.baselines import REMEDY
 from covey.training.schedule import total_updates
 
 COLD = 0.3
@@ -186,6 +187,20 @@ def few_held_out(setup: Setup) -> Iterator[Said]:
             why=f"At least {FEWEST_PAIRS} prompts must change, all in one direction, before an "
             f"exact test calls it significant: here that is {shown:.0%}.",
             remedy=f"set evaluate.prompts to {FEWEST_PROMPTS} or more; 500 are better",
+        )
+
+
+@rule("risk", "baselines")
+def shortcuts(setup: Setup) -> Iterator[Said]:
+    """Tasks on which a constant answer, nothing, or the prompt itself is often correct."""
+    known = setup.facts.baselines
+    for found in known.flagged() if known is not None else ():
+        yield Said(
+            ("task.name", "reward.name"),
+            title=f"{found}, without any skill",
+            why="A policy that finds this has the reward curve of one that learns, and stays "
+            "there. Evaluations and reports show the gain above it.",
+            remedy=REMEDY,
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from covey.analysis.plan.run_length import least_steps, most_evaluations, most_steps, most_tokens
@@ -56,6 +57,9 @@ class Plan:
     evaluation_samples: int
     staleness: int = 0
     """Training steps that generation may be ahead."""
+    baselines: Mapping[str, Any] = field(default_factory=dict)
+    """Scores that need no skill: `constant`, `empty`, `copy`."""
+    baselines_text: str = ""
 
     @property
     def completions(self) -> int:
@@ -105,6 +109,7 @@ class Plan:
                 if self.penalty
                 else "There is no KL penalty and no reference.",
                 self._evaluations_text(),
+                *([f"Without any skill: {self.baselines_text}."] if self.baselines_text else []),
             ]
         )
 
@@ -134,7 +139,7 @@ class Plan:
 
     def row(self) -> dict[str, Any]:
         """Return plain data, with derived numbers."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
         derived = ("completions", "updates", "age", "step_tokens", "evaluation_tokens")
         # JSON has no infinity: an unbounded reward has null.
         plain["reward_bounds"] = [b if math.isfinite(b) else None for b in self.reward_bounds]
@@ -145,7 +150,7 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
     """Return the plan of a resolved configuration."""
     rollout, train = config.rollout, config.train
     steps = least_steps(config)
-    reward = reward_of(config)
+    reward, known = reward_of(config), facts.baselines if facts else None
     return Plan(
         algorithm=config.objective.name,
         steps=steps,
@@ -167,6 +172,8 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
         evaluations=most_evaluations(config),
         evaluation_samples=config.evaluate.samples,
         staleness=config.overlap.staleness,
+        baselines=known.row() if known is not None else {},
+        baselines_text=known.text() if known is not None else "",
     )
 
 

@@ -8,13 +8,24 @@ from dataclasses import asdict, dataclass
 from covey.analysis.plan.model_shape import source_of
 from covey.analysis.plan.prompt_lengths import UNREADABLE, Measure, first_line, measure
 from covey.config import Config
+from covey.environments.registry import NONE
 from covey.errors import DataError
-from covey.training.resolve import held_out_of, task_of, template_of
+from covey.scoring import InlineScorer
+from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
+from covey.training.resolve import (
+    evaluation_config,
+    held_out_of,
+    reward_of,
+    task_of,
+    template_of,
+)
 from covey.training.sft_data import write_solution
 from covey.types import Prompt
 
 SAMPLE = 64
 """Prompts that are measured."""
+BASELINE_PROMPTS = 256
+"""Held-out prompts on which baselines are scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +42,19 @@ class TaskFacts:
     """Number of prompts that were rendered."""
     problem: str = ""
     """Why prompts could not be measured."""
+    baselines: Baselines | None = None
+    """What needs no skill scores on the held-out prompts, with a quick reward."""
 
 
 def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
     """Read the task and the tokenizer of a resolved configuration, as far as they can be read."""
     try:
         task = task_of(config)
-        prompts, held_out = task.train(), len(held_out_of(config, task))
+        prompts, measured = task.train(), held_out_of(config, task)
+        known = _baselines(config, measured)
     except UNREADABLE as error:
         return TaskFacts(problem=first_line(error))
-    some = _sample(prompts)
+    some, held_out = _sample(prompts), len(measured)
     try:
         source, options = source_of(config.model.path)
         job = {
@@ -53,14 +67,24 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
         }
         found = measure(job)
     except UNREADABLE as error:
-        return TaskFacts(held_out=held_out, problem=first_line(error))
+        return TaskFacts(held_out=held_out, problem=first_line(error), baselines=known)
     return TaskFacts(
         held_out=held_out,
         solution_tokens=_with_end(found.get("solutions", ())),
         longest_prompt=max(found.get("prompts", ()), default=None),
         measured=len(found.get("prompts", ())),
         problem=found.get("problem", ""),
+        baselines=known,
     )
+
+
+def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
+    """Score what needs no skill with a quick reward; others take longer than a plan should."""
+    reward = reward_of(evaluation_config(config))
+    some = _sample(held_out, most=BASELINE_PROMPTS)
+    if not reward.quick or not may_probe(reward) or config.environment.name != NONE:
+        return Baselines(constant=constant_by_targets(some))
+    return baselines(some, InlineScorer(reward))
 
 
 def facts_of(
@@ -76,10 +100,10 @@ def _with_end(lengths: Iterable[int]) -> tuple[int, ...]:
     return tuple(length + 1 for length in lengths)  # the end token is generated too
 
 
-def _sample(prompts: Sequence[Prompt]) -> list[Prompt]:
+def _sample(prompts: Sequence[Prompt], most: int = SAMPLE) -> list[Prompt]:
     """Return prompts from the whole task: a data file may be sorted by length."""
-    stride = max(1, len(prompts) // SAMPLE)
-    return [prompts[at] for at in range(0, len(prompts), stride)][:SAMPLE]
+    stride = max(1, len(prompts) // most)
+    return [prompts[at] for at in range(0, len(prompts), stride)][:most]
 
 
 def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:

@@ -55,8 +55,9 @@ def evaluation_line(evaluation: Evaluation) -> str:
         if not is_reward(name) or (name == "reward" and evaluation.graded)
     )
     lost = f", {evaluation.unscored} completions not scored" if evaluation.unscored else ""
-    constant = evaluation.best_constant
-    best = "" if constant is None else f", best constant answer {constant:.1%}"
+    constant, known = evaluation.best_constant, evaluation.baselines
+    answer = f" ({known.constant.answer!r})" if known and known.constant else ""
+    best = "" if constant is None else f", best constant answer{answer} {constant:.1%}"
     return (
         f"{numbers} on {evaluation.prompts} held-out prompts, {evaluation.distinct_answers} "
         f"distinct answers{best}{lost}"
@@ -188,7 +189,11 @@ def before_and_after(run: RunFolder) -> Table | None:
         counts = [row["distinct_answers"] for row in (first, last)]
         table.add_row("distinct answers", *map(str, counts), f"{counts[1] - counts[0]:+d}")
     if "best_constant" in last:
-        table.caption = f"always the same answer: at best {last['best_constant']:.1%} correct"
+        constant = last["best_constant"]
+        gain = change_text("greedy", last["greedy"]["value"] - constant)
+        table.caption = (
+            f"always the same answer: at best {constant:.1%} correct; the last step is {gain} above"
+        )
     return table
 
 
