@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 ROUNDED_TOLERANCE = 0.05
 """A few layers in 16 bits lose a percent to rounding; attention to wrong tokens is far off."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -51,7 +53,7 @@ def load_language_model(
     wanted = _dtype(dtype, where)
     source = _source(path)
     try:
-        tokenizer = read_tokenizer(source)
+        tokenizer = _tokenizer(source)
         if tokenizer.chat_template and template.form in ("auto", "chat"):
             start_rendering()
         model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted)
@@ -64,6 +66,22 @@ def load_language_model(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return wrap(model, tokenizer, name=path, template=template)
+
+
+def _tokenizer(source: str) -> Any:
+    """Load the tokenizer; transformers does not say that its files are missing."""
+    try:
+        return read_tokenizer(source)
+    except (OSError, ValueError, TypeError) as error:
+        folder = Path(source)
+        if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+            raise ValueError(
+                "the folder has no tokenizer (tokenizer.json or another of its files); save it "
+                "there with tokenizer.save_pretrained(FOLDER)"
+            ) from error
+        if isinstance(error, TypeError):
+            raise ValueError(f"the tokenizer cannot be read: {error}") from error
+        raise
 
 
 def _source(path: str) -> str:
@@ -253,4 +271,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0][:300].rstrip(".") if lines else type(error).__name__
+    first = lines[0] if lines else type(error).__name__
+    if first.endswith(":"):  # a list follows, which the first line alone does not show
+        first = " ".join(" ".join(lines[:4]).split())
+    return first[:300].rstrip(".")

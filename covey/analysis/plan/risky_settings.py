@@ -179,13 +179,17 @@ def few_held_out(setup: Setup) -> Iterator[Said]:
     )
     prompts = next((number for number in known if number), None)
     if config.evaluate.every and isinstance(prompts, int) and 0 < prompts < FEWEST_PROMPTS:
-        shown = FEWEST_PAIRS / prompts
+        shown = (
+            f"here that is {FEWEST_PAIRS / prompts:.0%}"
+            if prompts >= FEWEST_PAIRS
+            else f"with {prompts} prompts no change can be"
+        )
         yield Said(
             ("evaluate.prompts",),
             title=f"{prompts} held-out prompts cannot show a difference of {POINTS:.0%} between "
             "two checkpoints",
             why=f"At least {FEWEST_PAIRS} prompts must change, all in one direction, before an "
-            f"exact test calls it significant: here that is {shown:.0%}.",
+            f"exact test calls it significant: {shown}.",
             remedy=f"set evaluate.prompts to {FEWEST_PROMPTS} or more; 500 are better",
         )
 
