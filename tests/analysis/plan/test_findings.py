@@ -273,3 +273,9 @@ def test_documented_sections_exist() -> None:
 def test_every_packaged_recipe_can_be_planned() -> None:
     for name in recipe_names():
         assert all(f.title and f.remedy for f in findings(resolve(load_config(name))))
+
+
+def test_a_handful_of_held_out_prompts_is_not_more_than_all_of_them() -> None:
+    (found,) = [f for f in reported("evaluate.prompts=4") if "held-out prompts cannot" in f.title]
+    assert "with 4 prompts no change can be" in found.why
+    assert "%" not in found.why.partition("significant")[2]
