@@ -186,6 +186,6 @@ def test_a_teacher_with_other_tokens_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         make_teacher(config, policy=policy, load=lambda path: other)
     assert str(raised.value) == (
-        "config: teacher.path = 'other' has another tokenizer than model.path = 'embedded'; a "
+        "config: teacher.path = 'other' has a different tokenizer than model.path = 'embedded'; a "
         "teacher must give the same ids to the same tokens"
     )
