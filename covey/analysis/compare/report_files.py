@@ -25,7 +25,10 @@ from covey.escape import finite
 from covey.run.files import write_text
 
 SCHEMA = 2
-"""Of report.json. It increases when a field is renamed, removed or changes its meaning."""
+"""Of report.json.
+
+The version of the format; it increases when a field is renamed, removed or changes its meaning.
+"""
 
 
 def write_reports(folder: Path, comparison: Comparison) -> None:

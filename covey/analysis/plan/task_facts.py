@@ -14,12 +14,12 @@ from covey.training.sft_data import write_solution
 from covey.types import Prompt
 
 SAMPLE = 64
-"""Prompts that are measured."""
+"""How many prompts are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFacts:
-    """What is known of the data. Rules that need an unknown fact find nothing."""
+    """Known facts about the data. Rules that need an unknown fact find nothing."""
 
     held_out: int | None = None
     """Held-out prompts of an evaluation."""
@@ -30,7 +30,7 @@ class TaskFacts:
     measured: int = 0
     """Number of prompts that were rendered."""
     problem: str = ""
-    """Why prompts could not be measured."""
+    """The reason why prompts could not be measured."""
 
 
 def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
@@ -77,7 +77,7 @@ def _with_end(lengths: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sample(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return prompts from the whole task: a data file may be sorted by length."""
+    """Return prompts from the whole task, because a data file may be sorted by length."""
     stride = max(1, len(prompts) // SAMPLE)
     return [prompts[at] for at in range(0, len(prompts), stride)][:SAMPLE]
 
@@ -87,7 +87,7 @@ def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _solution(prompt: Prompt, config: Config) -> str:
-    """Return a correct completion, with its reasoning where the task has one."""
+    """Return a correct completion, with its reasoning if the task has one."""
     try:
         text = write_solution(prompt, config.sft.template)
     except DataError:
