@@ -33,7 +33,7 @@ class PaddedRows:
     """Index from padded rows to packed tokens and back."""
 
     rows: torch.Tensor
-    """[B, S] int64: the packed token in each column; any token past a row's end."""
+    """[B, S] int64: the packed token in each column; an arbitrary token past a row's end."""
     home: torch.Tensor
     """[N] int64: a cell of `rows`, flattened, that holds each packed token."""
 

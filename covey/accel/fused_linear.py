@@ -118,7 +118,7 @@ def _bias_grads(biases: Sequence[torch.Tensor], total: torch.Tensor) -> list[tor
 
 
 def _fused_weights(modules: Sequence[Any]) -> _Weights | None:
-    """Return the fused weights of plain linear layers. None: they are not fused."""
+    """Return the fused weights of plain linear layers, or None if they are not fused."""
     if any(type(m) is not nn.Linear or m._forward_hooks for m in modules):
         return None
     weight = fused_view([m.weight for m in modules])

@@ -106,7 +106,7 @@ class PackedTables(NamedTuple):
     """A batch for flash attention as index tables; every row has its own key positions."""
 
     input_ids: torch.Tensor
-    """[N] int64; this and the next four are as in PackedBatch."""
+    """[N] int64; this field and the next four have the same meaning as in PackedBatch."""
     position_ids: torch.Tensor
     predictor: torch.Tensor
     chosen: torch.Tensor

@@ -86,7 +86,7 @@ def _settings(layer: nn.Module) -> frozenset[tuple[str, type, str, float | str]]
 
 
 def attempt(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Return what another implementation computes, without gradient. None: it fails."""
+    """Return the result of another implementation, without gradient; None if it fails."""
     try:
         with torch.no_grad():
             return compute()

@@ -46,7 +46,7 @@ class Step:
     """What follows a message of the policy. `step` may return the messages, or None, instead."""
 
     messages: Sequence[Message] = ()
-    """What the policy sees next. None: the episode is done."""
+    """The messages that the policy sees next; None if the episode is done."""
     reward: float | None = None
     """The reward of this turn."""
     done: bool = False
@@ -66,7 +66,7 @@ class Environment(Protocol):
     def step(
         self, message: Message
     ) -> Step | Sequence[Message] | Awaitable[Step | Sequence[Message] | None] | None:
-        """Take a message of the policy, and return the next messages. None: the episode is done.
+        """Take a message of the policy, and return the next messages; None ends the episode.
 
         The message has `role`, `content` and, if the text has calls of tools, `tool_calls`: each a
         mapping {"type": "function", "function": {"name": ..., "arguments": {...}}}, or, for a call
@@ -75,14 +75,17 @@ class Environment(Protocol):
 
 
 class Rewarding(Protocol):
-    """An optional method of environments. The reward called `environment` reads it."""
+    """An environment with its own reward, which the reward function `environment` reads."""
 
     def reward(self) -> float | Mapping[str, float] | None:
         """Return the reward of the ended episode, or its parts, which add up to the reward."""
 
 
 Factory = Callable[[], Any]
-"""Makes the environment of one rollout. It must pickle, unless the environment is `quick`."""
+"""Makes the environment of one rollout.
+
+The factory must pickle, unless the environment is `quick`.
+"""
 
 
 def prepare(factory: Factory) -> None:

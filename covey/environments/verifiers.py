@@ -100,7 +100,7 @@ class Verifiers:
         return {"rubric": float(state["reward"])}
 
     async def _next(self) -> list[Message] | None:
-        """Wait until the package asks for a response; None: its rollout has ended."""
+        """Wait until the package asks for a response; return None if its rollout has ended."""
         asked = await self._asked.get()
         if asked is not None:
             return [_message(message) for message in asked]

@@ -41,7 +41,7 @@ class LanguageModel:
     renderer: Renderer | None = None
     """Renders conversations as prompts."""
     adapter: Any = None
-    """peft's configuration of the trained adapter. None: all weights are trained."""
+    """peft's configuration of the trained adapter; None if all weights are trained."""
     sharded: bool = False
     """Whether its parameters are divided among ranks (training/parallel/shard.py)."""
 

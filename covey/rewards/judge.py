@@ -137,7 +137,7 @@ class Judge(Reward):
     show_reference: bool = True
     """Whether the judge sees the target."""
     strip_appeals: bool = True
-    """Whether sentences that address the grader are removed. They are counted in the parts."""
+    """Whether sentences that address the grader are removed; the parts count them."""
     max_chars: int = 20_000
     """The longest completion that is shown in full; longer ones lose their middle."""
     max_tokens: int = 64

@@ -70,7 +70,7 @@ class Mix(Reward):
         return [n for n, p in self.parts.items() if getattr(p, "needs_rule", False)]
 
     def _check_judges(self) -> None:
-        """An LLM judge can be manipulated, so rules hold at least half of the weight."""
+        """An LLM judge can be manipulated, so rules must have at least half of the weight."""
         judges = self._judges()
         for weights in filter(None, (self.weights, self.early)):
             total = sum(weights[name] for name in judges)

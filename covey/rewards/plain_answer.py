@@ -45,7 +45,7 @@ def plain_data(text: str) -> str:
 
 
 def plain_formula(text: str, names: Collection[str] = ()) -> str:
-    """Parse and print arithmetic with functions and powers. Names are letters, or in `names`.
+    """Parse and print arithmetic with functions and powers; names must be letters, or in `names`.
 
     >>> plain_formula("x**3/3+sin( 2*x ) + C")
     'x ** 3 / 3 + sin(2 * x) + C'

@@ -176,7 +176,7 @@ def _encodable(value: str, column: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which no tokenizer accepts
-        raise BadRow(f"has {column!r} with a character that does not exist") from None
+        raise BadRow(f"has {column!r} with a character that is not valid Unicode") from None
     return value
 
 

@@ -28,7 +28,7 @@ class TimeToAccuracy:
     reached: int
     """The number of finished seeds that reach the accuracy."""
     budget: float | None
-    """In the unit of the comparison's budget."""
+    """When the accuracy is reached, in the unit of the comparison's budget."""
     tokens: float | None
     seconds: float | None
 
@@ -130,8 +130,8 @@ def _axis(run: RunResult, name: str) -> list[float]:
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
     """Return the accuracies for which the report gives the time.
 
-    An arm reaches an accuracy if more than half of its seeds do, so that one failed seed does not
-    decide.
+    An arm reaches an accuracy if more than half of its seeds reach it, so that one failed seed does
+    not decide.
     """
     if not arms:
         return []

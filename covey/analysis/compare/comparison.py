@@ -63,7 +63,7 @@ class RunResult:
     seed: int
     state: State
     error: str = ""
-    """Why it failed, in one line."""
+    """Why the run failed, in one line."""
     points: tuple[Point, ...] = ()
     folder: str = ""
     """Relative to the comparison's folder."""

@@ -58,7 +58,7 @@ class Design:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended: the contents of outcome.json. An unfinished run has none."""
+    """How a run ended: the contents of outcome.json, which an unfinished run does not have."""
 
     key: str
     state: State

@@ -70,7 +70,8 @@ def _as_if_untrained(
 ) -> dict[tuple[str, str], float]:
     """Return mean differences that count a failed run with its arm's initial accuracy.
 
-    They are returned only for pairs with failed runs, and indicate how much the failures matter.
+    Only pairs with failed runs are returned; their differences indicate how much the failures
+    matter.
     """
     starts = {arm: mine[-1].points[0].accuracy for arm, mine in runs.items() if mine}
     ends = {(run.arm, run.seed): run.points[-1].accuracy for mine in runs.values() for run in mine}

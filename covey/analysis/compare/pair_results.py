@@ -29,7 +29,7 @@ Decision = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointResult:
-    """The two final checkpoints of one seed on the same prompts."""
+    """The comparison of the two final checkpoints of one seed on the same prompts."""
 
     seed: int
     difference: Estimate
@@ -45,7 +45,7 @@ class CheckpointResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairResult:
-    """Two arms over the seeds that both finished."""
+    """The comparison of two arms over the seeds that both finished."""
 
     first: str
     second: str

@@ -24,7 +24,10 @@ class SolvedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Counts of held-out prompts. An arm solves one if more than half of its finished runs do."""
+    """Counts of held-out prompts.
+
+    An arm solves a prompt if more than half of its finished runs solve it.
+    """
 
     runs: Mapping[str, int]
     """Number of finished runs of each arm that has any; other arms are left out."""
@@ -35,7 +38,7 @@ class Agreement:
     """Solved by several arms, but not by all."""
     solved_only_by: Mapping[str, int]
     disagreement_between_seeds: float | None
-    """Share of prompts on which two runs of one arm differ. None without two such runs."""
+    """The share of prompts on which two runs of one arm differ; None without two such runs."""
     disagreement_between_arms: float | None
     """Share of prompts on which two arms differ with the same seed."""
     most_different: tuple[SolvedPrompt, ...]

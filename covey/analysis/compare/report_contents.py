@@ -75,7 +75,7 @@ class ReportContents:
     conclusion: Conclusion
     curves: tuple[Curve, ...]
     agreement: Agreement | None
-    """None without a finished run."""
+    """The agreement of arms on prompts; None without a finished run."""
     texts: Mapping[str, tuple[str, str]]
     """Prompt id -> prompt and target; empty if no run kept its completions."""
     example_seed: int | None

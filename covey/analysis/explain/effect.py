@@ -36,7 +36,7 @@ class Effect(NamedTuple):
     clipped: torch.Tensor
     """int64: an index into CLIPPED."""
     kl: torch.Tensor | None
-    """The objective's estimate of the KL to the reference. None: it has no penalty."""
+    """The objective's estimate of the KL to the reference; None if it has no penalty."""
 
 
 def effect(objective: Objective, batch: Batch, now: LogProbs) -> Effect:

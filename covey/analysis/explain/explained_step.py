@@ -31,7 +31,10 @@ SEEN = ("logp", "old_logp", "ratio", "kl", "entropy", "weight", "gradient")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedToken:
-    """One token of a completion. None: it was not trained, or the algorithm has no such value."""
+    """One token of a completion.
+
+    A value is None for untrained tokens, or if the algorithm lacks it.
+    """
 
     id: int
     text: str

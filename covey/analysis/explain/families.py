@@ -26,7 +26,7 @@ class Member:
 
     name: str
     factor: float
-    """Its slopes divided by the leader's."""
+    """The algorithm's slopes divided by the leader's slopes."""
     identical: bool
     """Whether its slopes equal the leader's bit for bit."""
 

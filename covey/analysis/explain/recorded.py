@@ -46,7 +46,7 @@ class RecordedRollout:
     prompt: str
     rollout: Rollout
     advantage: float | None
-    """As recorded: the mean over its tokens. None: its group was filtered out."""
+    """The recorded advantage, a mean over tokens; None if the group was filtered out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,10 +57,10 @@ class Moment:
     """All algorithms with one state of the policy."""
 
     updates: int
-    """Optimizer steps of the recorded step that the policy has taken; 0: none."""
+    """How many optimizer steps of the recorded step the policy has taken."""
     algorithms: tuple[Replayed, ...]
     cosine: tuple[tuple[float | None, ...], ...]
-    """Cosines of the parameters' gradients. None: one of them is 0."""
+    """The cosines of the parameters' gradients; None if one of the gradients is 0."""
     families: tuple[Family, ...]
     """Algorithms that are equal here, or equal up to a factor."""
 
@@ -71,7 +71,7 @@ class Replay:
 
     step: int
     run_algorithm: str
-    """The run's own algorithm, with the run's options; the other algorithms have their defaults."""
+    """The run's own algorithm, with the run's options; the others have their default options."""
     options: Mapping[str, str]
     """Options set for every algorithm that has them."""
     origin: Origin

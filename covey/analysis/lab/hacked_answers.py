@@ -14,7 +14,7 @@ from covey.types import Prompt
 
 Kind = Literal["code", "countdown", "tools", "number", "text"]
 MakeAnswer = Callable[[Prompt, str], "str | None"]
-"""Makes a hacked answer from a prompt and its solution; None: the hack does not apply."""
+"""Makes a hacked answer from a prompt and its solution; None if the hack does not apply."""
 
 FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
 

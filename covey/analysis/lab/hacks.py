@@ -28,7 +28,7 @@ from covey.rewards.tool_call import Call
 from covey.types import Prompt
 
 Make = Callable[[Prompt, str, "Format"], "str | None"]
-"""Makes a completion from a prompt, its solution and a format; None: the hack does not apply."""
+"""Makes a completion from a prompt, its solution and a format; None if the hack does not apply."""
 
 THINKING = "I go through it step by step and check each step before I answer."
 
@@ -41,7 +41,7 @@ class Format:
     template: str
     """The text, with `{thinking}` and `{answer}`."""
     thinking_tag: str = ""
-    """The tag of the thinking; empty if it has none."""
+    """The tag of the thinking; empty if the thinking has no tag."""
     answer_tag: str = ""
     marks: tuple[str, str] = ("", "")
     """Marks around the answer, unless it already has them."""
@@ -61,11 +61,11 @@ class Hack:
     """The flaw of a reward on which the hack works: `the reward ...`."""
     make: Make
     correct_answer: bool = False
-    """True: it must not get the full reward. False: it must not succeed."""
+    """If true, the hack must not get the full reward; if false, it must not succeed."""
     about_thinking: bool = False
-    """True: it abuses thinking and format, so it is skipped if a bare answer is enough."""
+    """If true, the hack abuses thinking and format; it is skipped if a bare answer is enough."""
     says_nothing: bool = False
-    """True: it must get the lowest reward."""
+    """If true, the hack must get the lowest reward."""
 
 
 def _lines(*parts: str) -> str:

@@ -19,7 +19,7 @@ HARMLESS = (0.999, 0.0, 0.001)
 """Limits for "harmless": the smallest effective sample size, the largest share outside the clip
 range, and the largest distance of the mean ratio from 1, which shows a bias."""
 SMALL = (0.95, 0.01, 0.05)
-"""The same limits for "small"; any larger difference "matters"."""
+"""The limits for "small" in the same order; any larger difference "matters"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

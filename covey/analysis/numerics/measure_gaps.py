@@ -61,7 +61,7 @@ class Report:
     alone: int
     """Completions that were also generated one at a time."""
     diverged: int
-    """How many of those had different tokens when generated alone."""
+    """How many of the completions had different tokens when generated alone."""
     clip: ClipRange
     causes: tuple[Cause, ...]
     notes: tuple[str, ...] = ()

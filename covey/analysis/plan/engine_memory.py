@@ -41,7 +41,7 @@ class Call:
 
     @property
     def graph_copies(self) -> int:
-        """The same for later tokens, which a kernel samples, unless truncated."""
+        """How many exist for later tokens; a kernel samples these, unless truncated."""
         return self.copies if self.copies == TRUNCATED_COPIES else 1
 
     @property

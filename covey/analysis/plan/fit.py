@@ -74,8 +74,8 @@ def _more_ranks(
 def ranks_that_fit(config: Config, device: Device, facts: TaskFacts, shape: Shape) -> int | None:
     """Return the fewest devices on which the sharded run fits, with a tenth of each free.
 
-    None: on none of the numbers that are tried, because the engine needs the whole weights on each
-    device.
+    None means that it fits on none of the numbers that are tried, because the engine needs the
+    whole weights on each device.
     """
     changes = {"parallel.strategy": "fsdp", "optimizer.state": "float32"}
     sharded = changed(config, changes)

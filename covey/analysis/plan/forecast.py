@@ -85,7 +85,7 @@ class Part(NamedTuple):
     phases: tuple[Phase, ...]
     """The phases in which it is allocated."""
     why: str
-    """A description of what it consists of."""
+    """A description of the tensors in this part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Forecast:
     parts: tuple[Part, ...]
     micro_batch_tokens: int
     suggested_micro_batch_tokens: int | None
-    """The largest value that fits, or above which nothing changes. None: no value fits."""
+    """The largest value that fits, or above which nothing changes; None if no value fits."""
     notes: tuple[str, ...]
     """Assumptions."""
 

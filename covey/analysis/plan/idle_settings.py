@@ -101,7 +101,7 @@ def off_policy_only(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "one-update-per-rollout")
 def old_logp_unread(setup: Setup) -> Iterator[Said]:
-    """`train.old_logp`, if nothing reads it or if it comes from elsewhere."""
+    """The setting `train.old_logp` in a run where it has no effect."""
     source, objective = setup.config.train.old_logp, setup.objective
     if source == "auto":
         return
@@ -181,7 +181,7 @@ def penalty_settings(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "penalty-and-reference")
 def adaptive_beta(setup: Setup) -> Iterator[Said]:
-    """A horizon of an adaptive beta without a target, or one that is too long for the run."""
+    """A horizon of an adaptive beta that has no target, or that is too long for the run."""
     config, objective = setup.config, setup.objective
     if not objective.kl_target:
         idle = changed_options(setup, "kl_horizon")
@@ -314,7 +314,7 @@ def keeps_all(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "rewards")
 def one_part(setup: Setup) -> Iterator[Said]:
-    """A list of reward parts that names only one."""
+    """The setting `objective.parts` if it names only one part."""
     if len(setup.objective.parts) == 1:
         name = setup.config.objective.name
         yield Said(

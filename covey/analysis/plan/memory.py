@@ -1,9 +1,9 @@
 """Forecast of a run's peak memory, part by part, before anything is loaded.
 
 A training step has phases that do not overlap: generation, log-probs without gradient, forward and
-backward passes, the optimizer step. Each part of the memory is allocated in some of them, and the
-peak is that of the fullest phase. Everything is counted at its worst: all completions as long as
-`rollout.max_tokens`, all prompts as long as the longest of a sample.
+backward passes, the optimizer step. Each part of the memory is allocated in some of these phases,
+and the peak is that of the fullest phase. Everything is counted at its worst: all completions as
+long as `rollout.max_tokens`, all prompts as long as the longest of a sample.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _Run:
 
     @property
     def rows(self) -> int:
-        """Completions in a mini-batch, of one rank."""
+        """The completions of one rank in a mini-batch."""
         rollout = self.config.rollout
         rows = rollout.prompts_per_step * rollout.group_size
         return self.share(-(-rows // self.config.train.mini_batches))

@@ -1,8 +1,8 @@
 """Sizes of a model from its configuration. No weights are read.
 
 For the common decoder families this module computes the sizes from config.json alone. Any other
-model is built by transformers on torch's meta device, where tensors have shapes but no memory. That
-takes two seconds to import transformers' model code.
+model is built by transformers on torch's meta device, where tensors have shapes but no memory. For
+that, importing transformers' model code takes two seconds.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _meta_model(source: str, more: dict[str, str]) -> Any:
 
 
 def _llama_config(source: str) -> Any:
-    """Read config.json; None: only transformers knows the modules of this model."""
+    """Read config.json; return None if only transformers knows the modules of this model."""
     file = Path(source) / "config.json"
     if not file.is_file():
         from transformers.utils.hub import cached_file

@@ -168,7 +168,8 @@ def check_capture(decoder: Decoder, cache: SharedPromptCache) -> None:
     """Raise UnsupportedModel unless a step can be captured and replayed for other tokens.
 
     Synchronization with the host is detected before the capture, because a failed capture leaves
-    traces. A branch that depends on token values would be frozen in the graph.
+    the CUDA context in a bad state. A branch that depends on token values would be frozen in the
+    graph.
     """
     cache.active[:] = True
     for layer in (cache.layer_keys, cache.prompt_keys, cache.layer_values, cache.prompt_values):

@@ -110,7 +110,7 @@ class ServerProcess:
     """A folder with the configuration and the tokenizer of the model."""
     log: Path
     gpus: str = ""
-    """CUDA_VISIBLE_DEVICES of the server; empty: unchanged."""
+    """CUDA_VISIBLE_DEVICES of the server; if empty, it is unchanged."""
     port: int = field(init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 

@@ -81,7 +81,7 @@ def pkpo() -> Objective:
 
     Choices: we do not divide by a standard deviation, and divide by a constant length, because
     otherwise the gradient would be biased. A group whose rewards are all equal has advantage 0.
-    With `loo1` and `centred` this follows from the formula; it makes `loo` biased.
+    With `loo1` and `centred` this follows from the formula; with `loo` it causes a bias.
 
     Worth knowing: with k = 1 this is RLOO. With `loo1` and binary rewards, a group with more than
     G-k+1 successes has no gradient: lower k as the policy gets better.
@@ -128,7 +128,7 @@ def scalerl() -> Objective:
     The rest of the recipe is not a loss: groups with equal rewards are dropped and not replaced
     (filter.drop_flat), solved prompts are no longer drawn (curriculum), and the LM head runs in
     float32 in both the engine and the trainer. The paper does not say over which advantages the
-    deviation is; here it is over those of mixed groups.
+    standard deviation is taken; here it is taken over those of mixed groups.
     """
     return Objective(
         advantage=advantage.mixed_standardized,
