@@ -169,7 +169,7 @@ def rope_table(
 
 
 def _active(module: Any) -> Any:
-    """Return a module, or the copy in use of one that an adapter trains in full."""
+    """Return a module, or its trained copy if an adapter trains the module in full."""
     if not hasattr(module, "modules_to_save"):
         return module
     if module.disable_adapters:

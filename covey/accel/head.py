@@ -60,7 +60,7 @@ def token_logp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probability [M] of `tokens` [M] and entropy [M] (nats) after `hidden` [M, D].
 
-    Both belong to the distribution at `temperature`, and both are differentiable.
+    Both results belong to the distribution at `temperature` and are differentiable.
     """
     weight = head.linear.weight
     if weight.is_cuda and weight.dtype != torch.float64 and _kernels():

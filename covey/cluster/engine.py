@@ -129,7 +129,10 @@ class RayEngine:
             raise
 
     def _grow(self) -> None:
-        """Add an engine if the cluster has room for it. It joins when its model is loaded."""
+        """Add an engine if the cluster has room for it.
+
+        The new engine joins when its model is loaded.
+        """
         import ray
 
         if not self.members:

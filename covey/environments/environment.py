@@ -32,7 +32,7 @@ from covey.types import Message, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How an episode begins. `reset` may return the messages alone instead."""
+    """How an episode begins. Instead of a Start, `reset` may return only the messages."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -43,7 +43,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What follows a message of the policy. `step` may return the messages, or None, instead."""
+    """The reply to a message of the policy.
+
+    Instead of a Step, `step` may return messages or None.
+    """
 
     messages: Sequence[Message] = ()
     """The messages that the policy sees next; None if the episode is done."""

@@ -1,9 +1,10 @@
 """Runs environment packages of verifiers (0.1), which have `load_environment()`, without changes.
 
-The package's own rollout loop runs. Where it asks a model for a response, it waits for the policy's
-next turn. Its rubric is the environment's reward. The rows of its dataset come with the task of the
-same name. Not supported, and refused with an error: rubrics that score a whole group at once,
-conversations that change earlier messages, images, and the tasksets of verifiers 0.2 and later.
+The package's own rollout loop runs. When the loop asks a model for a response, it waits for the
+policy's next turn. The package's rubric is the environment's reward. The rows of its dataset come
+with the task of the same name. Not supported, and refused with an error: rubrics that score a whole
+group at once, conversations that change earlier messages, images, and the tasksets of verifiers 0.2
+and later.
 """
 
 from __future__ import annotations

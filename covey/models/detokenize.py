@@ -52,7 +52,7 @@ def _bytes(token: str | None, characters: dict[str, int]) -> bytes:
 
 
 def _characters() -> list[str]:
-    """Return the character that stands for each byte: itself if it is printable."""
+    """Return the character for each byte: its own character if it is printable."""
     seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     written = [""] * 256
     for byte in seen:

@@ -129,7 +129,7 @@ class Judge(Reward):
     """For example http://localhost:8000/v1."""
     model: str
     criteria: str = "The answer is correct and complete, and says nothing false."
-    """What the judge grades."""
+    """The criteria of the grade."""
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable that holds the API key; empty for no key."""
     scale: int = 10

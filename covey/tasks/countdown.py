@@ -1,7 +1,7 @@
 """The `countdown` task: make a number out of others, such as 27 out of 3, 5 and 12: `12 + 5 * 3`.
 
-Every problem has a solution, because it is made from one: numbers are joined two by two with
-+ - * / until one is left, and that one is the target. All results are positive integers.
+Every problem has a solution, because it is made from one: pairs of numbers are joined with + - * /
+until one number is left, which is the target. All results are positive integers.
 
 Training and held-out problems never share both numbers and target: a hash of the two decides the
 split, whatever the order of the numbers.

@@ -46,7 +46,7 @@ class ServerSettings:
     context: int
     max_concurrent: int
     lora_rank: int = 0
-    """Rank of the adapter that is trained; 0: there is none."""
+    """The rank of the trained adapter; 0 without an adapter."""
     tensor_parallel: int = 1
     memory: float = 0.5
     """The share of a GPU's memory; on a CPU, the size of the KV cache in GiB."""

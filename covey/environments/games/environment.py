@@ -30,7 +30,7 @@ class Game(Protocol):
 
     @property
     def view(self) -> str:
-        """What the policy sees at the start."""
+        """The text that the policy sees at the start."""
 
     @property
     def state(self) -> Any:
