@@ -1,6 +1,6 @@
 """The environment contract: the methods with which a class turns a prompt into an episode.
 
-An environment sees messages and never token ids. One instance serves one rollout. All methods may
+An environment sees messages and never token ids. Each rollout has its own instance. All methods may
 be plain or async. An exception in one of them ends the rollout with the finish `error` and no
 reward.
 

@@ -124,7 +124,7 @@ def problem(split: str, operations: tuple[int, int], index: int) -> Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic(GeneratedTask):
-    """Chains of additions and subtractions. More operations are harder."""
+    """Chains of additions and subtractions. Problems with more operations are harder."""
 
     min_operations: int = 2
     max_operations: int = 4

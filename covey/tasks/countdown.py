@@ -96,8 +96,8 @@ def is_held_out(numbers: Sequence[int], target: int) -> bool:
 class Countdown(GeneratedTask):
     """Make `target` out of `numbers` by + - * / and parentheses, using each number once.
 
-    More numbers are harder. `template`, if given, is the prompt's text, with {numbers} and
-    {target}; `system` is the system message.
+    Problems with more numbers are harder. `template`, if given, is the prompt's text, with
+    {numbers} and {target}; `system` is the system message.
 
     A dataset can replace the generator: the tasks `jsonl` and `hub` read rows of `nums` and
     `target` with the options columns = {nums = "numbers", target = "target"} and

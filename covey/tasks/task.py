@@ -25,9 +25,9 @@ MOST_PROMPTS = 10**9
 class Task(Protocol):
     """Training prompts and held-out prompts: two disjoint sequences.
 
-    Each prompt is a function of its index alone. `info["solution"]`, where a task has it, is a
-    correct answer: the text between the answer tags, the code or the tool call itself.
-    `info["worked"]` is the reasoning that leads to it.
+    Each prompt depends only on its index. `info["solution"]`, where a task has it, is a correct
+    answer: the text between the answer tags, the code or the tool call itself. `info["worked"]` is
+    the reasoning that leads to it.
 
     A task that skips bad rows lists them in `bad_rows`; see `bad_rows_of`.
     """

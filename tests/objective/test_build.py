@@ -549,7 +549,7 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
         ("gspo", {"correction_low": 3.0}, "objective.correction_low = 3.0 of gspo exceeds correction_high = 2.0"),
         ("rloo", {"kl": "k3_sequence"}, "objective.kl = 'k3_sequence' of rloo is computed over whole completions and works only in the loss; with objective.kl_in = 'reward' use k1"),
         ("dapo", {"veto": 1.5}, "objective.veto = 1.5 of dapo must be at least 0 and at most 1"),
-        ("dapo", {"kl_target": 0.1}, "objective.kl_target adapts beta, which is 0; start with a beta above 0"),
+        ("dapo", {"kl_target": 0.1}, "objective.kl_target adapts beta, which is 0; set objective.beta above 0"),
         ("dapo", {"clip_low": "0.2"}, "objective.clip_low = '0.2' of dapo must be a number"),
         ("dapo", {"clip_low": None}, "objective.clip_low = None of dapo must be a number"),
         ("dapo", {"clip_low": True}, "objective.clip_low = True of dapo must be a number"),

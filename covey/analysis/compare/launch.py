@@ -118,7 +118,7 @@ def _start(config: Config, weights: str) -> str:
 def run_key(config: Config, common: Config, *, start: str, data: str, threads: int) -> str:
     """Return the digest of configuration, version, starting weights, data, rewards and threads.
 
-    Data and rewards enter by their contents, because files may have been edited since.
+    The digest covers the contents of data and rewards, because files may have been edited.
     """
     scoring = [
         [identity(c.reward.name, reward_of(c)), c.scoring.model_dump()] for c in (config, common)

@@ -35,7 +35,7 @@ class CheckpointResult:
     difference: Estimate
     """The difference, first minus second; the interval is a bootstrap over prompts."""
     gained: int
-    """Prompts that only the first solves."""
+    """The number of prompts that only the first checkpoint solves."""
     lost: int
     p_value: float
     """McNemar's exact test."""

@@ -42,7 +42,7 @@ class Replayed:
     name: str
     loss: float
     grad_norm: float
-    """Norm over all parameters, before gradient clipping."""
+    """The norm of the gradient of all parameters, before gradient clipping."""
     clipped: float
     """Share of tokens whose ratio is clipped."""
     zero_gradient: float

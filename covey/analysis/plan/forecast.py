@@ -29,7 +29,7 @@ PHASES: Mapping[Phase, str] = {
     "update": "forward and backward passes",
     "step": "the optimizer step",
 }
-"""Phases of a training step. They do not overlap."""
+"""The phases of a training step, which do not overlap."""
 ALWAYS: tuple[Phase, ...] = ("sample", "prepare", "update", "step")
 
 MICRO_BATCH_STEP = 1024

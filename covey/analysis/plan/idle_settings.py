@@ -75,7 +75,7 @@ def one_update_equivalence(setup: Setup) -> Iterator[Said]:
 
 @rule("idle", "one-update-per-rollout")
 def off_policy_only(setup: Setup) -> Iterator[Said]:
-    """Settings that act only on a policy that has moved since it generated."""
+    """Settings that have an effect only if the policy has moved since it generated."""
     if not setup.one_update:
         return
     names = ["dual"] if setup.option("dual") else []

@@ -204,7 +204,7 @@ def measure(
     targets: Sequence[str] = ("all-linear",),
     also_train: Sequence[str] = (),
 ) -> Shape:
-    """Return the sizes of a transformers model, as they are with an adapter of this rank."""
+    """Return the sizes of a transformers model with an adapter of this rank."""
     from covey.accel.attention import NAME
 
     head = model.get_output_embeddings()

@@ -131,7 +131,7 @@ class GraphBackend:
         sample_tokens(logits, state, temperature=distribution.temperature, stop_ids=slots.stop_ids)
 
     def _pick(self, slots: Slots, width: int, logits: torch.Tensor) -> None:
-        """Sample from a truncated distribution; finished slots stay as they are."""
+        """Sample from a truncated distribution; finished slots do not change."""
         cache, count = slots.cache, slots.count[:width]
         active, at = cache.active[:width], count.clamp(max=slots.room - 1)[:, None]
         uniforms = slots.uniforms[:width].gather(1, at).squeeze(1)

@@ -91,7 +91,10 @@ class FileSync:
 
 @dataclass(slots=True)
 class AdapterSync:
-    """The adapter alone. Each version has its own name, because vLLM caches adapters by name."""
+    """Sends only the adapter.
+
+    Each version has its own name, because vLLM caches adapters by name.
+    """
 
     model: LanguageModel
     folder: Path
