@@ -36,8 +36,9 @@ def sft_command(
 ) -> None:
     """Fine-tune a model on worked solutions: the task's own, or a file of prompts and completions.
 
-    Reinforcement learning only reinforces what a model already does now and then; SFT teaches it
-    the format and the steps of a solution. Continue with `covey train --model RUN/checkpoints/...`.
+    Reinforcement learning needs a model that already solves some prompts. SFT teaches the model
+    the format and the steps of a solution. Afterwards, run `covey train --model
+    RUN/checkpoints/STEP`.
     """
     sft = Training(command="sft", build=_build, environment=lambda _: {"kind": "sft"}, loop=_loop)
     if resume is not None:

@@ -38,7 +38,8 @@ def train_command(
     resume: Resume = None,
     step: ResumeStep = None,
     skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Skip and count unusable rows of the data.")
+        bool,
+        typer.Option("--skip-bad-rows", help="Skip invalid rows of the data, and count them."),
     ] = False,
     smoke: Smoke = False,
     ray: Annotated[
@@ -46,8 +47,8 @@ def train_command(
         typer.Option(
             "--ray",
             metavar="ADDRESS",
-            help="Engines in Ray actors: 'local' starts Ray here, 'auto' finds a cluster, or its "
-            "address; sets cluster.address.",
+            help="Run the engines in Ray actors: 'local' starts Ray on this machine, 'auto' finds "
+            "a cluster, or give the address of a cluster; sets cluster.address.",
         ),
     ] = None,
     trust: Trust = None,
@@ -57,8 +58,9 @@ def train_command(
 ) -> None:
     """Train a model: sample groups of completions, score them, reinforce the better ones.
 
-    The run folder holds configuration, metrics, evaluations, every completion and checkpoints.
-    Ctrl-C saves a checkpoint and prints how to resume; the exit code is 130, after SIGTERM 143.
+    The run folder contains the configuration, metrics, evaluations, completions and checkpoints.
+    Ctrl-C saves a checkpoint and prints how to resume. The exit code is 130 after Ctrl-C, and 143
+    after SIGTERM.
     """
     if resume is not None:
         check_alone(source, overrides, model, run, skip_bad_rows, smoke, ray)
@@ -102,5 +104,6 @@ def _loop(
     if start.checkpoint is None and parts.world.is_main:
         tell_findings(reporter, parts, not_own)
     done = train(parts, folder, [reporter], stop, start)
-    # A budget of tokens or updates ends where it ends; only a signal leaves steps undone.
+    # A budget of tokens or optimizer steps may end before train.steps; only a signal leaves steps
+    # undone.
     return done, parts.config.train.steps if stop.by_signal else done

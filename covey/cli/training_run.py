@@ -1,4 +1,4 @@
-"""Start or resume a run: what `covey train` and `covey sft` share."""
+"""Start or resume a run: the code that `covey train` and `covey sft` share."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from covey.training.parallel.world import World
 
 REPEATS_SECONDS = 2.0
-"""On several ranks, a signal this soon after the first is the same one, sent on by torchrun."""
+"""On several ranks, a signal this soon after the first is the same one, forwarded by torchrun."""
 
 NewRun = Annotated[
     Path | None,
-    typer.Option("--run", help="The run folder to create. Default: the next runs/NAME-N."),
+    typer.Option("--run", help="The run folder to create. Default: the next free runs/NAME-N."),
 ]
 Resume = Annotated[
-    Path | None, typer.Option(metavar="RUN", help="Resume this run, with its own settings.")
+    Path | None, typer.Option(metavar="RUN", help="Resume this run with its saved settings.")
 ]
 ResumeStep = Annotated[
     int | None,
@@ -39,8 +39,8 @@ ResumeStep = Annotated[
         "--step",
         min=0,
         metavar="N",
-        help="With --resume: resume from the checkpoint of this step; 0: from the start. Later "
-        "records move to RUN/superseded. Default: the newest checkpoint.",
+        help="With --resume: resume from the checkpoint of this step; 0 means from the start. "
+        "Records of later steps move to RUN/superseded. Default: the newest checkpoint.",
     ),
 ]
 
@@ -53,7 +53,7 @@ class Training:
     """`train` or `sft`."""
     build: Callable[[Config, World], Any]
     environment: Callable[[Any], dict[str, Any]]
-    """What environment.json says about the parts, beside the machine and the reward."""
+    """Return entries of environment.json about the parts, beside the machine and the reward."""
     loop: Callable[[Any, RunFolder, Tracker, StopSignal, Start], tuple[int, int]]
     """Train, and return the last step and the planned number of steps."""
 
@@ -62,7 +62,7 @@ class Training:
         from covey.training.run_start import created_run, locked_by_main
 
         with _joined(config) as world:
-            parts = self._built(config, world)  # errors come before the run folder is created
+            parts = self._built(config, world)  # may fail, so the run folder is created later
             with closing(parts):
                 chosen = path or next_run_path(Path("runs"), name)
                 folder = created_run(parts, chosen, self.environment(parts))
@@ -114,9 +114,12 @@ def _joined(config: Config) -> AbstractContextManager[World]:
 
 
 def check_new(run: Path | None, step: int | None) -> None:
-    """Refuse --step without --resume, and a run folder that holds files already."""
+    """Refuse --step without --resume, and a run folder that already contains files."""
     if step is not None:
-        raise ConfigError(f"--step {step} needs --resume RUN; train.steps sets the number of steps")
+        raise ConfigError(
+            f"--step {step} chooses a checkpoint to resume from; give --resume RUN too, or set the "
+            "number of steps with train.steps"
+        )
     if run is not None:
         check_new_run(run)
 
@@ -124,4 +127,6 @@ def check_new(run: Path | None, step: int | None) -> None:
 def check_alone(*given: object) -> None:
     """Refuse other options beside --resume."""
     if any(given):
-        raise ConfigError("--resume takes its settings from the run; give it alone")
+        raise ConfigError(
+            "--resume uses the settings of the run; leave out the configuration and other options"
+        )
