@@ -156,7 +156,13 @@ def evaluate(
     from covey.evaluation.evaluate import evaluate as evaluate_prompts
     from covey.rollout.collect import Collector
     from covey.training.build import load_model, scorer_of
-    from covey.training.resolve import held_out_of, resolve, sampling_of, task_of
+    from covey.training.resolve import (
+        evaluation_config,
+        held_out_of,
+        resolve,
+        sampling_of,
+        task_of,
+    )
 
     task, reward = _objects(dataset, dataset, rewards)
     passed = {where for where, value in {"task": task, "reward": reward}.items() if value}
@@ -165,7 +171,8 @@ def evaluate(
     chosen = resolve(_with_objects(source, passed, model, settings), passed=passed)
     prompts = held_out_of(chosen, task or task_of(chosen))
     language_model = load_model(chosen)
-    with closing(scorer_of(chosen, reward)) as scorer:
+    scored_by = chosen if reward else evaluation_config(chosen)
+    with closing(scorer_of(scored_by, reward)) as scorer:
         return evaluate_prompts(
             prompts,
             Collector(engine=NativeEngine(language_model), model=language_model, scorer=scorer),

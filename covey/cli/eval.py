@@ -131,9 +131,15 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
         from covey.rollout.collect import Collector
         from covey.training.build import load_model, scorer_of
         from covey.training.interaction import interaction_of, with_stops
-        from covey.training.resolve import held_out_of, resolve, sampling_of, task_of
+        from covey.training.resolve import (
+            evaluation_config,
+            held_out_of,
+            resolve,
+            sampling_of,
+            task_of,
+        )
 
-        config = resolve(config)
+        config = evaluation_config(resolve(config))
         prompts = held_out_of(config, task_of(config))
         if by is not None:
             check_category(prompts, by)

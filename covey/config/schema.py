@@ -72,6 +72,13 @@ class Reward(Named):
     """A reward; `covey rewards list` shows them."""
 
 
+class EvaluationReward(Named):
+    """[evaluate.reward]"""
+
+    name: str = ""
+    """Score evaluations with this reward, whatever reward is trained on; empty: with [reward]."""
+
+
 class LengthPenalty(Named):
     """[length_penalty]"""
 
@@ -255,6 +262,7 @@ class Evaluate(Section):
     """Sampled completions per prompt for mean@k and pass@k; 0: greedy only."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of those samples."""
+    reward: EvaluationReward = EvaluationReward()
 
 
 class Save(Section):

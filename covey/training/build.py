@@ -41,6 +41,7 @@ from covey.training.parallel.shard import shard_model
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.resolve import (
+    evaluation_config,
     held_out_of,
     objective_of,
     reward_of,
@@ -63,7 +64,8 @@ class Components:
     """One line for every row of the data that was skipped."""
     scorer: Scorer
     eval_scorer: Scorer
-    """Scores evaluations. The scorer itself, unless several runs must be measured alike."""
+    """Scores evaluations. The scorer itself, unless evaluate.reward names another reward, or
+    several runs must be measured alike."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
@@ -75,8 +77,10 @@ class Components:
     world: World = field(default_factory=World)
 
     def close(self) -> None:
-        """End the processes of the scorer and of the environment."""
+        """End the processes of the scorers and of the environment."""
         self.scorer.close()
+        if self.eval_scorer is not self.scorer:
+            self.eval_scorer.close()
         if self.interaction is not None:
             self.interaction.host.close()
 
@@ -119,6 +123,12 @@ def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> S
     )
 
 
+def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
+    """Build the scorer of evaluations: that of training, unless evaluate.reward names another."""
+    apart = evaluation_config(config)
+    return scorer if apart is config else scorer_of(apart, ranks=ranks)
+
+
 def assemble(
     config: Config,
     reward: Reward | None = None,
@@ -147,7 +157,7 @@ def assemble(
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
         scorer=scorer,
-        eval_scorer=scorer,
+        eval_scorer=eval_scorer_of(config, scorer, world.local_size),
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
             **config.length_penalty.options
         ),
