@@ -156,6 +156,7 @@ def evaluate(
     from covey.evaluation.evaluate import evaluate as evaluate_prompts
     from covey.rollout.collect import Collector
     from covey.training.build import load_model, scorer_of
+    from covey.training.prompt_limit import fitting_prompts
     from covey.training.resolve import held_out_of, resolve, sampling_of, task_of
 
     task, reward = _objects(dataset, dataset, rewards)
@@ -165,6 +166,7 @@ def evaluate(
     chosen = resolve(_with_objects(source, passed, model, settings), passed=passed)
     prompts = held_out_of(chosen, task or task_of(chosen))
     language_model = load_model(chosen)
+    prompts, _ = fitting_prompts(chosen, language_model, prompts, "held-out")
     with closing(scorer_of(chosen, reward)) as scorer:
         return evaluate_prompts(
             prompts,

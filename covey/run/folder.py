@@ -120,6 +120,10 @@ class RunFolder:
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
         return [{current_name(name): value for name, value in row.items()} for row in rows]
 
+    def has_step(self, step: int) -> bool:
+        """Return whether the metrics of a step are recorded."""
+        return any(row["step"] == step for row in self.steps(lambda text: None))
+
     def evaluations(self, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return every readable evaluation."""
         path = self.path / "eval.jsonl"
