@@ -10,6 +10,7 @@
     checkpoints/000050/     a Hugging Face folder with optimizer state, written atomically
     checkpoints.jsonl       one line per checkpoint saved, whether or not it still exists
     failure.txt             the traceback of another process that ended the run
+    changes.jsonl           settings that were changed when the run was resumed
     superseded/1/           records that a resume replaced or left behind: resume.py
 
 No torch here: the web page reads runs on machines without it.
