@@ -42,8 +42,8 @@ def sft_command(
     """
     sft = Training(command="sft", build=_build, environment=lambda _: {"kind": "sft"}, loop=_loop)
     if resume is not None:
-        check_alone(source, overrides, model, run, smoke)
-        return sft.resume(resume, step)
+        check_alone(source, model, run, smoke)
+        return sft.resume(resume, step, overrides)
     check_new(run, step)
     label = source or "arithmetic"
     with waiting(STARTING):

@@ -63,8 +63,8 @@ def train_command(
     after SIGTERM.
     """
     if resume is not None:
-        check_alone(source, overrides, model, run, skip_bad_rows, smoke, ray)
-        return _training(frozenset()).resume(resume, step, print_config)
+        check_alone(source, model, run, skip_bad_rows, smoke, ray)
+        return _training(frozenset()).resume(resume, step, overrides, print_config=print_config)
     check_new(None if print_config else run, step)
     label, settings = source or "arithmetic", settings_of(overrides, model)
     settings += ["task.skip_bad_rows=true"] if skip_bad_rows else []

@@ -139,6 +139,10 @@ class Rollout(Section):
     """Completions sampled for each prompt."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Most tokens in a completion."""
+    max_prompt_tokens: Count = 0
+    """Most tokens in a prompt; 0: the model's context less max_tokens."""
+    long_prompts: Literal["error", "skip", "truncate"] = "error"
+    """Longer prompts: stop before training, leave them out, or cut off their first tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
     top_k: Count = 0

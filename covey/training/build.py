@@ -40,6 +40,7 @@ from covey.training.parallel.ranks import Ranks
 from covey.training.parallel.shard import shard_model
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
+from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
 from covey.training.resolve import (
     evaluation_config,
     held_out_of,
@@ -62,6 +63,8 @@ class Components:
     held_out_prompts: Sequence[Prompt]
     bad_rows: tuple[str, ...]
     """One line for every row of the data that was skipped."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about the data: how many prompts are too long, say."""
     scorer: Scorer
     eval_scorer: Scorer
     """Scores evaluations. The scorer itself, unless evaluate.reward names another reward, or
@@ -146,6 +149,8 @@ def assemble(
     model = load_model(config, world.device(config.model.device))
     if world.size > 1:
         check_ranks(config, world, _digest(model, train_prompts, held_out))
+    train_prompts, notes = fitting_prompts(config, model, train_prompts, "training")
+    held_out, more_notes = fitting_prompts(config, model, held_out, "held-out")
     policy = policy_of(config, model, world)
     reference = reference_of(config, policy.model, objective, world)
     engine, sampling = make_engine(config, policy, load_model), sampling_of(config)
@@ -156,6 +161,7 @@ def assemble(
         train_prompts=train_prompts,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
+        notes=(*notes, *more_notes),
         scorer=scorer,
         eval_scorer=eval_scorer_of(config, scorer, world.local_size),
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
@@ -252,6 +258,7 @@ def load_model(config: Config, device: str = "") -> LanguageModel:
         gradient_checkpointing=config.model.gradient_checkpointing,
         template=template_of(config),
     )
+    model = with_prompt_limit(config, model)
     return _with_adapter(config, model if base is None else load_adapter(model, Path(path)))
 
 

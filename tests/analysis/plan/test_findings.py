@@ -162,6 +162,9 @@ def test_settings_without_effect_and_harmful_settings_are_found(case: str) -> No
 def test_every_rule_has_a_case() -> None:
     setups = [setup_of(config_of(*settings)) for settings, *_ in CASES.values()]
     setups.append(setup_of(config_of(), TaskFacts(solution_tokens=(999,))))
+    setups.append(
+        setup_of(config_of(), TaskFacts(context=99, prompt_tokens=(99,), longest_prompt=99))
+    )
     silent = [rule.__name__ for rule in RULES if not any(list(rule(setup)) for setup in setups)]
     assert silent == []
 
