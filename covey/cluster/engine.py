@@ -279,9 +279,9 @@ class _Run:
         new = [
             Completion(
                 request=self.waiting.pop(number), tokens=tokens, logp=logp, finish=end,
-                versions=spans,
+                versions=spans, kept=kept,
             )
-            for number, tokens, logp, end, spans in rows
+            for number, tokens, logp, end, spans, kept in rows
             if number in self.waiting
         ]  # fmt: skip
         self.source.done(new)

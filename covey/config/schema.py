@@ -151,6 +151,9 @@ class Rollout(Section):
     """Sample from the likeliest tokens up to this mass."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this share of the likeliest."""
+    mask_replay: bool = False
+    """Train over the tokens that top_k, top_p and min_p kept, so that the gradient is that of the
+    distribution that was sampled."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts or special tokens, such as <|im_end|>, that end a completion."""
 

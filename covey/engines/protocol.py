@@ -32,6 +32,15 @@ class Sampling:
     max_concurrent: int = 128
     """How many completions are generated at once."""
     seed: int = 0
+    mask_replay: bool = False
+    """Whether training wants the kept set of every token, if the distribution is truncated."""
+
+    @property
+    def returns_kept(self) -> bool:
+        """Whether completions come with kept sets. Greedy ones never do."""
+        return (
+            self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +68,8 @@ class Completion:
     versions: tuple[VersionSpan, ...]
     """The version of the weights for each span of tokens, in order and without gaps. There is one
     span, unless weights were loaded during generation."""
+    kept: str = ""
+    """The kept set of each token (kept_sets.py), if `Sampling.returns_kept`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -211,6 +211,11 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             PASSES,
             healthy=(0.0, 0.01),
         ),
+        "debug/kept_tokens": Metric(
+            "Mean number of tokens that top_k, top_p and min_p kept, with rollout.mask_replay.",
+            "",
+            PASSES,
+        ),
         "debug/sampler_chi2": Metric("Mean of rho^2, minus 1.", "", PASSES),
         "debug/sampler_ppl_ratio": Metric(
             "Mean over completions of exp(mean_t (sampler_logp - logp)).",

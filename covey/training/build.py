@@ -334,7 +334,7 @@ def step_settings_of(
     rollouts may be older than that, they may if the ratio itself has to correct for it.
     """
     source, stale = config.train.old_logp, config.overlap.staleness > 0
-    exact = exact_logp and not sampling.distribution.truncates
+    exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)
     if stale:
         exact = not objective.corrects
     return StepSettings(
