@@ -13,6 +13,7 @@ from covey.types import Finish, VersionSpan
 if TYPE_CHECKING:
     import torch
 
+POLL_SECONDS = 0.02
 WeightSource = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
 """Gives the weights that training changes, by the names of `model.named_parameters()`: all of them,
 or those of the adapter alone. They do not change while an engine reads them. An engine that shares
@@ -75,6 +76,14 @@ class Limits:
     steady: bool = False
     """Whether requests arrive while others run, at times that must not show in the result. An
     engine that can then computes every completion as if it were alone."""
+
+    @property
+    def poll_seconds(self) -> float | None:
+        """How long an engine may wait for a completion before it asks for new requests.
+
+        None: without a limit, since new requests follow completions only.
+        """
+        return POLL_SECONDS if self.steady else None
 
 
 class RequestSource(Protocol):
