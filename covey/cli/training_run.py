@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,11 +59,14 @@ class Training:
     """Return entries of environment.json about the parts, beside the machine and the reward."""
     loop: Callable[[Any, RunFolder, Tracker, StopSignal, Start], tuple[int, int]]
     """Train, and return the last step and the planned number of steps."""
+    arguments: Sequence[str]
+    """The words of the command line, which ranks that Ray starts are given too."""
 
     def start(self, config: Config, path: Path | None, name: str) -> None:
         """Create a run folder and train; `name` is that of a new folder in runs."""
         from covey.training.run_start import created_run, locked_by_main
 
+        self._start_ranks(config)
         with _joined(config) as world:
             parts = self._built(config, world)  # may fail, so the run folder is created later
             with closing(parts):
@@ -99,6 +102,7 @@ class Training:
             return typer.echo(to_toml(config), nl=False)
         from covey.training.run_start import locked_by_main
 
+        self._start_ranks(config)
         with _joined(config) as world, locked_by_main(folder, world):
             start = world.from_main(lambda: start_of(folder, step, save_every=config.save.every))
             check_length(config, start.step, sft=folder.is_sft)
@@ -109,6 +113,19 @@ class Training:
                     echo(changes_note(changed))
                 code = self._run(parts, folder, start)
         raise typer.Exit(code)
+
+    def _start_ranks(self, config: Config) -> None:
+        """If Ray has to start the ranks, let them do the work, and end as they do."""
+        from covey.training.parallel.lifeline import Reported
+        from covey.training.ray_ranks import ray_starts_ranks, run_in_ranks
+
+        if not ray_starts_ranks(config):
+            return
+        if code := run_in_ranks(config, self.arguments):
+            reported = Reported("")  # by a rank
+            reported.exit_code = code
+            raise reported
+        raise typer.Exit
 
     def _built(self, config: Config, world: World) -> Any:
         with waiting(f"loading {config.model.path}"):

@@ -13,6 +13,7 @@ from covey.types import Finish, VersionSpan
 if TYPE_CHECKING:
     import torch
 
+POLL_SECONDS = 0.02
 WeightSource = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
 """Returns the weights that training changes, with the names of `model.named_parameters()`: all of
 them, or only those of the adapter. They do not change while an engine reads them. An engine that
@@ -89,6 +90,14 @@ class Limits:
     steady: bool = False
     """Whether requests arrive while others run, at times that must not change the result. If it
     can, an engine then computes every completion as if it were alone."""
+
+    @property
+    def poll_seconds(self) -> float | None:
+        """How long an engine may wait for a completion before it asks for new requests.
+
+        None: without a limit, since new requests follow completions only.
+        """
+        return POLL_SECONDS if self.steady else None
 
 
 class RequestSource(Protocol):
