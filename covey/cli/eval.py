@@ -144,7 +144,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
         prompts = held_out_of(config, task_of(config))
         if by is not None:
             check_category(prompts, by)
-    found = []
+    found: list[Evaluation] = []
     with closing(scorer_of(config)) as scorer:
         for path in models:
             named = config.model.model_copy(update={"path": path})

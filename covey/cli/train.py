@@ -65,7 +65,9 @@ def train_command(
     """
     if resume is not None:
         check_alone(source, model, run, skip_bad_rows, smoke, ray)
-        return _training(context, frozenset()).resume(resume, step, overrides, print_config=print_config)
+        return _training(context, frozenset()).resume(
+            resume, step, overrides, print_config=print_config
+        )
     check_new(None if print_config else run, step)
     label, settings = source or "arithmetic", settings_of(overrides, model)
     settings += ["task.skip_bad_rows=true"] if skip_bad_rows else []

@@ -111,9 +111,7 @@ def test_requests_of_a_process_that_is_killed_are_generated_again(parts: Parts) 
     assert killed != [pid(engine)]
     assert source.groups() == expected
     assert len(ended) == len(set(ended)) == 20  # each rollout ends once
-    assert engine.events() == [
-        "the engine's process ended by signal SIGKILL and was restarted"
-    ]
+    assert engine.events() == ["the engine's process ended by signal SIGKILL and was restarted"]
     assert engine.events() == []
     _ends_with_the_trainer(engine)
 

@@ -145,7 +145,7 @@ def _pair(runs: Mapping[str, Sequence[RunResult]], first: str, second: str) -> _
     same = bool(seeds) and all(
         one.weights == other.weights != "" for one, other in zip(*ends, strict=True)
     )
-    by = next((run.points[-1].by for run in ends[0]), "success")
+    by: Metric = next((run.points[-1].by for run in ends[0]), "success")
     return _Pair(first=first, second=second, seeds=seeds, a=a, b=b, same=same, by=by)
 
 
