@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from covey.cluster.engine_actor import EngineActor, Row, pack_weights
@@ -250,18 +250,25 @@ class _Run:
         for thread in threads:
             thread.start()
         while self.waiting:
-            found = self.out.get()
-            if isinstance(found, Exception):
-                raise found
-            if isinstance(found, _Share):
-                self._move(found)
-            else:
-                self._accept(found)
+            self._hear()
             self._take()
         for share in self.shares:
             share.member.handle.end.remote()
         for thread in threads:
             thread.join()
+
+    def _hear(self) -> None:
+        """Wait for completions, or until it is time to ask the source for requests."""
+        try:
+            found = self.out.get(timeout=self.source.limits.poll_seconds)
+        except Empty:
+            return
+        if isinstance(found, Exception):
+            raise found
+        if isinstance(found, _Share):
+            self._move(found)
+        else:
+            self._accept(found)
 
     def _take(self) -> None:
         requests = list(self.source.take())
@@ -284,9 +291,9 @@ class _Run:
         new = [
             Completion(
                 request=self.waiting.pop(number), tokens=tokens, logp=logp, finish=end,
-                versions=spans,
+                versions=spans, kept=kept,
             )
-            for number, tokens, logp, end, spans in rows
+            for number, tokens, logp, end, spans, kept in rows
             if number in self.waiting
         ]  # fmt: skip
         self.source.done(new)

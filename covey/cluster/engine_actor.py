@@ -64,7 +64,8 @@ class _Source:
         with self.changed:
             self.running -= len(completions)
             self.rows += [
-                (c.request.number, c.tokens, c.logp, c.finish, c.versions) for c in completions
+                (c.request.number, c.tokens, c.logp, c.finish, c.versions, c.kept)
+                for c in completions
             ]
             self.changed.notify_all()
 

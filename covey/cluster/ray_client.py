@@ -17,6 +17,8 @@ from covey.escape import printable
 
 LOCAL = "local"
 """The value of `cluster.address` that starts Ray on this machine for the run."""
+STARTED_BY = "COVEY_RAY_ADDRESS"
+"""The variable with the address of the Ray that started this trainer rank."""
 HOLD_SECONDS = 60.0
 REACH_SECONDS = 10.0
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -52,6 +54,7 @@ def connect(address: str, trainer_gpus: int = 0) -> None:
 
     if ray.is_initialized():
         return
+    address = os.environ.get(STARTED_BY, address)
     _check_address(address)
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
@@ -146,7 +149,7 @@ def check_room(needs: Sequence[tuple[str, int, Need]]) -> None:
             parts = ", ".join(f"{count} {name}" for name, count, _ in needs if count)
             raise ConfigError(
                 f"config: [cluster] asks for {wanted:g} {resource}s ({parts}), but Ray has "
-                f"{total.get(resource, 0.0):g}; lower cluster.engines or cluster.engine_{unit}"
+                f"{total.get(resource, 0.0):g}; ask for fewer actors or fewer {resource}s for each"
             )
 
 

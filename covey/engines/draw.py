@@ -73,7 +73,11 @@ def pick_tokens(
     if distribution.temperature == 0.0:
         largest, tokens = logits.max(dim=-1)
         return tokens, (largest - largest).float()
-    logp = log_distribution(logits, distribution)
+    return pick_from(log_distribution(logits, distribution), uniforms)
+
+
+def pick_from(logp: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row of log-probabilities [S, V]; return ids and log-probabilities [S]."""
     cumulative = _running_sum(logp.exp())
     total = cumulative[:, -1:].contiguous()
     tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)

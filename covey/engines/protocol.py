@@ -13,6 +13,7 @@ from covey.types import Finish, VersionSpan
 if TYPE_CHECKING:
     import torch
 
+POLL_SECONDS = 0.02
 WeightSource = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
 """Returns the weights that training changes, with the names of `model.named_parameters()`: all of
 them, or only those of the adapter. They do not change while an engine reads them. An engine that
@@ -35,6 +36,15 @@ class Sampling:
     max_concurrent: int = 128
     """How many completions are generated at once."""
     seed: int = 0
+    mask_replay: bool = False
+    """Whether training wants the kept set of every token, if the distribution is truncated."""
+
+    @property
+    def returns_kept(self) -> bool:
+        """Whether completions come with kept sets. Greedy ones never do."""
+        return (
+            self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +72,8 @@ class Completion:
     versions: tuple[VersionSpan, ...]
     """The version of the weights for each span of tokens, in order and without gaps. There is one
     span, unless weights were loaded during generation."""
+    kept: str = ""
+    """The kept set of each token (kept_sets.py), if `Sampling.returns_kept`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +93,14 @@ class Limits:
     steady: bool = False
     """Whether requests arrive while others run, at times that must not change the result. An engine
     that can do so then computes every completion as if it were the only one."""
+
+    @property
+    def poll_seconds(self) -> float | None:
+        """How long an engine may wait for a completion before it asks for new requests.
+
+        None: without a limit, since new requests follow completions only.
+        """
+        return POLL_SECONDS if self.steady else None
 
 
 class RequestSource(Protocol):

@@ -42,6 +42,8 @@ class LanguageModel:
     """Renders conversations as prompts."""
     adapter: Any = None
     """peft's configuration of the trained adapter; None if all weights are trained."""
+    longest_prompt: int | None = None
+    """Longer prompts lose their first tokens; None if prompts are never cut."""
     sharded: bool = False
     """Whether its parameters are divided among ranks (training/parallel/shard.py)."""
 
@@ -60,7 +62,11 @@ class LanguageModel:
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the token ids of a conversation, up to where the completion begins."""
         assert self.renderer is not None
-        return self.renderer.tokens(messages)
+        tokens, most = self.renderer.tokens(messages), self.longest_prompt
+        if most is None or len(tokens) <= most:
+            return tokens
+        start = tokens[:1] if tokens[0] == self.tokenizer.bos_token_id else ()
+        return (*start, *tokens[len(tokens) - most + len(start) :])
 
     @property
     def opening(self) -> str:

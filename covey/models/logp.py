@@ -78,8 +78,9 @@ def _batch_logp(
         hidden = packed_hidden(model, packed).index_select(0, packed.predictor)
         chosen, cells = packed.chosen, packed.cells
     logp, entropy = token_logp(
-        model.head, hidden, chosen, temperature=temperature, megabytes=logits_megabytes
-    )
+        model.head, hidden, chosen, temperature=temperature, megabytes=logits_megabytes,
+        kept=None if batch.kept is None else batch.kept.at(cells),
+    )  # fmt: skip
     return scatter_logp(batch, logp, entropy, cells)
 
 

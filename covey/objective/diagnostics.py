@@ -194,6 +194,8 @@ def observe_sampler(meter: Meter, batch: Batch, logp: torch.Tensor) -> None:
         "debug/rho_mean": rho,
         "rho_square": rho.square(),
     }
+    if batch.kept is not None:
+        values["debug/kept_tokens"] = torch.from_numpy(batch.kept.counts).to(gap)
     meter.means(values, mask)
     meter.extremes("debug/sampler_logp_diff", gap.abs(), mask)
     meter.extremes("debug/rho", rho, mask)

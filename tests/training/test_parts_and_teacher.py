@@ -145,7 +145,7 @@ PKPO, TEACHER = "objective.name=pkpo", "objective.name=opd"
 ONE_TEACHER = (
     "config: this objective learns from a teacher; give one of teacher.path and teacher.url"
 )
-TRUNCATED = "cannot be combined with rollout.top_k, top_p or min_p: the engine's log-probs are then those of a truncated distribution"
+TRUNCATED = "cannot be combined with rollout.top_k, top_p or min_p: the engine's log-probs are then those of a truncated distribution; set rollout.mask_replay = true"
 
 
 @pytest.mark.parametrize(

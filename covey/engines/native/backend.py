@@ -13,7 +13,6 @@ import torch
 from transformers import DynamicCache
 
 from covey.accel.parity import FAILURES
-from covey.engines.draw import pick_tokens
 from covey.engines.native.decoder_parity import decoder_for, first_error_line
 from covey.engines.native.kv_cache import KVShape, SlotCache
 from covey.engines.native.llama_decoder import Decoder, LlamaDecoder, UnsupportedModel
@@ -86,7 +85,7 @@ class EagerBackend:
         self.capacity = capacity
         self.refresh()
         self.sampling = sampling
-        return Slots.make(cache.emptied(), sampling.max_tokens, self.model.stop_ids)
+        return Slots.make(cache.emptied(), sampling, self.model.stop_ids)
 
     def refresh(self) -> None:
         """Let the decoder prepare the weights."""
@@ -108,9 +107,7 @@ class EagerBackend:
         hidden = self.decoder.step(slots.last[:width], cache)
         head = self.model.head
         logits = head.logits(hidden)[index] if steady else head.logits(hidden[index])
-        uniforms = slots.uniforms[index, slots.count[index]]
-        tokens, logps = pick_tokens(logits, uniforms, self.sampling.distribution)
-        slots.write(index, tokens, logps)
+        slots.draw(index, logits, self.sampling.distribution)
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,6 +20,7 @@ from covey.accel.parity import FAILURES
 from covey.engines.draw import Distribution, pick_tokens
 from covey.engines.native.decoder_parity import checked_decoder, first_error_line
 from covey.engines.native.fused_decoder import FusedDecoder
+from covey.engines.native.kept_log import KeptLog
 from covey.engines.native.kv_cache import KVShape
 from covey.engines.native.llama_decoder import Decoder, UnsupportedModel
 from covey.engines.native.shared_prompt_cache import PROMPT_STEP, SharedPromptCache, width_for
@@ -78,11 +79,12 @@ class GraphBackend:
             self.cache, self.sizes = SharedPromptCache(**sizes, shape=self.shape), sizes
         cache, room = self.cache, sampling.max_tokens
         if room not in self.slots:
-            self.slots[room] = Slots.make(cache, room, self.model.stop_ids)
+            self.slots[room] = Slots.make(cache, sampling, self.model.stop_ids)
         cache.emptied()
         self.refresh()
         self.distribution = sampling.distribution
-        return self.slots[room]
+        log = KeptLog.make(cache.slots) if sampling.returns_kept else None
+        return replace(self.slots[room], kept=log)
 
     def refresh(self) -> None:
         """Let the decoder prepare the weights at the addresses that graphs contain."""
@@ -90,7 +92,9 @@ class GraphBackend:
 
     def advance(self, slots: Slots, width: int, most: int) -> None:
         """Enqueue some tokens for every unfinished slot; does not wait for them."""
-        if self.shape.device.type != "cuda":  # kernels also run in Triton's interpreter
+        # Kernels also run in Triton's interpreter. Kept sets of any size go to main memory, which
+        # a graph cannot do.
+        if self.shape.device.type != "cuda" or slots.kept is not None:
             self._step(slots, width)
             return
         key = width, slots.room, self.distribution
@@ -116,6 +120,11 @@ class GraphBackend:
         cache, distribution = slots.cache, self.distribution
         hidden = self.decoder.step(slots.last[:width], cache)
         logits = self.model.head.logits(hidden)
+        if slots.kept is not None:  # not in a graph, so that finished slots may be left out
+            index = cache.active[:width].nonzero().flatten()
+            if len(index):
+                slots.draw(index, logits[index], distribution)
+            return
         if distribution.temperature != 0.0 and distribution.truncates:
             self._pick(slots, width, logits)
             return

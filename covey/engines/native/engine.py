@@ -96,6 +96,7 @@ class NativeEngine:
             logp=_tuple(one.logp),
             finish=one.finish,
             versions=one.versions,
+            kept=one.kept,
         )
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from covey.accel.packing import to_device
-from covey.engines.draw import pick_tokens
 from covey.engines.native.backend import DecodeBackend
 from covey.engines.native.prefill import PREFILL_TOKENS, read_prompts
 from covey.engines.protocol import Request, RequestSource
@@ -32,6 +31,7 @@ class Finished(NamedTuple):
     logp: np.ndarray
     finish: Finish
     versions: tuple[VersionSpan, ...]
+    kept: str = ""
 
 
 class Scheduler:
@@ -153,10 +153,7 @@ class Scheduler:
         index, uniforms = to_device(ready, self.model.device)
         cache.enter(index, [r.prompt for r in requests])
         self.slots.open(index, uniforms)
-        tokens, logps = pick_tokens(
-            self._logits(requests), self.slots.uniforms[index, 0], self.sampling.distribution
-        )
-        self.slots.write(index, tokens, logps)
+        self.slots.draw(index, self._logits(requests), self.sampling.distribution)
         self.taken[free], self.counts[free] = True, 1
         for slot, request in zip(free, requests, strict=True):
             self.requests[slot], self.searched[slot] = request, 0
@@ -230,7 +227,11 @@ class Scheduler:
             stopped = slot in cut or int(row[length - 1]) in self.stop_ids
             finish: Finish = "stop" if stopped else "length"
             versions = self._versions(request, length)
-            result.append(Finished(request, row[:length], row_logps[:length], finish, versions))
+            log = self.slots.kept
+            kept = "" if log is None else log.text(slot, length)
+            result.append(
+                Finished(request, row[:length], row_logps[:length], finish, versions, kept)
+            )
             self.requests[slot] = None
             self.unfinished[request.prompt] -= 1
             if not self.unfinished[request.prompt]:

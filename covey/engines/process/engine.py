@@ -242,9 +242,14 @@ class _Work:
         self.progress = True
         new = [
             Completion(
-                request=self.taken[number], tokens=tokens, logp=logp, finish=end, versions=spans
+                request=self.taken[number],
+                tokens=tokens,
+                logp=logp,
+                finish=end,
+                versions=spans,
+                kept=kept,
             )
-            for number, tokens, logp, end, spans in rows
+            for number, tokens, logp, end, spans, kept in rows
             if number not in self.complete
         ]
         self.complete |= {completion.request.number for completion in new}

@@ -191,8 +191,10 @@ class VllmEngine:
                 pending |= {pool.submit(self._complete, one, params) for one in ready}
                 if not pending:
                     break
-                ended, pending = wait(pending, return_when=FIRST_COMPLETED)
-                requests.done([future.result() for future in ended])
+                # A tool may answer first: its next turn must not wait for these completions.
+                ended, pending = wait(pending, limits.poll_seconds, return_when=FIRST_COMPLETED)
+                if ended:
+                    requests.done([future.result() for future in ended])
         finally:
             pool.shutdown(wait=not pending, cancel_futures=True)
         if self.sleeps:
