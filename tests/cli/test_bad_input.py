@@ -70,7 +70,7 @@ def jsonl(path: Path, rows: list[object]) -> Path:
         (
             ["rollout.prompts_per_step=1000000", "rollout.group_size=11"],
             2,
-            ["11000000 completions a step"],
+            ["11000000 completions per step"],
         ),
         (["train.steps=1000000001"], 2, ["train.steps", "less than or equal to 1000000000"]),
         (["train.epochs=1000000001"], 2, ["train.epochs"]),
