@@ -106,7 +106,7 @@ def train(
     """Train a model, and return its metrics, its evaluation and the model.
 
     Args:
-        config: a `Config`, a dict, a file or a recipe. Default: `arithmetic`, or none with a dataset.
+        config: a `Config`, a dict, a file or a recipe. Default: `arithmetic`; none with a dataset.
         model: a folder, a hub name, a GGUF file, "smollm2" or "embedded".
         dataset: a list of dicts, a `datasets.Dataset` or a JSON Lines file, with `prompt` (text or
             messages), optionally `target`, and columns that reward functions get by name.

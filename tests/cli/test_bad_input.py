@@ -194,7 +194,7 @@ def test_a_run_folder_in_use_is_not_overwritten(
     (tmp_path / "run").mkdir()
     (tmp_path / "run/precious").write_text("data")
     assert train(tmp_path / "run") == 1
-    assert "already holds files" in capfd.readouterr().err
+    assert "already contains files" in capfd.readouterr().err
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious"]
 
 
