@@ -390,8 +390,8 @@ def test_an_override_that_is_not_key_and_value_says_what_one_is(override: str) -
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["seed=1", "seed.x=1"], "--set seed.x: 'seed' is a value, not a table"),
-        (["train.steps=1", "train.steps.x=1"], "--set train.steps.x: 'steps' is a value"),
+        (["seed=1", "seed.x=1"], "--set seed.x: 'seed' is a single value"),
+        (["train.steps=1", "train.steps.x=1"], "--set train.steps.x: 'steps' is a single value"),
         (["seed.x=1"], "config: seed = {'x': 1}: input should be a valid integer"),
         (["train=5"], "config: train is a table: write [train], or --set train.KEY=VALUE"),
         (["train.=5"], "config: train. is not a setting"),
