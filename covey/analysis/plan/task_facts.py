@@ -23,6 +23,8 @@ class TaskFacts:
 
     held_out: int | None = None
     """Held-out prompts of an evaluation."""
+    train: int | None = None
+    """Training prompts."""
     solution_tokens: tuple[int, ...] = ()
     """Tokens of the solutions of some training prompts, each with its end token."""
     longest_prompt: int | None = None
@@ -53,9 +55,10 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
         }
         found = measure(job)
     except UNREADABLE as error:
-        return TaskFacts(held_out=held_out, problem=first_line(error))
+        return TaskFacts(held_out=held_out, train=len(prompts), problem=first_line(error))
     return TaskFacts(
         held_out=held_out,
+        train=len(prompts),
         solution_tokens=_with_end(found.get("solutions", ())),
         longest_prompt=max(found.get("prompts", ()), default=None),
         measured=len(found.get("prompts", ())),
@@ -69,7 +72,7 @@ def facts_of(
     """Return the facts of prompts that are loaded already, by a tokenizer's `encode`."""
     texts = _solutions(config, _sample(prompts))
     lengths = _with_end(len(encode(text, add_special_tokens=False)) for text in texts)
-    return TaskFacts(held_out=held_out, solution_tokens=lengths)
+    return TaskFacts(held_out=held_out, train=len(prompts), solution_tokens=lengths)
 
 
 def _with_end(lengths: Iterable[int]) -> tuple[int, ...]:

@@ -99,6 +99,14 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     "rounds": (["filter.max_rounds=9"], "idle", "filter.max_rounds = 9 has no effect",
                ["filter.max_rounds=9", "filter.dynamic_sampling=true"]),
     "age": (["overlap.max_staleness=2"], "idle", "overlap.max_staleness = 2 drops nothing", []),
+    "curriculum": (
+        ["curriculum.sampling=hard", "train.steps=10", "rollout.prompts_per_step=4"], "idle",
+        "the curriculum draws 40 of", ["curriculum.sampling=hard", "train.steps=100", "task.train_size=64"],
+    ),
+    "curriculum memory": (["curriculum.memory=0.5"], "idle", "curriculum.memory = 0.5: no effect", []),
+    "replay size": (["replay.size=9"], "idle", "replay.size = 9: no effect", ["replay.size=9", "replay.groups=2"]),
+    "replay age": (["replay.groups=2", "replay.max_age=1", "train.mini_batches=2"], "idle",
+                   "replay.max_age = 1 lets nothing be replayed", ["replay.groups=2", "replay.max_age=2", "train.mini_batches=2"]),
     "punishment unseen": (
         ["length_penalty.name=soft", "objective.name=gtpo"], "idle",
         "length_penalty.name = 'soft' has no effect with gtpo", ["length_penalty.name=soft"],
