@@ -16,7 +16,7 @@ def idle_curriculum(setup: Setup) -> Iterator[Said]:
     given = changed(curriculum, "memory", "floor")
     if given and not curriculum.active:
         yield Said(
-            (*given,),
+            (*given, "curriculum.sampling", "curriculum.drop_above", "curriculum.mixture"),
             title=f"{', '.join(given.values())}: no effect",
             why="curriculum.sampling, drop_above and mixture leave the choice to chance.",
             remedy="set curriculum.sampling = 'uncertain', or remove it",
@@ -41,7 +41,7 @@ def idle_replay(setup: Setup) -> Iterator[Said]:
     given = changed(replay, "size", "max_age")
     if given and not replay.groups:
         yield Said(
-            (*given,),
+            (*given, "replay.groups"),
             title=f"{', '.join(given.values())}: no effect",
             why="replay.groups = 0: nothing is replayed.",
             remedy="set replay.groups, or remove it",
