@@ -49,6 +49,6 @@ class Totals:
 
 def _sums(ids: torch.Tensor, values: torch.Tensor) -> dict[int, int]:
     """Return the sum of the values [B] of each id [B]."""
-    found, place = ids.unique(return_inverse=True)
+    found, place = ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     sums = values.new_zeros(len(found)).index_add(0, place, values)
     return dict(zip(found.tolist(), sums.tolist(), strict=True))

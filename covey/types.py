@@ -339,7 +339,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device, and with it `host` unless the device is the CPU."""
-        moved = {
+        moved: dict[str, Any] = {
             name: _moved(getattr(self, name), device)
             for name in self.__slots__
             if name not in ("host", "kept") and getattr(self, name) is not None

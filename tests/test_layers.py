@@ -59,7 +59,7 @@ LAYERS: dict[str, set[str]] = {
         "stopping",
         *PLAIN,
     },
-    "cluster": {"engines", "models", "reference", "rewards", "scoring", *PLAIN},
+    "cluster": {"engines", "models", "reference", "rewards", "scoring", "subprocesses", *PLAIN},
     "evaluation": {"engines", "rng", "rollout", "scoring", *PLAIN},
 }
 LAYERS["training"] = {*LAYERS, "training"} - {"", "cli"}

@@ -1,7 +1,8 @@
 """Fused head on a GPU: float32 logits, and one kernel each for forward and backward of a chunk.
 
-Logits are never rounded: at their usual size, steps of bfloat16 are a sixteenth. Their gradient is
-rounded for the two products that use it; the weight's gradient is summed over chunks in float32.
+Logits are never rounded to bfloat16, whose steps are a sixteenth at the usual size of logits. Their
+gradient is rounded for the two products that use it; the weight's gradient is summed over chunks in
+float32.
 
 Shapes: M chosen tokens, D hidden size, V vocabulary.
 """
@@ -35,7 +36,7 @@ def fused_token_logp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probability and entropy [M] in float32, both differentiable."""
     weight, bias = linear.weight, linear.bias
-    # Float32 logits, and a rounded copy of their gradient unless it can take their place.
+    # Float32 logits, and a rounded copy of their gradient unless it can overwrite them.
     size = 4 if weight.dtype == torch.float32 else 4 + weight.element_size()
     rows = max(1, int(megabytes * 2**20 / (len(weight) * size)))
     chunk = rows - rows % ROWS if rows > ROWS else rows

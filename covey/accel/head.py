@@ -21,7 +21,7 @@ from covey.kept_sets import KeptIds
 NOTHING = -1e30
 """The logit of a token outside of a kept set: its probability is 0 in any precision."""
 LIVE_COPIES = 3
-"""Tensors of a chunk's size that exist at once: logits, their product, and a rounded copy."""
+"""The number of tensors of a chunk's size at once: logits, their product, and a rounded copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def _product(hidden: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
 
 
 def chunk_rows(vocabulary: int, megabytes: float, element_bytes: int = 4) -> int:
-    """Return how many tokens a chunk may hold so that its tensors fit in `megabytes`."""
+    """Return how many tokens a chunk may have so that its tensors fit in `megabytes`."""
     return max(1, int(megabytes * 2**20 / (vocabulary * element_bytes * LIVE_COPIES)))
 
 
@@ -116,8 +116,8 @@ class LogitSettings(NamedTuple):
 class _Chunks:
     """Computes logits chunk by chunk into two buffers that are allocated once.
 
-    New tensors for every chunk leave a fragmented heap that holds several times the memory in use:
-    343 MB instead of 63 MB was measured.
+    New tensors for every chunk would fragment the heap, which then takes several times the memory
+    in use: 343 MB instead of 63 MB in a measurement.
     """
 
     def __init__(

@@ -73,6 +73,13 @@ class Reward(Named):
     """A reward; `covey rewards list` shows them."""
 
 
+class EvaluationReward(Named):
+    """[evaluate.reward]"""
+
+    name: str = ""
+    """Score evaluations with this reward, whatever reward is trained on; empty: with [reward]."""
+
+
 class LengthPenalty(Named):
     """[length_penalty]"""
 
@@ -133,6 +140,10 @@ class Rollout(Section):
     """Completions sampled for each prompt."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Most tokens in a completion."""
+    max_prompt_tokens: Count = 0
+    """Most tokens in a prompt; 0: the model's context less max_tokens."""
+    long_prompts: Literal["error", "skip", "truncate"] = "error"
+    """Longer prompts: stop before training, leave them out, or cut off their first tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
     top_k: Count = 0
@@ -259,6 +270,7 @@ class Evaluate(Section):
     """Sampled completions per prompt for mean@k and pass@k; 0: greedy only."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of those samples."""
+    reward: EvaluationReward = EvaluationReward()
 
 
 class Save(Section):

@@ -10,6 +10,7 @@
     checkpoints/000050/     a Hugging Face folder with optimizer state, written atomically
     checkpoints.jsonl       one line per checkpoint saved, whether or not it still exists
     failure.txt             the traceback of another process that ended the run
+    changes.jsonl           settings that were changed when the run was resumed
     superseded/1/           records that a resume replaced or left behind: resume.py
 
 No torch here: the web page reads runs on machines without it.
@@ -119,6 +120,10 @@ class RunFolder:
         path = self.path / "steps.jsonl"
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
         return [{current_name(name): value for name, value in row.items()} for row in rows]
+
+    def has_step(self, step: int) -> bool:
+        """Return whether the metrics of a step are recorded."""
+        return any(row["step"] == step for row in self.steps(lambda text: None))
 
     def evaluations(self, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return every readable evaluation."""

@@ -68,6 +68,7 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             "Mean of r - 1 - log r: the k3 estimate of KL(old, now).",
             "nats",
             PASSES,
+            healthy=(None, 0.1),
         ),
         "policy/approxkl_k1": Metric("Mean of old_logp - logp; may be negative.", "nats", PASSES),
         "policy/approxkl_k2": Metric("Half the mean of (logp - old_logp)^2.", "nats", PASSES),

@@ -15,11 +15,13 @@ from covey.config.algorithm_names import check_algorithm_name
 from covey.config.options import choose, resolve_options
 from covey.config.overlap_modes import check_overlap
 from covey.config.reference_kinds import check_reference, check_teacher
+from covey.config.schema import Reward
 from covey.config.section import Named
 from covey.environments.registry import NONE, find_environment, is_user_environment
 from covey.errors import ConfigError, DataError
 from covey.models.chat_template import Template
-from covey.rewards import LENGTH_PENALTIES, Reward
+from covey.rewards import LENGTH_PENALTIES
+from covey.rewards import Reward as RewardFunction
 from covey.rewards.build import check_alone, make_reward, reward_options
 from covey.run.best import check_metric
 from covey.run.health import check_names
@@ -60,6 +62,10 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
         if where not in passed and (imports or not own.get(where))
     }
     named = {where: {**getattr(config, where).settings, **o} for where, o in options.items()}
+    apart = config.evaluate.reward
+    if apart.name and (imports or not is_import_path(apart.name)):
+        reward = {"name": apart.name, **reward_options(apart, "evaluate.reward")}
+        named["evaluate"] = {**config.evaluate.model_dump(), "reward": reward}
     resolved = parse_config({**config.model_dump(), **named})
     check_reference(resolved.reference)
     check_overlap(resolved)
@@ -232,10 +238,18 @@ def task_of(config: Config) -> Task:
     return make_task(config.task.name, config.task.options)
 
 
-def reward_of(config: Config) -> Reward:
+def reward_of(config: Config) -> RewardFunction:
     """Build the reward."""
     reward = make_reward(config.reward.name, config.reward.options)
     return check_alone(config.reward.name, reward)
+
+
+def evaluation_config(config: Config) -> Config:
+    """Return the configuration whose [reward] scores evaluations: evaluate.reward, if given."""
+    apart = config.evaluate.reward
+    if not apart.name:
+        return config
+    return config.model_copy(update={"reward": Reward.model_validate(apart.model_dump())})
 
 
 def objective_of(config: Config) -> Objective:

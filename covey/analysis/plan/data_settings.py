@@ -11,7 +11,7 @@ from covey.analysis.plan.idle_settings import changed
 @rule("idle", "data-over-time")
 def idle_curriculum(setup: Setup) -> Iterator[Said]:
     """A curriculum that never gets to use what it has learnt."""
-    config, size = setup.config, setup.facts.train
+    config, size = setup.config, setup.facts.prompts
     curriculum = config.curriculum
     given = changed(curriculum, "memory", "floor")
     if given and not curriculum.active:
@@ -23,7 +23,7 @@ def idle_curriculum(setup: Setup) -> Iterator[Said]:
         )
     drawn = config.rollout.prompts_per_step * config.train.steps
     by_prompt = curriculum.sampling != "uniform" or curriculum.drop_above > 0
-    if by_prompt and size is not None and config.train.budget == "steps" and drawn < size:
+    if by_prompt and config.train.budget == "steps" and drawn < size:
         yield Said(
             ("curriculum.sampling", "curriculum.drop_above", "train.steps",
              "rollout.prompts_per_step"),

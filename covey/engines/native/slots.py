@@ -1,4 +1,4 @@
-"""Completions in generation: tokens, log-probabilities and uniforms of every slot."""
+"""Completions in progress: tokens, log-probabilities and random numbers of every slot."""
 
 from __future__ import annotations
 

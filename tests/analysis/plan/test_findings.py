@@ -166,6 +166,9 @@ def test_settings_without_effect_and_harmful_settings_are_found(case: str) -> No
 def test_every_rule_has_a_case() -> None:
     setups = [setup_of(config_of(*settings)) for settings, *_ in CASES.values()]
     setups.append(setup_of(config_of(), TaskFacts(solution_tokens=(999,))))
+    setups.append(
+        setup_of(config_of(), TaskFacts(context=99, prompt_tokens=(99,), longest_prompt=99))
+    )
     silent = [rule.__name__ for rule in RULES if not any(list(rule(setup)) for setup in setups)]
     assert silent == []
 
@@ -202,9 +205,9 @@ def test_solutions_longer_than_max_tokens() -> None:
 
 def test_a_curriculum_needs_prompts_that_come_again() -> None:
     settings = ("curriculum.sampling=hard", "train.steps=10", "rollout.prompts_per_step=4")
-    (finding,) = reported(*settings, facts=TaskFacts(train=41))
+    (finding,) = reported(*settings, facts=TaskFacts(prompts=41))
     assert finding.title.startswith("the curriculum draws 40 of 41 prompts")
-    assert reported(*settings, facts=TaskFacts(train=40)) == []
+    assert reported(*settings, facts=TaskFacts(prompts=40)) == []
 
 
 def test_one_update_names_the_algorithms_that_coincide() -> None:
