@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from covey.config.cluster_sections import Cluster, Parallel, Vllm
+from covey.config.data_sections import Curriculum, Replay
 from covey.config.environment import Environment
 from covey.config.section import Count, Device, Names, Positive, Section, Share
 from covey.config.section import Named as Named
@@ -312,6 +313,8 @@ class Config(Section):
     engine: Engine = Engine()
     cluster: Cluster = Cluster()
     filter: Filter = Filter()
+    curriculum: Curriculum = Curriculum()
+    replay: Replay = Replay()
     overlap: Overlap = Overlap()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
@@ -319,6 +322,11 @@ class Config(Section):
     sft: Sft = Sft()
     evaluate: Evaluate = Evaluate()
     save: Save = Save()
+
+    @property
+    def stale(self) -> bool:
+        """Whether steps train on rollouts of older weights."""
+        return self.overlap.staleness > 0 or self.replay.groups > 0
 
     @property
     def records_passes(self) -> bool:

@@ -132,11 +132,17 @@ class RunFolder:
 
     @staticmethod
     def rollout_rows(
-        groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float | None]],
+        replayed: int = 0,
     ) -> list[dict[str, Any]]:
-        """Return the rollouts of a step as rows, with the most readable fields first."""
+        """Return the rollouts of a step as rows, with the most readable fields first.
+
+        The last `replayed` groups were sampled at earlier steps.
+        """
         rows = []
-        for group, values in zip(groups, advantages, strict=True):
+        for number, (group, values) in enumerate(zip(groups, advantages, strict=True)):
+            again = {"replayed": True} if number >= len(groups) - replayed else {}
             for rollout, advantage in zip(group.rollouts, values, strict=True):
                 row = {
                     "prompt": group.prompt.text,
@@ -160,6 +166,7 @@ class RunFolder:
                     "task": group.prompt.task,
                     "info": dict(group.prompt.info),
                     **episode_row(rollout),
+                    **again,
                 }
                 rows.append(row)
         return rows

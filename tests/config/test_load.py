@@ -83,6 +83,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "top_k": count,
         "top_p": st.floats(0, 1, exclude_min=True),
         "min_p": share,
+        "mask_replay": st.booleans(),
         "stop": st.lists(text.filter(bool), max_size=3),
     },
     "environment": {
@@ -129,6 +130,14 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "mask_truncated": st.booleans(),
         "skip_zero_gradient": st.booleans(),
     },
+    "curriculum": {
+        "sampling": st.sampled_from(["uniform", "hard", "uncertain"]),
+        "memory": st.floats(0, 1, exclude_min=True),
+        "floor": st.floats(0, 1, exclude_min=True),
+        "drop_above": st.floats(0, 1),
+        "mixture": st.sampled_from(["fixed", "progress"]),
+    },
+    "replay": {"groups": count, "size": positive, "max_age": positive},
     "overlap": {
         "staleness": st.integers(0, 64),
         "mode": st.sampled_from(["ahead", "copy"]),
