@@ -161,7 +161,13 @@ def evaluate(
     from covey.rollout.collect import Collector
     from covey.training.build import load_model, scorer_of
     from covey.training.prompt_limit import fitting_prompts
-    from covey.training.resolve import held_out_of, resolve, sampling_of, task_of
+    from covey.training.resolve import (
+        evaluation_config,
+        held_out_of,
+        resolve,
+        sampling_of,
+        task_of,
+    )
 
     task, reward = _objects(dataset, dataset, rewards)
     passed = {where for where, value in {"task": task, "reward": reward}.items() if value}
@@ -171,7 +177,8 @@ def evaluate(
     prompts = held_out_of(chosen, task or task_of(chosen))
     language_model = load_model(chosen)
     prompts, _ = fitting_prompts(chosen, language_model, prompts, "held-out")
-    with closing(scorer_of(chosen, reward)) as scorer:
+    scored_by = chosen if reward else evaluation_config(chosen)
+    with closing(scorer_of(scored_by, reward)) as scorer:
         return evaluate_prompts(
             prompts,
             Collector(engine=NativeEngine(language_model), model=language_model, scorer=scorer),

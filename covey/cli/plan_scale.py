@@ -45,7 +45,7 @@ def show_cluster(config: Config, facts: TaskFacts, as_json: bool) -> None:
 
 
 def _own(config: Config) -> tuple[str, ModelSize] | None:
-    """Return the configuration's model, unless its size is unknown or no GPU would be needed."""
+    """Return the model of the configuration and its size, or None if the size is unknown."""
     from covey.analysis.plan.cluster_table import size_of
     from covey.analysis.plan.model_shape import shape_of
 

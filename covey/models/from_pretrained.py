@@ -16,10 +16,10 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_pretrained(kind: Any, source: str, dtype: torch.dtype, **more: Any) -> Any:
-    """Load a model of a class, with every one of its weights.
+    """Load a model of a class; every weight must be in its files.
 
-    transformers initializes missing weights at random and only warns. Here that is a ValueError.
-    `more` are further arguments of `from_pretrained`.
+    transformers initializes missing weights at random and only warns. Here missing weights are a
+    ValueError. `more` are further arguments of `from_pretrained`.
     """
     model, found = kind.from_pretrained(
         source,
@@ -63,14 +63,14 @@ def keep_gradients(model: Any) -> None:
 
 
 def read_tokenizer(source: str, **more: str) -> Any:
-    """Load a tokenizer, without running code of its own."""
+    """Load a tokenizer without running code from its files."""
     return transformers.AutoTokenizer.from_pretrained(source, **more, **NO_CODE)
 
 
 def make_savable(model: Any) -> None:
     """Replace generation settings that transformers refuses to save; keep the special tokens.
 
-    An example is a temperature without do_sample. covey samples with its own settings.
+    An example is a temperature without do_sample. Covey samples with its own settings.
     """
     settings = model.generation_config
     try:

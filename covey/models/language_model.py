@@ -1,8 +1,8 @@
 """Language model: a Hugging Face causal model as backbone and head, with its tokenizer.
 
 The backbone returns hidden states; the head turns selected ones into logits. Neither the engine nor
-the trainer ever computes the logits of a whole batch, which at a vocabulary of 150,000 are by far
-the largest tensor.
+the trainer computes the logits of a whole batch at once, because with a vocabulary of 150,000 they
+would be by far the largest tensor.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def packed_forward(backbone: nn.Module, packed: PackedBatch) -> torch.Tensor:
     hidden: torch.Tensor = backbone(
         input_ids=input_ids,
         position_ids=packed.position_ids.view(1, -1),
-        # transformers passes a four-dimensional mask on as it is, instead of building one of N x N.
+        # transformers passes a four-dimensional mask on unchanged, instead of building an N x N
+        # mask.
         attention_mask=input_ids.new_zeros(1, 1, 1, 1, dtype=torch.bool),
         packing=packed.packing,
         use_cache=False,

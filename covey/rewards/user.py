@@ -1,4 +1,4 @@
-"""Reward functions of the user: plain, async or TRL-style; one, several, or with weights."""
+"""Users' reward functions: plain, async or TRL-style; one or several, with weights."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class UserFunction(_GroupReward):
             without `**columns` gets those that it names.
 
     `None` instead of a number means that the completion cannot be scored; with `skips_none`, that
-    it is not to be scored. A number does not say whether the completion is correct: from
-    `success_at` on it is a success.
+    it is not to be scored. A completion with a reward of at least `success_at` is a success.
     """
 
     function: Callable[..., Any]
@@ -189,7 +188,7 @@ def _in_event_loop() -> bool:
 
 
 def _messages(text: str) -> list[Message]:
-    """Return a completion as messages: of an episode, all from the first turn on."""
+    """Return a completion as messages; for an episode, all messages from the first turn on."""
     episode = episode_of(text)
     return [{"role": "assistant", "content": text}] if episode is None else list(episode.reply)
 
@@ -227,7 +226,7 @@ class WeightedFunctions(_GroupReward):
     """The weighted sum of reward functions; each is a part of the reward under its own name.
 
     A completion succeeds if the first function gives it at least 1. The functions run in this
-    process, as they would in TRL: a function that hangs holds up the run.
+    process, as they would in TRL, so a function that hangs blocks the run.
     """
 
     functions: Mapping[str, UserFunction]
@@ -289,8 +288,8 @@ def function_reward(
 ) -> Reward:
     """Make a reward of TRL-style functions: one, a list, or a dict of function to weight.
 
-    With `conversational`, as in TRL if prompts are lists of messages, so are completions.
-    An object that is a reward already (it has bounds, quick and version) stays as it is.
+    With `conversational`, as in TRL if prompts are lists of messages, so are completions. An object
+    that is already a reward (it has bounds, quick and version) is returned unchanged.
     """
     if callable(rewards) and not isinstance(rewards, Mapping | Sequence):
         made = as_reward(rewards)
@@ -305,10 +304,10 @@ def function_reward(
     for function, weight in pairs:
         made = as_reward(function, {"conversational": conversational})
         if not isinstance(made, UserFunction):
-            raise ConfigError("rewards: a list holds functions; use the reward `mix` for others")
+            raise ConfigError("rewards: a list may contain only functions; use `mix` for others")
         name = getattr(function, "__name__", type(function).__name__)
         if name in functions:
-            raise ConfigError(f"rewards: two functions are called {name}; their parts need names")
+            raise ConfigError(f"rewards: two functions are called {name}; rename one of them")
         if not math.isfinite(weight):
             raise ConfigError(f"rewards: the weight of {name} is {weight}")
         functions[name], weights[name] = made, float(weight)

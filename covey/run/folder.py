@@ -153,6 +153,7 @@ class RunFolder:
                     "tokens": rollout.tokens,
                     "trained": all(rollout.trained) or rollout.trained,
                     "sampler_logp": rollout.sampler_logp,
+                    **({"kept": rollout.segments[0].kept} if rollout.segments[0].kept else {}),
                     "policy_version": rollout.policy_version,
                     "reward_id": rollout.reward_id,
                     # With these a file can be scored again.

@@ -43,6 +43,7 @@ from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
 from covey.training.resolve import (
+    evaluation_config,
     held_out_of,
     objective_of,
     reward_of,
@@ -67,7 +68,8 @@ class Components:
     """What the user should know about the data: how many prompts are too long, say."""
     scorer: Scorer
     eval_scorer: Scorer
-    """Scores evaluations. The scorer itself, unless several runs must be measured alike."""
+    """Scores evaluations. The scorer itself, unless evaluate.reward names another reward, or
+    several runs must be measured alike."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
@@ -79,8 +81,10 @@ class Components:
     world: World = field(default_factory=World)
 
     def close(self) -> None:
-        """End the processes of the scorer and of the environment."""
+        """End the processes of the scorers and of the environment."""
         self.scorer.close()
+        if self.eval_scorer is not self.scorer:
+            self.eval_scorer.close()
         if self.interaction is not None:
             self.interaction.host.close()
 
@@ -125,6 +129,12 @@ def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> S
     )
 
 
+def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
+    """Build the scorer of evaluations: that of training, unless evaluate.reward names another."""
+    apart = evaluation_config(config)
+    return scorer if apart is config else scorer_of(apart, ranks=ranks)
+
+
 def assemble(
     config: Config,
     reward: Reward | None = None,
@@ -159,7 +169,7 @@ def assemble(
         bad_rows=tuple(bad_rows_of(task)),
         notes=(*notes, *more_notes),
         scorer=scorer,
-        eval_scorer=scorer,
+        eval_scorer=eval_scorer_of(config, scorer, world.local_size),
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
             **config.length_penalty.options
         ),
@@ -345,7 +355,7 @@ def step_settings_of(
     rollouts may be older than that, they may if the ratio itself has to correct for it.
     """
     source, stale = config.train.old_logp, config.overlap.staleness > 0
-    exact = exact_logp and not sampling.distribution.truncates
+    exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)
     if stale:
         exact = not objective.corrects
     return StepSettings(

@@ -32,7 +32,7 @@ from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
 from covey.training.budget import Budget
-from covey.training.build import Components, load_model, policy_of, scorer_of
+from covey.training.build import Components, eval_scorer_of, load_model, policy_of, scorer_of
 from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.loop import run_loop
@@ -92,7 +92,7 @@ def build_sft(
         bad_rows=tuple(bad_rows_of(task)),
         notes=tuple(notes),
         scorer=scorer,
-        eval_scorer=scorer,
+        eval_scorer=eval_scorer_of(config, scorer, world.local_size),
         policy=policy,
         engine=native_engine(policy),
         sampling=sampling_of(config),
@@ -101,7 +101,7 @@ def build_sft(
     try:
         _check_lengths(parts)  # before a run folder is made
     except BaseException:
-        scorer.close()
+        parts.close()
         raise
     return parts
 

@@ -75,9 +75,15 @@ def render_page(
         comparison=contents.comparison,
         conclusion=contents.conclusion,
         tables=tables,
+        by=compared(contents),
         environment=about,
         **values,
     )
+
+
+def compared(contents: ReportContents) -> str:
+    """Return what the arms are compared by: success or reward."""
+    return next((arm.by for arm in contents.conclusion.arms if arm.seeds), "success")
 
 
 def _visible(value: object) -> object:
@@ -103,6 +109,7 @@ def _chart_data(contents: ReportContents) -> dict[str, Any]:
     """Return the data that page/report.js draws."""
     return {
         "arms": [arm.name for arm in contents.comparison.arms],
+        "by": compared(contents),
         "axes": {name: label for name, (label, _) in AXES.items()},
         "curves": [asdict(curve) for curve in contents.curves],
         "health": {panel: [asdict(t) for t in trends] for panel, trends in contents.health.items()},

@@ -196,7 +196,7 @@ class _Run:
             prompt=self.prompt,
             completion=self.config.rollout.max_tokens,
         )
-        elsewhere = self.config.engine.kind == "vllm" or self.config.cluster.address
+        elsewhere = self.config.engine.kind == "vllm" or self.config.cluster.engine_actors
         return (
             Part("framework", framework, ALWAYS, why),
             *self._model_parts(),

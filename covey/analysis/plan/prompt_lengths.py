@@ -57,7 +57,8 @@ def _context(source: str) -> int | None:
     if file is None:
         return None
     data = json.loads(Path(file).read_text(encoding="utf-8"))
-    return data.get("max_position_embeddings") or data.get("n_positions")
+    length: int | None = data.get("max_position_embeddings") or data.get("n_positions")
+    return length
 
 
 def _tokenizer(source: str, options: Mapping[str, str]) -> Any:

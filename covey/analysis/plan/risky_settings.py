@@ -83,12 +83,18 @@ def truncated_sampling(setup: Setup) -> Iterator[Said]:
     """Completions from one distribution, trained on as if they came from another."""
     if setup.truncates and setup.objective.correction is None and setup.config.rollout.top_k != 1:
         yield Said(
-            ("rollout.top_k", "rollout.top_p", "rollout.min_p", "objective.correction"),
+            (
+                "rollout.top_k",
+                "rollout.top_p",
+                "rollout.min_p",
+                "rollout.mask_replay",
+                "objective.correction",
+            ),
             title="rollout.top_k, top_p or min_p truncate the distribution without a correction",
             why="Tokens come from a truncated distribution, and the loss treats them as samples of "
             "the whole one, so the gradient is biased towards likely tokens.",
-            remedy="sample from the whole distribution, or set objective.correction = "
-            "'token_truncate'",
+            remedy="set rollout.mask_replay = true, which trains the truncated distribution, or "
+            "sample from the whole one",
         )
 
 

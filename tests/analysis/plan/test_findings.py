@@ -120,7 +120,7 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
              ["rollout.temperature=0.6"]),
     "greedy": (["rollout.top_k=1"], "risk", "rollout.top_k = 1 makes the completions of a group equal", []),
     "truncated": (["rollout.top_p=0.9"], "risk", "rollout.top_k, top_p or min_p truncate the distribution",
-                  ["rollout.top_p=0.9", "objective.correction=token_truncate"]),
+                  ["rollout.top_p=0.9", "rollout.mask_replay=true"]),
     "form": (
         ["reward.name=think_answer_form", "filter.dynamic_sampling=true"], "risk",
         "filter.dynamic_sampling = True needs correct completions", ["reward.name=think_answer_form"],
