@@ -134,7 +134,7 @@ def train(
         if any(given is not None for given in (config, model, run)):
             raise ConfigError("resume uses the settings of the run; change some by dotted keys only")
         folder = RunFolder.open(Path(resume))
-        _check_passed(folder, passed)
+        _check_passed(folder, passed, reward)
         return _train(overrides, folder, names, shown, callbacks, quiet)
     if run is not None:
         check_new_run(Path(run))
@@ -239,7 +239,9 @@ def _objects(
     from covey.tasks.dataset import dataset_task
 
     task = None if dataset is None else dataset_task(dataset, held_out)
-    return task, None if rewards is None else function_reward(rewards)
+    if rewards is None:
+        return task, None
+    return task, function_reward(rewards, conversational=bool(task and task.conversational))
 
 
 def _factory(environment: Any) -> Any:
@@ -263,10 +265,10 @@ def _with_objects(
     return load_config(source, **{**given, **overrides})
 
 
-def _check_passed(folder: RunFolder, passed: set[str]) -> None:
+def _check_passed(folder: RunFolder, passed: set[str], reward: Reward | None) -> None:
     """Refuse to resume a run without the objects that it was started with."""
     from covey.environments.registry import PASSED
-    from covey.rewards.user import FUNCTIONS
+    from covey.rewards.user import FUNCTIONS, own_name
     from covey.tasks.dataset import NAME as DATASET
 
     config = load_config(folder.config_file)
@@ -281,6 +283,12 @@ def _check_passed(folder: RunFolder, passed: set[str]) -> None:
                 f"resume: {folder.path} was started {'with' if where not in passed else 'without'} "
                 f"{name} from Python; {what}"
             )
+    then = str(folder.environment().get("reward") or "").partition("@")[0]
+    if reward is not None and then not in ("", FUNCTIONS, own_name(reward)):
+        raise ConfigError(
+            f"resume: {folder.path} was started with the reward {then}; pass that one, not "
+            f"{own_name(reward)}"
+        )
 
 
 def _train(

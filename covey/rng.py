@@ -47,6 +47,11 @@ def world_seed(*, seed: int, step: int, prompt: str) -> int:
     return _hash(words) >> 1
 
 
+def dropout_seed(*, seed: int, version: int, place: int, rank: int) -> int:
+    """Return the seed of a training pass with dropout: 63 bits."""
+    return _hash(f"dropout/{seed}/{version}/{place}/{rank}") >> 1
+
+
 def completion_uniforms(addresses: Sequence[Address], count: int) -> np.ndarray:
     """Return uniforms [n, count] in [0, 1), float32: positions 0 to count - 1 of n completions."""
     # One generator is reused for all addresses, because creating one takes far longer than drawing.

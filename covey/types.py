@@ -46,6 +46,8 @@ class Prompt:
     messages: tuple[Message, ...]
     target: str
     info: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The columns of the data that `messages` and `target` come from, as the data has them."""
 
     @property
     def text(self) -> str:

@@ -53,6 +53,10 @@ class Adapter(Section):
     """Train a LoRA adapter of this rank instead of the weights; 0: no adapter."""
     alpha: Positive = 32
     """The adapter is scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapter's inputs that training passes drop; generation drops none."""
+    load_in_4bit: bool = False
+    """Keep the frozen weights in 4 bits (NF4); needs bitsandbytes."""
     targets: Names = Field(default=["all-linear"])
     """Linear layers to adapt, such as q_proj; 'all-linear': all but the head."""
     also_train: Names = Field(default=[])
@@ -184,6 +188,9 @@ class Scoring(Section):
     """Memory limit of a worker process."""
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Stop the run if more than this share of a step cannot be scored."""
+    none_rewards: Literal["error", "skip"] = "error"
+    """None from a reward function; error: that completion could not be scored. skip, as in TRL: the
+    other functions count, and a completion without any reward is not trained on."""
 
 
 class Filter(Section):
@@ -230,9 +237,17 @@ class Optimizer(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0
     """Optimizer steps of linear learning-rate warm-up."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Instead: the share of all optimizer steps that is warm-up."""
     state: Literal["float32", "compact"] = "float32"
     """Precision of the optimizer state; float32: moments, and master weights for bfloat16 models;
     compact: bfloat16 moments with stochastic rounding, and half of each master weight."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Optimizer:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("give optimizer.warmup_steps or optimizer.warmup_ratio, not both")
+        return self
 
 
 class Sft(Section):

@@ -249,6 +249,7 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
         progress=reporter.sampled,
         ranks=parts.world,
         interaction=parts.interaction,
+        max_steps=parts.config.train.steps,
     )
     encoded = [
         replace(prompt, step=one.ticket.step)
