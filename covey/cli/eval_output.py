@@ -16,13 +16,13 @@ from covey.run.estimate_text import change_text, estimate_text
 from covey.run.trackers.console import evaluation_line
 
 SHOWN = 5
-"""Prompts listed by id; --json and --out have all."""
+"""Number of prompts that are listed by id; --json and --out list all."""
 
 
 def measured(
     models: Sequence[str], evaluations: Sequence[Evaluation], by: str | None
 ) -> dict[str, Any]:
-    """Return everything as plain data: the first model's numbers, then the comparison."""
+    """Return the first model's numbers and the comparison as plain data for JSON."""
     rows = [
         {"model": model, **evaluation.row(), **_categories(evaluation, by)}
         for model, evaluation in zip(models, evaluations, strict=True)
@@ -47,7 +47,7 @@ def _categories(evaluation: Evaluation, by: str | None) -> dict[str, Any]:
 def show_measured(
     models: Sequence[str], evaluations: Sequence[Evaluation], by: str | None, console: Console
 ) -> None:
-    """Print everything as text and tables."""
+    """Print the evaluation and the comparison as text and tables."""
     for model, evaluation in zip(models, evaluations, strict=True):
         lead = f"{model}: " if len(models) > 1 else ""
         console.print(f"{lead}{evaluation_line(evaluation)}")

@@ -38,7 +38,7 @@ class _Runs(TyperGroup):
     """`covey runs FOLDER` is short for `covey runs show FOLDER`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the name of the default command in front, unless a command or help is asked for."""
+        """Put the name of the default command in front, unless a command or --help is given."""
         named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
         return super().parse_args(ctx, args if named else [SHOW, *args])
 
@@ -159,5 +159,5 @@ def _completions(run: RunFolder, step: int, console: Console, as_json: bool) -> 
         turns = list(turn_lines(row))
         shown = f"({row['finish']})" if turns else row["text"]
         console.print(f"  {reward}{advantage}  {shown}", style=style)
-        for line, trained in turns:  # what others said is dimmed: it is not trained
+        for line, trained in turns:  # messages that the policy did not write are dimmed
             console.print(f"    {line}", style="default" if trained else "dim")

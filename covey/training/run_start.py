@@ -25,6 +25,7 @@ def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> Ru
             "ranks": parts.world.size,
             "reward": parts.scorer.identity,
             "evaluation_reward": parts.eval_scorer.identity,
+            "notes": list(parts.notes),
             **more,
         }
         return RunFolder.create(path, to_toml(parts.config), environment)

@@ -47,6 +47,7 @@ from covey.training.make_engine import native_engine
 from covey.training.parallel.passes import rank_passes, without_weight
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
+from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
 from covey.training.schedule import sft_schedule_of
 from covey.training.sft_data import Solutions, solutions_of
@@ -86,6 +87,7 @@ def build_sft(
     task = task_of(config)
     solutions, held_out = solutions_of(config, task), held_out_of(config, task)
     model = load_model(config, world.device(config.model.device))
+    held_out, notes = fitting_prompts(config, model, held_out, "held-out")
     policy = policy_of(config, model, world)
     # Cross-entropy is that of the model itself, whatever temperature it will be sampled at.
     policy.temperature = 1.0
@@ -96,6 +98,7 @@ def build_sft(
         solutions=solutions,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
+        notes=tuple(notes),
         scorer=scorer,
         eval_scorer=eval_scorer,
         baselines=baselines_of(config, eval_scorer, held_out),

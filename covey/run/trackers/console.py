@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
 
 PLAIN_LOG_SECONDS = 5.0
-"""Plain lines come at most this often, and for the first and the last step."""
+"""Minimum seconds between two plain lines, except for the first and the last step."""
 
 
 def summary(metrics: Mapping[str, Any]) -> str:
@@ -65,7 +65,7 @@ def evaluation_line(evaluation: Evaluation) -> str:
 
 
 class ConsoleTracker(Tracker):
-    """Lines for logs and pipes."""
+    """Prints plain lines, for logs and pipes."""
 
     def __init__(self, run: RunFolder, console: Console) -> None:
         self.run = run
@@ -76,7 +76,7 @@ class ConsoleTracker(Tracker):
         self.printed = 0.0
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Print where the run is and how far it will go."""
+        """Print the run folder and the number of steps."""
         self.steps, self.done, self.began = steps, done, time.monotonic()
         verb = f"resuming after step {done}" if done else "training"
         self.note(f"{verb}: {steps} steps of {rollouts} rollouts, in {self.run.path}")
@@ -100,7 +100,7 @@ class ConsoleTracker(Tracker):
         self.console.print(text, markup=False, highlight=False)
 
     def finished(self, done: int, steps: int, signal: str | None, command: str = "train") -> None:
-        """Print the result and where to look next."""
+        """Print the result, and commands to look at it."""
         if done < steps:
             self.note(f"{signal}: saved step {done} of {steps}")
             self.note(f"resume with: covey {command} --resume {self.run.path}")
@@ -118,7 +118,7 @@ class ConsoleTracker(Tracker):
 
 
 class LiveTracker(ConsoleTracker):
-    """A progress bar with the last step's numbers, while the run trains."""
+    """Shows a progress bar with the numbers of the last step while the run trains."""
 
     def __init__(self, run: RunFolder, console: Console) -> None:
         super().__init__(run, console)
@@ -163,7 +163,7 @@ class LiveTracker(ConsoleTracker):
 
 
 def console_tracker(run: RunFolder, console: Console) -> ConsoleTracker:
-    """Return a progress bar for a terminal, plain lines for anything else."""
+    """Return a tracker with a progress bar for a terminal, or with plain lines for other output."""
     return LiveTracker(run, console) if console.file.isatty() else ConsoleTracker(run, console)
 
 
@@ -192,7 +192,7 @@ def before_and_after(run: RunFolder) -> Table | None:
         constant = last["best_constant"]
         gain = change_text("greedy", last["greedy"]["value"] - constant)
         table.caption = (
-            f"always the same answer: at best {constant:.1%} correct; the last step is {gain} above"
+            f"the best constant answer has accuracy {constant:.1%}; the last step is {gain} above"
         )
     return table
 
