@@ -129,7 +129,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
         from covey.evaluation import check_category
         from covey.evaluation.evaluate import evaluate
         from covey.rollout.collect import Collector
-        from covey.training.build import baselines_of, load_model, scorer_of
+        from covey.training.build import load_model
         from covey.training.interaction import interaction_of, with_stops
         from covey.training.prompt_limit import fitting_prompts
         from covey.training.resolve import (
@@ -139,6 +139,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
             sampling_of,
             task_of,
         )
+        from covey.training.scorers import baselines_of, scorer_of
 
         config = evaluation_config(resolve(config))
         prompts = held_out_of(config, task_of(config))

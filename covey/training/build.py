@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +13,6 @@ from covey.config import Config
 from covey.config.schema import Adapter
 from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory
-from covey.environments.registry import NONE
 from covey.errors import ConfigError, DataError
 from covey.models.adapter import adapter_base, add_adapter, load_adapter, set_dropout
 from covey.models.deterministic import make_deterministic
@@ -25,18 +22,16 @@ from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
-from covey.rewards.identity import identity
-from covey.rewards.user import FUNCTIONS, check_columns, own_name, with_none
+from covey.rewards.user import check_columns
 from covey.rollout.multi_turn import Interaction
-from covey.scoring import Scorer, make_scorer
-from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
-from covey.scoring.build import check_timeout
+from covey.scoring import Scorer
+from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
 from covey.training.budget import Used
 from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.interaction import interaction_of, with_stops
-from covey.training.make_engine import check_engine, make_engine, ray_reference, ray_scorer
+from covey.training.make_engine import check_engine, make_engine, ray_reference
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.join import check_alike
@@ -46,7 +41,6 @@ from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
 from covey.training.resolve import (
-    evaluation_config,
     held_out_of,
     objective_of,
     reward_of,
@@ -55,11 +49,9 @@ from covey.training.resolve import (
     template_of,
 )
 from covey.training.schedule import schedule_of
+from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
 from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
-
-MOST_PROBED, FEW_PROBED = 512, 16
-"""Held-out prompts on which baselines are scored, with a quick reward and with others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,44 +110,6 @@ class Parts(Components):
             world=self.world,
         )
         return learner_at(base, self.config, state)
-
-
-def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
-    """Build the scorer, and start the processes that it needs: a share if a machine has ranks."""
-    reward = reward_of(config) if reward is None else reward
-    reward = with_none(reward, config.scoring.none_rewards)
-    name = own_name(reward) if config.reward.name == FUNCTIONS else config.reward.name
-    if config.cluster.address and config.cluster.scoring_actors and not reward.quick:
-        check_timeout(name, reward, config.scoring.timeout)
-        return ray_scorer(config, reward, identity(name, reward))
-    return make_scorer(
-        name,
-        reward,
-        workers=config.scoring.workers or max(1, (os.cpu_count() or 1) // ranks),
-        timeout=config.scoring.timeout,
-        gigabytes=config.scoring.gigabytes,
-    )
-
-
-def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
-    """Build the scorer of evaluations: that of training, unless evaluate.reward names another."""
-    apart = evaluation_config(config)
-    return scorer if apart is config else scorer_of(apart, ranks=ranks)
-
-
-def baselines_of(
-    config: Config, scorer: Scorer, held_out: Sequence[Prompt], passed: Reward | None = None
-) -> Baselines:
-    """Score what needs no skill; where that would call an LLM or a user's code, count targets.
-
-    `scorer` is that of evaluations, `passed` the reward object that it was made from, if any.
-    """
-    own = passed is not None and not config.evaluate.reward.name
-    reward = passed if own else reward_of(evaluation_config(config))
-    if config.environment.name != NONE or not may_probe(reward):
-        return Baselines(constant=constant_by_targets(held_out))
-    stride = math.ceil(len(held_out) / MOST_PROBED)
-    return baselines(held_out[::stride], scorer, None if reward.quick else FEW_PROBED)
 
 
 def assemble(

@@ -29,5 +29,5 @@ def test_a_surrogate_must_return_a_gain() -> None:
     objective = replace(build("grpo"), surrogate=wrong)
     batch = with_advantage(objective, make_batch())
     batch = replace(batch, weight=batch.mask.double())
-    with pytest.raises(ConfigError, match="returned Tensor; it must return .*Gain"):
+    with pytest.raises(ConfigError, match=r"returned Tensor; it must return .*Gain"):
         policy_loss(objective, batch, batch.sampler_logp)

@@ -32,8 +32,9 @@ from covey.run.folder import RunFolder
 from covey.run.provenance import describe_environment
 from covey.run.trackers import Tracker
 from covey.stopping import stop_signal
-from covey.training.build import Parts, assemble, baselines_of, scorer_of
+from covey.training.build import Parts, assemble
 from covey.training.loop import train
+from covey.training.scorers import baselines_of, scorer_of
 
 DONE, FAILED, STOPPED = 0, 1, 3
 """Exit codes; `stopped` means stopped by a signal, after saving."""
