@@ -17,6 +17,7 @@ from covey.cli.startup import (
     Trust,
     resolved,
     settings_of,
+    source_of,
     tell_findings,
     waiting,
 )
@@ -69,16 +70,18 @@ def train_command(
             resume, step, overrides, print_config=print_config
         )
     check_new(None if print_config else run, step)
-    label, settings = source or "arithmetic", settings_of(overrides, model)
+    settings = settings_of(overrides, model)
     settings += ["task.skip_bad_rows=true"] if skip_bad_rows else []
     settings += [] if ray is None else [f"cluster.address={toml_value(ray)}"]
+    label = source_of(source, settings)
     with waiting(STARTING):
         config = resolved(label, settings, smoke=smoke, imports=not print_config)
     if print_config:
         return typer.echo(to_toml(config), nl=False)
     not_own = changed_by_smoke(label, settings) if smoke else frozenset()
     name = config.objective.name.replace(":", ".")  # some systems allow no colon in a file name
-    _training(context, not_own).start(config, run, f"{Path(label).stem}-{name}")
+    stem = Path(label).stem if label else config.task.name.replace(":", ".")
+    _training(context, not_own).start(config, run, f"{stem}-{name}")
 
 
 def _training(context: typer.Context, not_own: frozenset[str]) -> Training:

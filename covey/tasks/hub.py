@@ -9,7 +9,7 @@ from typing import Any
 
 from covey.errors import ConfigError, DataError, nearest
 from covey.tasks.rows import NumberedRow, RowReader
-from covey.tasks.task import hash_fraction, require_module, with_instruction
+from covey.tasks.task import require_module
 from covey.types import Prompt
 
 FORMATS = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
@@ -95,17 +95,6 @@ class Hub(RowReader):
         splits = load_splits(self.path, self.subset, self.revision)
         source = f"{self.path}/{self.subset}" if self.subset else self.path
         prompts = self.read(split, rows_of(splits, source_split, source), source)
-        if not self.held_out_split:
-            prompts = [p for p in prompts if self._is_held_out(p) == (split == "held_out")]
-        if not prompts:
-            raise DataError(
-                f"task: {source} has too few rows for held_out_share = {self.held_out_share}: "
-                f"no {split} prompts"
-            )
-        return prompts
-
-    def _is_held_out(self, prompt: Prompt) -> bool:
-        text = "\n".join(m["content"] for m in prompt.messages if m["role"] != "system")
-        # A change of the instruction must not move prompts between the splits.
-        bare = text.removesuffix(with_instruction("", self.instruction))
-        return hash_fraction(bare) < self.held_out_share
+        if self.held_out_split:
+            return prompts
+        return self.part(split, prompts, self.held_out_share, source)

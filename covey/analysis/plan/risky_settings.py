@@ -201,6 +201,20 @@ def few_held_out(setup: Setup) -> Iterator[Said]:
         )
 
 
+@rule("risk", "evaluation")
+def same_prompts(setup: Setup) -> Iterator[Said]:
+    """Held-out prompts that are trained on."""
+    facts = setup.facts
+    if facts.overlap:
+        yield Said(
+            ("task.name",),
+            title=f"{facts.overlap} of {facts.held_out} held-out prompts are training prompts too",
+            why="Evaluations on prompts that were trained on measure memory, not skill.",
+            remedy="remove them from one of the two; with one file or split, leave the held-out "
+            "one out of the settings and set task.held_out_share",
+        )
+
+
 @rule("risk", "baselines")
 def shortcuts(setup: Setup) -> Iterator[Said]:
     """Tasks on which a constant answer, nothing, or the prompt itself is often correct."""

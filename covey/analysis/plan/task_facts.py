@@ -13,6 +13,7 @@ from covey.environments.registry import NONE
 from covey.errors import DataError
 from covey.scoring import InlineScorer
 from covey.scoring.baselines import Baselines, baselines, constant_by_targets, may_probe
+from covey.tasks.overlap import shared_prompts
 from covey.training.prompt_limit import longest_prompt
 from covey.training.resolve import (
     evaluation_config,
@@ -54,6 +55,8 @@ class TaskFacts:
     """Training prompts of the task."""
     problem: str = ""
     """The reason why prompts could not be measured."""
+    overlap: int = 0
+    """Held-out prompts that are training prompts too, where all prompts are in memory."""
     baselines: Baselines | None = None
     """What needs no skill scores on the held-out prompts, with a quick reward."""
 
@@ -63,7 +66,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
     try:
         task = task_of(config)
         prompts, measured = task.train(), held_out_of(config, task)
-        known = _baselines(config, measured)
+        known, overlap = _baselines(config, measured), _overlap(prompts, measured)
     except UNREADABLE as error:
         return TaskFacts(problem=first_line(error))
     some, long, held_out = _sample(prompts), _longest(prompts), len(measured)
@@ -93,6 +96,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
         measured=len(lengths),
         prompts=len(prompts),
         problem=found.get("problem", ""),
+        overlap=overlap,
         baselines=known,
     )
 
@@ -106,13 +110,26 @@ def _baselines(config: Config, held_out: Sequence[Prompt]) -> Baselines:
     return baselines(some, InlineScorer(reward))
 
 
+def _overlap(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
+    """Count shared prompts of data; tasks that make prompts on demand keep their splits apart."""
+    return len(shared_prompts(prompts, held_out)) if isinstance(prompts, list | tuple) else 0
+
+
 def facts_of(
-    config: Config, prompts: Sequence[Prompt], held_out: int, encode: Callable[..., Sequence[int]]
+    config: Config,
+    prompts: Sequence[Prompt],
+    held_out: Sequence[Prompt],
+    encode: Callable[..., Sequence[int]],
 ) -> TaskFacts:
     """Return the facts of prompts that are loaded already, by a tokenizer's `encode`."""
     texts = _solutions(config, _sample(prompts))
     lengths = _with_end(len(encode(text, add_special_tokens=False)) for text in texts)
-    return TaskFacts(held_out=held_out, prompts=len(prompts), solution_tokens=lengths)
+    return TaskFacts(
+        held_out=len(held_out),
+        prompts=len(prompts),
+        solution_tokens=lengths,
+        overlap=_overlap(prompts, held_out),
+    )
 
 
 def usable_prompt(config: Config, facts: TaskFacts) -> int | None:
