@@ -79,9 +79,9 @@ def train_command(
     if print_config:
         return typer.echo(to_toml(config), nl=False)
     not_own = changed_by_smoke(label, settings) if smoke else frozenset()
-    name = config.objective.name.replace(":", ".")  # some systems allow no colon in a file name
-    stem = Path(label).stem if label else config.task.name.replace(":", ".")
-    _training(context, not_own).start(config, run, f"{stem}-{name}")
+    name = f"{Path(label).stem if label else config.task.name}-{config.objective.name}"
+    # Some systems allow no colon in a file name.
+    _training(context, not_own).start(config, run, name.replace(":", "."))
 
 
 def _training(context: typer.Context, not_own: frozenset[str]) -> Training:

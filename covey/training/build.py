@@ -122,9 +122,7 @@ def assemble(
     """Build everything that a resolved configuration names; objects from Python replace theirs."""
     check_engine(config)
     task = task_of(config) if task is None else task
-    train_prompts, held_out = task.train(), held_out_of(config, task)
-    if not train_prompts:
-        raise DataError(f"task: {task.name} has no training prompts")
+    train_prompts, held_out = _prompts(config, task)
     objective = objective_of(config)
     reward = reward_of(config) if reward is None else reward
     check_columns(reward, train_prompts[0])
@@ -149,9 +147,7 @@ def assemble(
         scorer=scorer,
         eval_scorer=eval_scorer,
         baselines=baselines_of(config, eval_scorer, held_out, reward),
-        length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
-            **config.length_penalty.options
-        ),
+        length_penalty=_length_penalty(config),
         policy=policy,
         reference=reference,
         teacher=teacher_of(config, policy.model, objective, world),
@@ -164,6 +160,18 @@ def assemble(
             config, objective, sampling, exact_logp=engine.info.exact_logp
         ),
     )
+
+
+def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """Return the training and the held-out prompts. There must be some."""
+    train_prompts, held_out = task.train(), held_out_of(config, task)
+    if not train_prompts:
+        raise DataError(f"task: {task.name} has no training prompts")
+    return train_prompts, held_out
+
+
+def _length_penalty(config: Config) -> LengthPenalty:
+    return LENGTH_PENALTIES[config.length_penalty.name](**config.length_penalty.options)
 
 
 def over_epochs(config: Config, prompts: int) -> Config:

@@ -170,6 +170,9 @@ def test_every_rule_has_a_case() -> None:
     setups.append(
         setup_of(config_of(), TaskFacts(context=99, prompt_tokens=(99,), longest_prompt=99))
     )
+    constant = Baseline(success=0.375, answer="1", prompts=100)
+    shortcut = TaskFacts(held_out=200, overlap=7, baselines=Baselines(constant=constant))
+    setups.append(setup_of(config_of(), shortcut))
     silent = [rule.__name__ for rule in RULES if not any(list(rule(setup)) for setup in setups)]
     assert silent == []
 
