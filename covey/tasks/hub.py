@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import ConfigError, DataError, nearest
+from covey.hub_access import offline_if_unreachable
 from covey.tasks.rows import NumberedRow, RowReader
 from covey.tasks.task import require_module
 from covey.types import Prompt
@@ -22,8 +23,10 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
 
     A single .csv, .parquet, .json or .jsonl file is one split, `train`.
     """
-    datasets = require_module("datasets")
     local = Path(path)
+    if not local.exists():
+        offline_if_unreachable()  # before datasets is imported, which reads the setting
+    datasets = require_module("datasets")
     try:
         if local.is_file():
             kind = FORMATS.get(local.suffix)

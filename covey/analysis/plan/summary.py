@@ -62,6 +62,8 @@ class Plan:
     baselines: Mapping[str, Any] = field(default_factory=dict)
     """Scores that need no skill: `constant`, `empty`, `copy`."""
     baselines_text: str = ""
+    learning_rate: str = ""
+    """Peak, schedule and warm-up."""
 
     @property
     def completions(self) -> int:
@@ -107,6 +109,7 @@ class Plan:
                 self._updates_text(),
                 f"In total: {least}{self.total_updates:,} optimizer steps and at most "
                 f"{self.total_tokens:,} generated tokens.",
+                f"Learning rate: {self.learning_rate}. `covey plan --measure` forecasts the hours.",
                 f"The reward {self.reward} is {between}: {self.reward_text}",
                 f"KL penalty: {self.penalty}."
                 if self.penalty
@@ -176,6 +179,7 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
         evaluation_samples=config.evaluate.samples,
         prompt_lengths=_prompt_lengths(facts),
         staleness=config.overlap.staleness,
+        learning_rate=_learning_rate(config),
         baselines=known.row() if known is not None else {},
         baselines_text=known.text() if known is not None else "",
     )
@@ -190,6 +194,14 @@ def _prompt_lengths(facts: TaskFacts | None) -> str:
         f"Prompts have {median:,} tokens in the median, 10 % at most {tenth:,}, 95 % at most "
         f"{tail:,}; the longest of {facts.measured} measured has {facts.longest_prompt:,}."
     )
+
+
+def _learning_rate(config: Config) -> str:
+    optimizer = config.optimizer
+    share = f"{optimizer.warmup_ratio:.0%} of the run"
+    warmup = share if optimizer.warmup_ratio else f"{optimizer.warmup_steps} optimizer steps"
+    some = bool(optimizer.warmup_ratio or optimizer.warmup_steps)
+    return f"{optimizer.learning_rate:g}, {optimizer.schedule}" + f", warm-up {warmup}" * some
 
 
 def _steps(count: int) -> str:
