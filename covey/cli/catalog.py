@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import tomllib
 from typing import Annotated, Any
 
@@ -67,12 +68,12 @@ def _recipe(name: str) -> dict[str, Any]:
     text = (RECIPES / f"{name}.toml").read_text("utf-8")
     head = text.partition("\n\n")[0].splitlines()
     about = " ".join(line.lstrip("# ") for line in head if line.startswith("#"))
-    first = about.partition(". ")[0].rstrip(".") + "."
+    first = re.match(r".{20,}?\.(?=\s|$)", about)  # "Dr. GRPO" ends no sentence
     settings = tomllib.loads(text)
     named = {where: settings.get(where, {}) for where in ("model", "task", "objective")}
     return {
         "name": name,
-        "text": first,
+        "text": first[0] if first else about,
         "model": named["model"].get("path"),
         "task": named["task"].get("name"),
         "algorithm": named["objective"].get("name"),
