@@ -99,14 +99,14 @@ def run(arguments: list[str]) -> int:
         if not hasattr(error, "format_message"):
             raise
         return _fail(error.format_message(), getattr(error, "exit_code", 2))
-    # Some versions of typer return this after Ctrl-C, silently. Of several ranks, the first tells.
+    # Some versions of typer return this after Ctrl-C, silently. Only rank 0 prints the message.
     if result == INTERRUPTED and os.environ.get("RANK", "0") == "0":
         return _fail("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
 
 
 def _told(error: CoveyError) -> bool:
-    """Whether another rank tells the user: of several that fail, one does."""
+    """Whether another rank prints this error: if several ranks fail, only one prints."""
     if isinstance(error, RankError | Reported) or "RANK" not in os.environ:
         return not str(error)
     from covey.training.parallel.join import told_by_main

@@ -39,8 +39,9 @@ def sft_command(
 ) -> None:
     """Fine-tune a model on worked solutions: the task's own, or a file of prompts and completions.
 
-    Reinforcement learning only reinforces what a model already does now and then; SFT teaches it
-    the format and the steps of a solution. Continue with `covey train --model RUN/checkpoints/...`.
+    Reinforcement learning needs a model that already solves some prompts. SFT teaches the model
+    the format and the steps of a solution. Afterwards, run `covey train --model
+    RUN/checkpoints/STEP`.
     """
     sft = Training(
         command="sft",
@@ -50,8 +51,8 @@ def sft_command(
         arguments=context.obj,
     )
     if resume is not None:
-        check_alone(source, overrides, model, run, smoke)
-        return sft.resume(resume, step)
+        check_alone(source, model, run, smoke)
+        return sft.resume(resume, step, overrides)
     check_new(run, step)
     label = source or "arithmetic"
     with waiting(STARTING):

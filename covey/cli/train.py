@@ -39,7 +39,8 @@ def train_command(
     resume: Resume = None,
     step: ResumeStep = None,
     skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Skip and count unusable rows of the data.")
+        bool,
+        typer.Option("--skip-bad-rows", help="Skip invalid rows of the data, and count them."),
     ] = False,
     smoke: Smoke = False,
     ray: Annotated[
@@ -58,12 +59,15 @@ def train_command(
 ) -> None:
     """Train a model: sample groups of completions, score them, reinforce the better ones.
 
-    The run folder holds configuration, metrics, evaluations, every completion and checkpoints.
-    Ctrl-C saves a checkpoint and prints how to resume; the exit code is 130, after SIGTERM 143.
+    The run folder contains the configuration, metrics, evaluations, completions and checkpoints.
+    Ctrl-C saves a checkpoint and prints how to resume. The exit code is 130 after Ctrl-C, and 143
+    after SIGTERM.
     """
     if resume is not None:
-        check_alone(source, overrides, model, run, skip_bad_rows, smoke, ray)
-        return _training(context, frozenset()).resume(resume, step, print_config)
+        check_alone(source, model, run, skip_bad_rows, smoke, ray)
+        return _training(context, frozenset()).resume(
+            resume, step, overrides, print_config=print_config
+        )
     check_new(None if print_config else run, step)
     label, settings = source or "arithmetic", settings_of(overrides, model)
     settings += ["task.skip_bad_rows=true"] if skip_bad_rows else []
@@ -105,5 +109,6 @@ def _loop(
     if start.checkpoint is None and parts.world.is_main:
         tell_findings(reporter, parts, not_own)
     done = train(parts, folder, [reporter], stop, start)
-    # A budget of tokens or updates ends where it ends; only a signal leaves steps undone.
+    # A budget of tokens or optimizer steps may end before train.steps; only a signal leaves steps
+    # undone.
     return done, parts.config.train.steps if stop.by_signal else done
