@@ -4,8 +4,8 @@ An adapted linear layer computes W x + (alpha / rank) B A x. peft's layers are i
 model in place, so its backbone, attention and packed rows work as before. B starts at zero, so a
 new adapter changes nothing.
 
-There is no dropout. With peft's dropout between x and A, the policy that is trained would not be
-the one that sampled, and ratios would be noise from the first optimizer step on.
+Dropout between x and A acts in passes with a gradient alone: generation, old_logp and evaluations
+compute the whole adapter. With dropout, the policy that is trained is not the one that sampled.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def add_adapter(
 
 
 def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
-    """Freeze a model and load an adapter from a folder in peft's format."""
+    """Freeze a model and load an adapter from a folder in peft's format, without dropout."""
     try:
         config = _peft().PeftConfig.from_pretrained(str(folder))
         saved = load_file(folder / WEIGHTS_FILE)
@@ -99,6 +99,22 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
                 )
             parameter.copy_(weights[name])
     return model
+
+
+class GradientDropout(nn.Dropout):
+    """Dropout in passes with a gradient, and nowhere else."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Drop a share of the inputs, by torch's default generator, which a training pass seeds."""
+        return super().forward(input) if torch.is_grad_enabled() else input
+
+
+def set_dropout(model: LanguageModel, share: float) -> None:
+    """Let training passes drop a share of the inputs of an adapter's layers."""
+    model.adapter.lora_dropout = share
+    for module in model.model.modules():
+        if isinstance(drops := getattr(module, "lora_dropout", None), nn.ModuleDict):
+            drops[NAME] = GradientDropout(share) if share else nn.Identity()
 
 
 def _peft() -> Any:

@@ -22,7 +22,13 @@ from covey.embedded import MODELS
 from covey.errors import ModelError
 from covey.models.chat_template import Template, make_renderer
 from covey.models.device import device_of
-from covey.models.from_pretrained import make_savable, read_pretrained, read_tokenizer
+from covey.models.from_pretrained import (
+    four_bit_options,
+    keep_gradients,
+    make_savable,
+    read_pretrained,
+    read_tokenizer,
+)
 from covey.models.gguf import find_gguf, import_gguf
 from covey.models.language_model import LanguageModel, packed_forward
 from covey.models.model_path import check_model_path, missing_folder_note
@@ -45,22 +51,30 @@ def load_language_model(
     device: str = "auto",
     gradient_checkpointing: bool = False,
     template: Template = Template(),  # noqa: B008 - immutable
+    four_bit: bool = False,
 ) -> LanguageModel:
-    """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`."""
+    """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`.
+
+    With `four_bit`, the weights of its linear layers are kept in 4 bits; they cannot be trained.
+    """
     where = device_of(device)
     wanted = _dtype(dtype, where)
     source = _source(path)
+    more = four_bit_options(wanted, where) if four_bit else {}
     try:
         tokenizer = read_tokenizer(source)
         if tokenizer.chat_template and template.form in ("auto", "chat"):
             start_rendering()
-        model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted)
+        model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted, **more)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"model: cannot load {path!r}: {_first_line(error)}{missing_folder_note(source)}"
         ) from None
     make_savable(model)
-    model.to(where)
+    if four_bit:
+        keep_gradients(model)
+    else:
+        model.to(where)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return wrap(model, tokenizer, name=path, template=template)

@@ -12,7 +12,7 @@ from covey.errors import RewardError
 from covey.models.language_model import LanguageModel
 from covey.rollout.episode import EncodedPrompt, generate
 from covey.rollout.multi_turn import Interaction
-from covey.scoring import Job, Pending, Scorer, ScoreResult
+from covey.scoring import Call, Job, Pending, Scorer, ScoreResult
 from covey.stopping import may_be_given_up
 from covey.types import Group, Prompt, Rollout
 
@@ -110,7 +110,9 @@ class _Scoring:
     group_size: int
     scorer: Scorer
     share: float
-    texts: dict[int, dict[int, str]] = field(default_factory=dict)
+    step: int = 0
+    max_steps: int = 0
+    rollouts: dict[int, dict[int, Rollout]] = field(default_factory=dict)
     """By prompt and sample."""
     pending: dict[tuple[int, int], Pending] = field(default_factory=dict)
     """By prompt and sample. A whole group is under sample 0."""
@@ -122,12 +124,12 @@ class _Scoring:
         if rollout.finish == "error":
             self.errors[number, rollout.sample] = _failure(rollout)
         elif not self.scorer.whole_groups:
-            self._submit(number, rollout.sample, (rollout.text,))
+            self._submit(number, rollout.sample, (rollout,))
             return
-        texts = self.texts.setdefault(number, {})
-        texts[rollout.sample] = rollout.text
-        if len(texts) == self.group_size and self.scorer.whole_groups:
-            scored = tuple(texts[sample] for sample in self._samples(number))
+        rollouts = self.rollouts.setdefault(number, {})
+        rollouts[rollout.sample] = rollout
+        if len(rollouts) == self.group_size and self.scorer.whole_groups:
+            scored = tuple(rollouts[sample] for sample in self._samples(number))
             if scored:
                 self._submit(number, 0, scored)
 
@@ -135,8 +137,14 @@ class _Scoring:
         """Return the samples of a prompt that the reward scores."""
         return [s for s in range(self.group_size) if (number, s) not in self.errors]
 
-    def _submit(self, number: int, sample: int, texts: tuple[str, ...]) -> None:
-        job = Job(prompt=self.prompts[number], texts=texts, progress=self.share)
+    def _submit(self, number: int, sample: int, rollouts: tuple[Rollout, ...]) -> None:
+        call = Call(
+            completion_ids=tuple(rollout.tokens for rollout in rollouts),
+            step=self.step,
+            max_steps=self.max_steps,
+        )
+        texts = tuple(rollout.text for rollout in rollouts)
+        job = Job(prompt=self.prompts[number], texts=texts, progress=self.share, call=call)
         self.pending[number, sample] = self.scorer.submit(job)
 
     def results(self, number: int) -> list[ScoreResult]:
@@ -166,6 +174,8 @@ class Collector:
     """With an environment. None: every rollout is one completion."""
     ranks: Sharing | None = None
     """Several ranks each collect their share, and get all groups. None: there is one rank."""
+    max_steps: int = 0
+    """Training steps of the run, which reward functions may ask for."""
 
     def collect(
         self,
@@ -189,7 +199,14 @@ class Collector:
     def _collect(
         self, prompts: Sequence[EncodedPrompt], sampling: Sampling, step: int, share: float
     ) -> Collected:
-        scoring = _Scoring([p.prompt for p in prompts], sampling.group_size, self.scorer, share)
+        scoring = _Scoring(
+            [p.prompt for p in prompts],
+            sampling.group_size,
+            self.scorer,
+            share,
+            step=step if self.max_steps else 0,
+            max_steps=self.max_steps,
+        )
 
         def finished(number: int, rollout: Rollout) -> None:
             scoring.add(number, rollout)
@@ -215,7 +232,7 @@ class Collector:
             failed = (
                 f"{rollout.prompt_id} sample {rollout.sample}: {result.error}"
                 for rollout, result in pairs
-                if result.score is None
+                if result.score is None and result.error
             )
             errors.append(tuple(failed))
             trace = trace or next((result.trace for _, result in pairs if result.trace), "")

@@ -101,7 +101,9 @@ class Mixed:
             prompt = _of_part(splits[part][which], keys[part])
             return replace(prompt, id=f"{prompt.id}~{again}") if again else prompt
 
-        return Generated(blocks * len(block), make)
+        prompts = Generated(blocks * len(block), make)
+        prompts.block = tuple(keys[part] for part, _ in block)
+        return prompts
 
     def held_out(self) -> Sequence[Prompt]:
         """The held-out prompts of every part, one after the other."""

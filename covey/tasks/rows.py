@@ -111,6 +111,7 @@ class RowReader:
             messages=self._messages(value, used),
             target=_target(row[target], target),
             info=self._info(row, {target} if self.template else {target, used}),
+            columns={name: row[name] for name in (target, used) if name in row},
         )
 
     def _messages(self, value: Any, column: str) -> tuple[Message, ...]:

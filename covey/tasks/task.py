@@ -49,6 +49,8 @@ class Generated(Sequence[Prompt]):
     def __init__(self, size: int, make: Callable[[int], Prompt]) -> None:
         self.size = size
         self.make = make
+        self.block: tuple[str, ...] = ()
+        """Of a mixed task: the part of each prompt of a block, which repeats."""
 
     def __len__(self) -> int:
         return self.size

@@ -15,7 +15,7 @@ from covey.config.schema import Adapter
 from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory
 from covey.errors import ConfigError, DataError
-from covey.models.adapter import adapter_base, add_adapter, load_adapter
+from covey.models.adapter import adapter_base, add_adapter, load_adapter, set_dropout
 from covey.models.deterministic import make_deterministic
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
@@ -24,6 +24,7 @@ from covey.reference import Reference
 from covey.reference.build import make_reference, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.rewards.identity import identity
+from covey.rewards.user import FUNCTIONS, check_columns, own_name, with_none
 from covey.rollout.multi_turn import Interaction
 from covey.scoring import Scorer, make_scorer
 from covey.scoring.build import check_timeout
@@ -114,11 +115,13 @@ class Parts(Components):
 def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
     """Build the scorer, and start the processes that it needs: a share if a machine has ranks."""
     reward = reward_of(config) if reward is None else reward
+    reward = with_none(reward, config.scoring.none_rewards)
+    name = own_name(reward) if config.reward.name == FUNCTIONS else config.reward.name
     if config.cluster.address and config.cluster.scoring_actors and not reward.quick:
-        check_timeout(config.reward.name, reward, config.scoring.timeout)
-        return ray_scorer(config, reward, identity(config.reward.name, reward))
+        check_timeout(name, reward, config.scoring.timeout)
+        return ray_scorer(config, reward, identity(name, reward))
     return make_scorer(
-        config.reward.name,
+        name,
         reward,
         workers=config.scoring.workers or max(1, (os.cpu_count() or 1) // ranks),
         timeout=config.scoring.timeout,
@@ -146,11 +149,14 @@ def assemble(
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
     objective = objective_of(config)
+    reward = reward_of(config) if reward is None else reward
+    check_columns(reward, train_prompts[0])
     model = load_model(config, world.device(config.model.device))
     if world.size > 1:
         check_ranks(config, world, _digest(model, train_prompts, held_out))
     train_prompts, notes = fitting_prompts(config, model, train_prompts, "training")
     held_out, more_notes = fitting_prompts(config, model, held_out, "held-out")
+    config = over_epochs(config, len(train_prompts))
     policy = policy_of(config, model, world)
     reference = reference_of(config, policy.model, objective, world)
     engine, sampling = make_engine(config, policy, load_model), sampling_of(config)
@@ -179,6 +185,12 @@ def assemble(
             config, objective, sampling, exact_logp=engine.info.exact_logp
         ),
     )
+
+
+def over_epochs(config: Config, prompts: int) -> Config:
+    """Return the configuration with as many steps as `train.stop_after.epochs` needs, if set."""
+    train = config.train.over_prompts(prompts, config.rollout.prompts_per_step)
+    return config if train is config.train else config.model_copy(update={"train": train})
 
 
 def check_ranks(config: Config, world: World, digest: str) -> None:
@@ -257,9 +269,15 @@ def load_model(config: Config, device: str = "") -> LanguageModel:
         device=device or config.model.device,
         gradient_checkpointing=config.model.gradient_checkpointing,
         template=template_of(config),
+        four_bit=config.adapter.load_in_4bit,
     )
     model = with_prompt_limit(config, model)
-    return _with_adapter(config, model if base is None else load_adapter(model, Path(path)))
+    if base is not None:
+        model = load_adapter(model, Path(path))
+    model = _with_adapter(config, model)
+    if config.adapter.dropout:
+        set_dropout(model, config.adapter.dropout)
+    return model
 
 
 def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
@@ -277,13 +295,15 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
             f"config: model.path = {config.model.path!r} is an adapter; give a folder that holds "
             "adapter_config.json and adapter_model.safetensors alone"
         )
-    if wanted.rank == 0 and wanted.also_train:
-        raise ConfigError(
-            "config: adapter.also_train needs adapter.rank; without a rank all weights are trained"
-        )
+    for name in ("also_train", "dropout", "load_in_4bit"):
+        if wanted.rank == 0 and getattr(wanted, name):
+            raise ConfigError(
+                f"config: adapter.{name} needs adapter.rank; without a rank all weights are trained"
+            )
     if wanted.rank == 0:
         return model
-    return add_adapter(model, **wanted.model_dump(), seed=config.seed, base=config.model.path)
+    settings = wanted.model_dump(exclude={"load_in_4bit", "dropout"})
+    return add_adapter(model, **settings, seed=config.seed, base=config.model.path)
 
 
 def policy_of(
@@ -300,7 +320,8 @@ def policy_of(
         optimizer=optimizer,
         temperature=config.rollout.temperature,
         logits_megabytes=config.train.logits_megabytes,
-        graphs=config.records_passes and not sharded,
+        # A graph would replay the random numbers of its recording.
+        graphs=config.records_passes and not sharded and not config.adapter.dropout,
         whole=whole if sharded else None,
         sums=GradientSums(world, optimizer) if isinstance(world, Ranks) and not sharded else None,
     )
@@ -333,7 +354,7 @@ def step_settings_of(
     `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp. Where
     rollouts may be older than that, they may if the ratio itself has to correct for it.
     """
-    source, stale = config.train.old_logp, config.overlap.staleness > 0
+    source, stale = config.train.old_logp, config.stale
     exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)
     if stale:
         exact = not objective.corrects
@@ -344,6 +365,7 @@ def step_settings_of(
         old_logp_from_sampler=source == "sampler" or (source == "auto" and exact),
         learning_rate=schedule_of(config, Used()),
         seed=config.seed,
+        dropout=config.adapter.dropout > 0,
         skip_zero_gradient=config.filter.skip_zero_gradient,
         mask_truncated=config.filter.mask_truncated,
         stale=stale,

@@ -262,7 +262,7 @@ def test_a_resolved_algorithm_reads_back_as_the_same(name: str, tmp_path: Path) 
         ("ratio = [1]", "config: objective.ratio = [1] is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
         ('ratio = "token"\nmin_weight = 1.0', "config: objective.min_weight is not an option of composed; did you mean 'weights'?"),
         ('ratio = "token"\nclip_low = "x"', "config: objective.clip_low = 'x': input should be a valid number"),
-        ('name = "gspo"\nratio = "token"', "config: objective.ratio needs objective.name = 'composed'; 'gspo' has pieces of its own"),
+        ('name = "gspo"\nratio = "token"', "config: objective.ratio needs objective.name = 'composed'; the pieces of 'gspo' are fixed"),
         ('name = "gspo"\nclip_low = -0.1', "objective.clip_low = -0.1 of gspo must be at least 0"),
         ('name = "gspo"\ntop_entropy = 0.2', "objective.top_entropy of gspo: its gain belongs to whole completions, so single tokens cannot be left out; use gspo_token, which has a gain per token"),
         ('name = "composd"', "config: objective.name = 'composd' is not known; did you mean 'composed'?"),
@@ -443,7 +443,7 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_module:needy", "config: objective.strength must be given for own_module:needy"),
         (
             "builtins:int",
-            "config: objective.name = 'builtins:int' is a function whose parameters cannot be read",
+            "config: objective.name = 'builtins:int' is a function whose signature cannot be read",
         ),
     ],
 )  # fmt: skip

@@ -77,7 +77,7 @@ class Setup:
 
         This is not the case with rollouts of older weights.
         """
-        return self.config.train.updates == 1 and not self.config.overlap.staleness
+        return self.config.train.updates == 1 and not self.config.stale
 
     @property
     def on_policy(self) -> bool:

@@ -227,7 +227,7 @@ def correction_bounds(setup: Setup) -> Iterator[Said]:
 def nothing_to_correct(setup: Setup) -> Iterator[Said]:
     """Corrections for an engine whose log-probs are exact."""
     idle = changed_options(setup, "correction", "veto")
-    if idle and setup.exact:
+    if idle and setup.exact and not setup.config.stale:
         yield Said(
             (*idle, "model.dtype"),
             title=f"{', '.join(idle.values())}: there is nothing to correct",

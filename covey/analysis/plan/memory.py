@@ -277,7 +277,7 @@ class _Run:
         layout += ", recomputed" if checkpointing else ""
         by_reference = "reference" in self.objective.needs and config.reference.kind != "server"
         old_policy = self.objective.needs & {"old_logp", "old_entropy"}
-        by_policy = config.train.updates > 1 or bool(old_policy) or config.overlap.staleness > 0
+        by_policy = config.train.updates > 1 or bool(old_policy) or config.stale
         # A CUDA graph of the policy computes log-probs in the memory of its activations.
         no_grad = by_reference or (by_policy and not self.captured)
         graph = " in a CUDA graph, which keeps its memory" if self.captured else ""

@@ -65,7 +65,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
         }
         found = measure(job)
     except UNREADABLE as error:
-        return TaskFacts(held_out=held_out, problem=first_line(error))
+        return TaskFacts(held_out=held_out, prompts=len(prompts), problem=first_line(error))
     lengths = found.get("prompts", ())
     return TaskFacts(
         held_out=held_out,
@@ -86,7 +86,7 @@ def facts_of(
     """Return the facts of prompts that are loaded already, by a tokenizer's `encode`."""
     texts = _solutions(config, _sample(prompts))
     lengths = _with_end(len(encode(text, add_special_tokens=False)) for text in texts)
-    return TaskFacts(held_out=held_out, solution_tokens=lengths)
+    return TaskFacts(held_out=held_out, prompts=len(prompts), solution_tokens=lengths)
 
 
 def usable_prompt(config: Config, facts: TaskFacts) -> int | None:
