@@ -102,7 +102,7 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     "curriculum memory": (["curriculum.memory=0.5"], "idle", "curriculum.memory = 0.5: no effect", []),
     "replay size": (["replay.size=9"], "idle", "replay.size = 9: no effect", ["replay.size=9", "replay.groups=2"]),
     "replay age": (["replay.groups=2", "replay.max_age=1", "train.mini_batches=2"], "idle",
-                   "replay.max_age = 1 lets nothing be replayed", ["replay.groups=2", "replay.max_age=2", "train.mini_batches=2"]),
+                   "replay.max_age = 1 allows no replay", ["replay.groups=2", "replay.max_age=2", "train.mini_batches=2"]),
     "punishment unseen": (
         ["length_penalty.name=soft", "objective.name=gtpo"], "idle",
         "length_penalty.name = 'soft' has no effect with gtpo", ["length_penalty.name=soft"],
