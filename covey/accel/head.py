@@ -70,8 +70,8 @@ def token_logp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probability [M] of `tokens` [M] and entropy [M] (nats) after `hidden` [M, D].
 
-    Both belong to the distribution at `temperature`, over the kept sets alone if there are any.
-    Both are differentiable: logits outside of a set have no gradient.
+    Both results belong to the distribution at `temperature`, restricted to the kept sets if there
+    are any. Both are differentiable: logits outside of a set have no gradient.
     """
     weight = head.linear.weight
     if weight.is_cuda and weight.dtype != torch.float64 and _kernels():

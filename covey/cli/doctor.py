@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from covey.cli.run_verify import show_results
 from covey.cli.screen import Screen
 from covey.cli.startup import (
     STARTING,
@@ -75,11 +76,7 @@ def doctor_command(
     if as_json:
         typer.echo(json.dumps(data))
     else:
-        for result in found:
-            style = {True: "green", False: "bold red", None: "dim"}[result.passed]
-            console.print(f"{result.sign} {result.name:<24} {result.figure}", style=style)
-            if result.passed is False and result.remedy:
-                console.print(f"  {'':<24} What to do: {result.remedy}.")
+        show_results(found, console)
         verdict = f"{len(failed)} of {len(found)} checks failed" if failed else "all checks pass"
         console.print(f"{verdict}, in {seconds:.0f} s")
     raise typer.Exit(1 if failed else 0)

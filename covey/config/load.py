@@ -1,6 +1,6 @@
 """Reading and writing configurations: a TOML file or a recipe, then `--set a.b=1` overrides.
 
-Every mistake is one line that names the key, the value and the nearest valid name.
+Every mistake raises an error of one line that names the key, the value and the nearest valid name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from covey.escape import is_hidden
 
 RECIPES = files("covey.config") / "recipes"
 DEEPEST = 16
-"""Levels of nested tables that are accepted; settings need only a few."""
+"""Maximum depth of nested tables; settings need only a few levels."""
 PLAIN = ("seed", "trackers")
 """Settings outside any section."""
 
@@ -114,7 +114,9 @@ def _apply(data: dict[str, Any], override: str) -> None:
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {key}: {section!r} is a value, not a table")
+            raise ConfigError(
+                f"--set {key}: {section!r} is a single value, not a section with keys"
+            )
     value = _value(raw.strip())
     if last == "name" and value != _present_name(sections, table):
         table.clear()
@@ -122,7 +124,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _present_name(sections: list[str], table: Mapping[str, Any]) -> object:
-    """Return the current name in a section: given, default, or implied by its other keys."""
+    """Return the name in a section: the given one, the default, or one implied by other keys."""
     if "name" in table:
         return table["name"]
     field = Config.model_fields.get(".".join(sections))
@@ -193,7 +195,7 @@ def to_toml(config: Config) -> str:
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
     """Write a table, one key per line.
 
-    TOML has no null: values of None are left out, and are None by default when read.
+    TOML has no null, so values of None are left out; settings that may be None default to None.
     """
     return [f"{_key(k)} = {toml_value(v)}" for k, v in values.items() if v is not None]
 

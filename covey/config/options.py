@@ -73,7 +73,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramet
 
 
 def _types(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of the options. If they cannot be resolved, none, and nothing is checked."""
+    """Return the types of the options, or none if they cannot be resolved, so none is checked."""
     try:
         return typing.get_type_hints(function)
     except (NameError, TypeError):  # a user's annotations may exist for type checkers only

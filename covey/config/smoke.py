@@ -92,7 +92,7 @@ def smoke_settings(source: str, overrides: Iterable[str] = ()) -> tuple[dict[str
 
 
 def smaller(data: Mapping[str, Any], *, model: str) -> tuple[dict[str, Any], list[str]]:
-    """Return settings that run quickly, and a note for each thing replaced."""
+    """Return settings that run quickly, and a note for each replaced task or reward."""
     small: dict[str, Any] = copy.deepcopy(dict(data))
     config = parse_config(small)
     for key, cap in AT_MOST.items():
@@ -105,8 +105,8 @@ def smaller(data: Mapping[str, Any], *, model: str) -> tuple[dict[str, Any], lis
     steps, rollout = small["train"]["steps"], small["rollout"]
     notes = [
         f"smoke: {steps} steps of {rollout['prompts_per_step']} x {rollout['group_size']} "
-        f"completions of up to {rollout['max_tokens']} tokens: a test of the setup, without useful "
-        "results"
+        f"completions of up to {rollout['max_tokens']} tokens; this only tests the setup, and its "
+        "results mean nothing"
     ]
     return small, notes + (
         _use_arithmetic(small, config) if model == EMBEDDED else _replace_hub(small, config)
@@ -126,7 +126,7 @@ def _use_arithmetic(small: dict[str, Any], config: Config) -> list[str]:
     _put(small, "rollout.stop", [])
     return [
         f"smoke: the embedded model knows only sums: {task} and {FOR_EMBEDDED['reward']['name']} "
-        f"stand in for task {config.task.name} and reward {config.reward.name}"
+        f"replace task {config.task.name} and reward {config.reward.name}"
     ]
 
 

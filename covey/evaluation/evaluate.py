@@ -16,7 +16,7 @@ from covey.rollout.episode import encode_prompts
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
-"""The step in the random address of every evaluation. It is the same, so that they are paired."""
+"""The step that addresses the random numbers of all evaluations, so that they can be paired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +32,14 @@ class Evaluation:
     mean_tokens: float
     unscored: int
     first_failure: str | None = None
-    """Why the first of the unscored completions has no score."""
+    """The error of the first completion that could not be scored."""
     best_constant: float | None = None
-    """Accuracy of the best constant answer: the share of the most frequent target. None: targets
+    """Accuracy of the best constant answer: the share of the most frequent target. None if targets
     are too long to be answers."""
     distinct_answers: int = 0
-    """Different final answers among the greedy completions."""
+    """Number of different final answers among the greedy completions."""
     items: tuple[Item, ...] = ()
-    """The results of each prompt, which all numbers are computed from."""
+    """The results of each prompt, from which all numbers are computed."""
 
     @property
     def graded(self) -> bool:
@@ -67,7 +67,7 @@ def evaluate(
     samples: int = 0,
     temperature: float = 1.0,
 ) -> Evaluation:
-    """Complete every prompt greedily and, if `samples` > 0, that often at `temperature`."""
+    """Complete every prompt greedily, and sample `samples` more completions at `temperature`."""
     encoded = encode_prompts(collector.model, prompts, collector.interaction)
 
     def complete(distribution: Distribution, group_size: int) -> Collected:

@@ -52,7 +52,7 @@ def add_adapter(
     """Freeze a model and add a LoRA adapter, whose initial weights depend only on the seed.
 
     `also_train` names modules that are trained in full, as copies of the frozen ones. `base` is the
-    path from which the frozen model can be loaded again; empty: the model's own `name_or_path`.
+    path from which the frozen model can be loaded again; if empty, the model's own `name_or_path`.
     """
     peft, all_linear = _peft(), list(targets) == ["all-linear"]
     if not all_linear:
@@ -232,7 +232,7 @@ def _initialize(layer: Any, address: str) -> None:
 def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
     """Yield the model without its adapter: the weights that training started from, without a copy.
 
-    It is the same model, so the adapter is also off outside until the block ends.
+    The yielded model is the same object, so its adapter is off everywhere until the block ends.
     """
     layers = [
         m

@@ -152,8 +152,8 @@ def _disable_dropout(model: Any) -> None:
 def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     """Find the scale and soft cap that reproduce the model's own logits.
 
-    Architectures name them differently, and some multiply where others divide. A wrong guess would
-    silently train on wrong probabilities, so every guess is compared with the model.
+    Architectures use different names for them, and some multiply where others divide. A wrong guess
+    would silently train on wrong probabilities, so every guess is compared with the model.
     """
     config = model.config
     scales = [1.0]

@@ -3,9 +3,9 @@
     gain   = correction * surrogate(ratio, advantage) - beta * penalty + entropy_bonus * entropy
     loss   = - sum over tokens of weight * gain
 
-Nothing here knows about models, configuration, micro-batches or ranks. Advantages are computed over
-the batch of a training step; weights, corrections and marks over an optimizer step. The loss of a
-micro-batch is then a plain sum.
+This module knows nothing about models, configuration, micro-batches or ranks. Advantages are
+computed over the batch of a training step; weights, corrections and marks over an optimizer step.
+The loss of a micro-batch is then a plain sum.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ class Objective:
     weights: Callable[[Batch, Totals], torch.Tensor]
     """[B, T] from rows of one optimizer step and the totals of the whole step."""
     correction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """Constant factor [B, T] from old_logp - sampler_logp and mask. None: 1."""
+    """Constant factor [B, T] from old_logp - sampler_logp and mask; None means a factor of 1."""
     penalty: Penalty = k3
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
     """What the surrogate needs to know about the whole optimizer step, [B, T]: marked tokens, or
-    bounds. It is computed from a batch with advantages and the step's logp. None: nothing."""
+    bounds. It is computed from a batch with advantages and the step's logp; None if it needs
+    nothing."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where beta times the penalty is subtracted: from each token's gain, or from the reward."""
     kl_target: float = 0.0
@@ -135,9 +136,9 @@ class PolicyLoss(NamedTuple):
     log_ratio: torch.Tensor
     gain: Gain
     penalty: torch.Tensor | None
-    """The KL estimate in the loss. None: the loss has no KL."""
+    """The KL estimate in the loss; None if the loss has no KL."""
     kept: torch.Tensor | None
-    """bool [B, T]: the token was not dropped by `off_policy_limit`. None: nothing is."""
+    """bool [B, T]: the token was not dropped by `off_policy_limit`; None if that is off."""
 
 
 def with_advantage(objective: Objective, batch: Batch) -> Batch:

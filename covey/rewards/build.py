@@ -164,7 +164,7 @@ def make_reward(name: str, options: Mapping[str, Any], where: str = "reward") ->
 
 
 def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
-    """Raise ConfigError for a reward that must not be the only one."""
+    """Raise ConfigError for a reward that must not be used alone."""
     if getattr(reward, "needs_rule", False):
         raise ConfigError(
             f"config: {where}.name = {name!r}: an LLM judge can be manipulated and never decides "

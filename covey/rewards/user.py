@@ -77,12 +77,12 @@ class UserFunction(_GroupReward):
 
     @property
     def quick(self) -> bool:
-        """The function's own `quick`, if it has one."""
+        """The function's attribute `quick`, if it has one."""
         return bool(getattr(self.function, "quick", False))
 
     @property
     def version(self) -> int:
-        """The function's own `version`, if it has one."""
+        """The function's attribute `version`, if it has one."""
         return int(getattr(self.function, "version", 1))
 
     @property

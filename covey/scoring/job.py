@@ -29,14 +29,14 @@ class Job:
     prompt: Prompt
     texts: tuple[str, ...]
     progress: float
-    """The fraction of the run that is done, 0 to 1: the weights of a reward may depend on it."""
+    """The share of the run that is done, 0 to 1. The weights of a reward may depend on it."""
     call: Call = NO_CALL
-    """What functions of the user may know beside this."""
+    """The other arguments that a user's function may ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult:
-    """A score, or why there is none. Neither: the reward does not score this completion."""
+    """A score, or the error that prevented it. Neither: the reward skips this completion."""
 
     score: Score | None = None
     error: str = ""
@@ -60,13 +60,13 @@ class Scorer(Protocol):
 
     @property
     def whole_groups(self) -> bool:
-        """Whether a job must hold all completions of a group."""
+        """Whether a job must contain all completions of a group."""
 
     def submit(self, job: Job) -> Pending:
         """Start or queue a job."""
 
     def events(self) -> list[str]:
-        """Return which worker processes were replaced since the last call, a line each."""
+        """Return a line for each worker process that was replaced since the last call."""
 
     def close(self) -> None:
         """End all worker processes."""
@@ -103,7 +103,7 @@ def _arguments(reward: Any, job: Job) -> tuple[Any, ...]:
 
 
 def _checked_group(scores: Sequence[Score | None], job: Job, reward: Any) -> list[ScoreResult]:
-    """Check the scores of a group one by one: an invalid one does not affect the others."""
+    """Check the scores of a group one by one, so that an invalid one does not affect the others."""
     texts, skips = job.texts, getattr(reward, "skips_none", False)
     if len(scores) != len(texts):
         raise ValueError(f"there are {len(scores)} scores for {len(texts)} completions")
@@ -117,7 +117,7 @@ def _checked_group(scores: Sequence[Score | None], job: Job, reward: Any) -> lis
 
 
 def checked(score: Score | None) -> ScoreResult:
-    """Validate a score, and convert its numbers to plain floats that any file can hold."""
+    """Validate a score, and convert its numbers to plain floats for JSON."""
     if score is None:
         raise ValueError("the function returned None")
     if not isinstance(score, Score):
@@ -151,6 +151,6 @@ def _is_own(frame: traceback.FrameSummary) -> bool:
 
 
 def at_progress(reward: Reward, progress: float) -> Reward:
-    """Return the reward at this point of the run, where its weights follow a schedule."""
+    """Return the reward at this point of the run, because its weights may follow a schedule."""
     at = getattr(reward, "at", None)
     return reward if at is None else at(progress)

@@ -35,17 +35,17 @@ class RowReader:
     """Turns rows into prompts; its options say what each column means.
 
     `prompt` names the column with the prompt: text, or a list of {role, content} messages. By
-    default it is the first of `prompt`, `question` and `messages` that a row has. `template`, if
-    given, replaces it: it is the prompt's text, with every `{column}` filled in. In it `{{` and
-    `}}` are braces, and `{}` stays as it is. `target` names the column with the expected answer; by
-    default `target` or `answer`. All other columns are kept in `info`. `columns` gives columns
-    other names in `info`, and keeps every column that it names. `system`, if given, is the system
-    message, unless the row's messages have one. `instruction` follows each prompt. `only` is
-    {column: values}: rows with another value in that column are left out, and do not count as bad
-    rows.
+    default this column is the first of `prompt`, `question` and `messages` that a row has.
+    `template`, if given, replaces it: it is the prompt's text, with every `{column}` filled in. In
+    a template `{{` and `}}` are braces, and `{}` stays as it is. `target` names the column with the
+    expected answer; by default `target` or `answer`. All other columns are kept in `info`.
+    `columns` gives columns other names in `info`, and keeps every column that it names. `system`,
+    if given, is the system message, unless the row's messages have one. `instruction` follows each
+    prompt. `only` is {column: values}: rows with another value in that column are left out, and do
+    not count as bad rows.
 
-    A bad row is an error. With `skip_bad_rows` it is left out instead, and listed in `bad_rows` by
-    split.
+    A bad row is an error. With `skip_bad_rows` a bad row is left out instead, and listed in
+    `bad_rows` by split.
     """
 
     renamed_options: ClassVar[Mapping[str, str]] = {
@@ -91,7 +91,7 @@ class RowReader:
                 skipped.append(line)
         if not prompts:
             lost = f": {len(skipped)} bad rows, the first: {skipped[0]}" if skipped else ""
-            raise DataError(f"task: {source} holds no prompts{lost}")
+            raise DataError(f"task: {source} has no prompts{lost}")
         return prompts
 
     def _is_wanted(self, row: Row) -> bool:
@@ -177,7 +177,7 @@ def _encodable(value: str, column: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which no tokenizer accepts
-        raise BadRow(f"has {column!r} with a character that does not exist") from None
+        raise BadRow(f"has {column!r} with a character that is not valid Unicode") from None
     return value
 
 

@@ -354,7 +354,7 @@ def step_settings_of(
     `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp. Where
     rollouts may be older than that, they may if the ratio itself has to correct for it.
     """
-    source, stale = config.train.old_logp, config.overlap.staleness > 0
+    source, stale = config.train.old_logp, config.stale
     exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)
     if stale:
         exact = not objective.corrects

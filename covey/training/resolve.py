@@ -161,11 +161,12 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
             "rollout.mask_replay = true"
         )
     blind = truncates or resolved.train.old_logp == "recompute" or "old_entropy" in objective.needs
-    if resolved.overlap.staleness and blind and not objective.corrects:
+    if resolved.stale and blind and not objective.corrects:
+        staleness, groups = resolved.overlap.staleness, resolved.replay.groups
+        what = f"overlap.staleness = {staleness}" if staleness else f"replay.groups = {groups}"
         raise ConfigError(
-            f"config: overlap.staleness = {resolved.overlap.staleness} trains on completions of "
-            f"older weights, and nothing corrects for it: set objective.correction = "
-            f"{STALE_CORRECTION!r}"
+            f"config: {what} trains on completions of older weights, and nothing corrects for it: "
+            f"set objective.correction = {STALE_CORRECTION!r}"
         )
     taken = resolved.train.old_logp == "sampler" and "old_entropy" not in objective.needs
     if taken and objective.corrects:
@@ -192,7 +193,7 @@ def _objective_options(config: Config) -> dict[str, object]:
 
     section: Named = config.objective
     maker = algorithm(section.name, section.options)
-    corrected = config.overlap.staleness and config.train.old_logp != "sampler"
+    corrected = config.stale and config.train.old_logp != "sampler"
     if corrected and "correction" not in section.options:
         options = {**section.options, "correction": STALE_CORRECTION}
         section = Named.model_validate({"name": section.name, **options})

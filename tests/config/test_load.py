@@ -83,6 +83,7 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "top_k": count,
         "top_p": st.floats(0, 1, exclude_min=True),
         "min_p": share,
+        "mask_replay": st.booleans(),
         "stop": st.lists(text.filter(bool), max_size=3),
     },
     "environment": {
@@ -104,11 +105,13 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
     "cluster": {
         "address": st.text(),
-        "engines": st.integers(1, 10**4),
+        "trainers": st.integers(0, 10**4),
+        "trainer_cpus": st.floats(0, 64),
+        "engines": st.integers(0, 10**4),
         "max_engines": count,
         "engine_cpus": st.floats(0, 64),
         "engine_gpus": st.floats(0, 8),
-        "trainer_gpus": count,
+        "trainer_gpus": st.integers(0, 1),
         "scoring_actors": count,
         "reference_actor": st.booleans(),
         "restarts": count,
@@ -127,6 +130,14 @@ VALUES: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "mask_truncated": st.booleans(),
         "skip_zero_gradient": st.booleans(),
     },
+    "curriculum": {
+        "sampling": st.sampled_from(["uniform", "hard", "uncertain"]),
+        "memory": st.floats(0, 1, exclude_min=True),
+        "floor": st.floats(0, 1, exclude_min=True),
+        "drop_above": st.floats(0, 1),
+        "mixture": st.sampled_from(["fixed", "progress"]),
+    },
+    "replay": {"groups": count, "size": positive, "max_age": positive},
     "overlap": {
         "staleness": st.integers(0, 64),
         "mode": st.sampled_from(["ahead", "copy"]),
@@ -390,8 +401,8 @@ def test_an_override_that_is_not_key_and_value_says_what_one_is(override: str) -
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["seed=1", "seed.x=1"], "--set seed.x: 'seed' is a value, not a table"),
-        (["train.steps=1", "train.steps.x=1"], "--set train.steps.x: 'steps' is a value"),
+        (["seed=1", "seed.x=1"], "--set seed.x: 'seed' is a single value"),
+        (["train.steps=1", "train.steps.x=1"], "--set train.steps.x: 'steps' is a single value"),
         (["seed.x=1"], "config: seed = {'x': 1}: input should be a valid integer"),
         (["train=5"], "config: train is a table: write [train], or --set train.KEY=VALUE"),
         (["train.=5"], "config: train. is not a setting"),

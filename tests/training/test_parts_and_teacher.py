@@ -142,9 +142,7 @@ def config_of(*settings: str) -> Config:
 
 
 PKPO, TEACHER = "objective.name=pkpo", "objective.name=opd"
-ONE_TEACHER = (
-    "config: this objective learns from a teacher; give one of teacher.path and teacher.url"
-)
+ONE_TEACHER = "config: this objective needs a teacher; set one of teacher.path and teacher.url"
 TRUNCATED = "cannot be combined with rollout.top_k, top_p or min_p: the engine's log-probs are then those of a truncated distribution; set rollout.mask_replay = true"
 
 

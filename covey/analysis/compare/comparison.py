@@ -1,6 +1,6 @@
 """The data of a comparison: arms, runs, evaluations. Statistics and reports read these types.
 
-No torch here: a report can be written on a machine without it.
+This module does not import torch, so a report can be written on a machine without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Arm:
     settings: tuple[str, ...] = ()
     """Overrides of the common settings, such as optimizer.learning_rate=0."""
     seed_offset: int = 0
-    """Added to every seed: other prompts and other completions, but nothing else."""
+    """Added to every seed, which changes prompts and completions, but nothing else."""
     differences: Mapping[str, Any] = field(default_factory=dict)
     """Dotted setting -> value, for every setting that differs from the common configuration; None
     where the arm's algorithm has no such option. Filled by design.py."""
@@ -41,7 +41,7 @@ class Point:
 
     step: int
     tokens: int
-    """Sampled for training so far."""
+    """Tokens that were sampled for training so far."""
     updates: int
     """Optimizer steps so far."""
     seconds: float
@@ -83,14 +83,14 @@ class RunResult:
     seed: int
     state: State
     error: str = ""
-    """Why it failed, in one line."""
+    """Why the run failed, in one line."""
     points: tuple[Point, ...] = ()
     folder: str = ""
     """Relative to the comparison's folder."""
     weights: str = ""
     """Digest of the final weights: equal digests are the same policy, bit for bit."""
     first_rollouts: str = ""
-    """Name of the first step's rollouts: runs with the same name learned from the same ones."""
+    """The name of the first step's rollouts; runs with the same name share them."""
 
     @property
     def finished(self) -> bool:
@@ -100,7 +100,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything that a report is made from."""
+    """The data that a report is made from."""
 
     name: str
     command: str
@@ -111,7 +111,7 @@ class Comparison:
     """Size of the budget of each run."""
     runs: tuple[RunResult, ...]
     findings: tuple[Mapping[str, str], ...] = ()
-    """What was known before training: rows of covey.analysis.plan.findings.Finding."""
+    """Findings before training: rows of covey.analysis.plan.findings.Finding."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     config_toml: str = ""
     """The common configuration."""

@@ -1,6 +1,6 @@
 """The HTML report: one file that opens offline and loads nothing. page/report.html is its template.
 
-Jinja escapes all text in the template; `Markup` is what is HTML, CSS or a script already.
+Jinja escapes all text in the template, except `Markup`, which is already HTML, CSS or a script.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from covey.escape import finite, printable, printable_data
 COLOURS = 8
 """Colours of arms in the style sheet; further arms reuse them with other dashes."""
 LONGEST_COMPLETION = 3000
-"""Characters of a completion that are shown."""
+"""How many characters of a completion are shown."""
 MISSING = "Charts are left out: they need plotly, from pip install 'covey[ui]'."
 
 
@@ -131,7 +131,7 @@ def script(source: str) -> Markup:
 def security_policy(scripts: Iterable[str]) -> Markup:
     """Return a Content-Security-Policy that loads nothing and runs only these scripts.
 
-    A completion that got into the page unescaped could still not do anything.
+    So even a completion that got into the page unescaped could not run anything.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

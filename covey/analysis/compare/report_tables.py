@@ -115,7 +115,7 @@ def reward_table(found: Conclusion) -> TextTable:
 
 
 def training_table(found: Conclusion) -> TextTable:
-    """Return the course of training of each arm: best, mean, and collapsed seeds."""
+    """Return best accuracy, mean accuracy and collapsed seeds of each arm."""
     return TextTable(
         title="Over training",
         head=["arm", "final, 95 % interval", "best", "mean over training", "collapsed"],
@@ -265,7 +265,7 @@ def runs_table(comparison: Comparison) -> TextTable:
 
 
 def _shared(comparison: Comparison) -> str:
-    """Say whether the arms of a seed learned from the same rollouts in their first step."""
+    """Return whether the arms of a seed learned from the same rollouts in their first step."""
     names: dict[int, set[str]] = {}
     for run in comparison.runs:
         if run.first_rollouts:
@@ -291,7 +291,7 @@ def _run(run: RunResult) -> list[str]:
 
 
 def solved_table(found: Agreement) -> TextTable:
-    """Return how many prompts every arm solves, none, or only one."""
+    """Return how many prompts are solved by all arms, none, or only one."""
     counts = {
         "every arm": found.solved_by_all,
         "no arm": found.solved_by_none,
@@ -309,7 +309,7 @@ def solved_table(found: Agreement) -> TextTable:
 
 
 def _disagreement(found: Agreement) -> str:
-    """Relate the disagreement between arms to that between seeds of one arm."""
+    """Compare the disagreement between arms with that between seeds of one arm."""
     if found.disagreement_between_arms is None:
         return "No two arms have a finished run of the same seed."
     arms = (
@@ -317,7 +317,7 @@ def _disagreement(found: Agreement) -> str:
         f"{found.disagreement_between_arms:.1%} of the prompts"
     )
     if found.disagreement_between_seeds is None:
-        return f"{arms}; one seed does not show how much of that is chance."
+        return f"{arms}; one seed cannot show how much of that is chance."
     return f"{arms}, two seeds of the same arm on {found.disagreement_between_seeds:.1%}."
 
 

@@ -16,14 +16,14 @@ from covey.training.sft_data import write_solution
 from covey.types import Prompt
 
 SAMPLE = 64
-"""Prompts that are measured, from the whole task."""
+"""How many prompts are measured, from the whole task."""
 LONGEST = 32
-"""Prompts that are measured beside them: those with the most characters."""
+"""How many prompts are measured in addition: those with the most characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFacts:
-    """What is known of the data. Rules that need an unknown fact find nothing."""
+    """Known facts about the data. Rules that need an unknown fact find nothing."""
 
     held_out: int | None = None
     """Held-out prompts of an evaluation."""
@@ -42,7 +42,7 @@ class TaskFacts:
     prompts: int = 0
     """Training prompts of the task."""
     problem: str = ""
-    """Why prompts could not be measured."""
+    """The reason why prompts could not be measured."""
 
 
 def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
@@ -65,7 +65,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
         }
         found = measure(job)
     except UNREADABLE as error:
-        return TaskFacts(held_out=held_out, problem=first_line(error))
+        return TaskFacts(held_out=held_out, prompts=len(prompts), problem=first_line(error))
     lengths = found.get("prompts", ())
     return TaskFacts(
         held_out=held_out,
@@ -86,7 +86,7 @@ def facts_of(
     """Return the facts of prompts that are loaded already, by a tokenizer's `encode`."""
     texts = _solutions(config, _sample(prompts))
     lengths = _with_end(len(encode(text, add_special_tokens=False)) for text in texts)
-    return TaskFacts(held_out=held_out, solution_tokens=lengths)
+    return TaskFacts(held_out=held_out, prompts=len(prompts), solution_tokens=lengths)
 
 
 def usable_prompt(config: Config, facts: TaskFacts) -> int | None:
@@ -101,7 +101,7 @@ def _with_end(lengths: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sample(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return prompts from the whole task: a data file may be sorted by length."""
+    """Return prompts from the whole task, because a data file may be sorted by length."""
     stride = max(1, len(prompts) // SAMPLE)
     return [prompts[at] for at in range(0, len(prompts), stride)][:SAMPLE]
 
@@ -118,7 +118,7 @@ def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _solution(prompt: Prompt, config: Config) -> str:
-    """Return a correct completion, with its reasoning where the task has one."""
+    """Return a correct completion, with its reasoning if the task has one."""
     try:
         text = write_solution(prompt, config.sft.template)
     except DataError:

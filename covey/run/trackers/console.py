@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
 
 PLAIN_LOG_SECONDS = 5.0
-"""Plain lines come at most this often, and for the first and the last step."""
+"""Minimum seconds between two plain lines, except for the first and the last step."""
 
 
 def summary(metrics: Mapping[str, Any]) -> str:
@@ -64,7 +64,7 @@ def evaluation_line(evaluation: Evaluation) -> str:
 
 
 class ConsoleTracker(Tracker):
-    """Lines for logs and pipes."""
+    """Prints plain lines, for logs and pipes."""
 
     def __init__(self, run: RunFolder, console: Console) -> None:
         self.run = run
@@ -75,7 +75,7 @@ class ConsoleTracker(Tracker):
         self.printed = 0.0
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
-        """Print where the run is and how far it will go."""
+        """Print the run folder and the number of steps."""
         self.steps, self.done, self.began = steps, done, time.monotonic()
         verb = f"resuming after step {done}" if done else "training"
         self.note(f"{verb}: {steps} steps of {rollouts} rollouts, in {self.run.path}")
@@ -99,7 +99,7 @@ class ConsoleTracker(Tracker):
         self.console.print(text, markup=False, highlight=False)
 
     def finished(self, done: int, steps: int, signal: str | None, command: str = "train") -> None:
-        """Print the result and where to look next."""
+        """Print the result, and commands to look at it."""
         if done < steps:
             self.note(f"{signal}: saved step {done} of {steps}")
             self.note(f"resume with: covey {command} --resume {self.run.path}")
@@ -117,7 +117,7 @@ class ConsoleTracker(Tracker):
 
 
 class LiveTracker(ConsoleTracker):
-    """A progress bar with the last step's numbers, while the run trains."""
+    """Shows a progress bar with the numbers of the last step while the run trains."""
 
     def __init__(self, run: RunFolder, console: Console) -> None:
         super().__init__(run, console)
@@ -162,7 +162,7 @@ class LiveTracker(ConsoleTracker):
 
 
 def console_tracker(run: RunFolder, console: Console) -> ConsoleTracker:
-    """Return a progress bar for a terminal, plain lines for anything else."""
+    """Return a tracker with a progress bar for a terminal, or with plain lines for other output."""
     return LiveTracker(run, console) if console.file.isatty() else ConsoleTracker(run, console)
 
 
@@ -188,7 +188,7 @@ def before_and_after(run: RunFolder) -> Table | None:
         counts = [row["distinct_answers"] for row in (first, last)]
         table.add_row("distinct answers", *map(str, counts), f"{counts[1] - counts[0]:+d}")
     if "best_constant" in last:
-        table.caption = f"always the same answer: at best {last['best_constant']:.1%} correct"
+        table.caption = f"the best constant answer has accuracy {last['best_constant']:.1%}"
     return table
 
 

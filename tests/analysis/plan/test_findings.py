@@ -99,6 +99,10 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     "rounds": (["filter.max_rounds=9"], "idle", "filter.max_rounds = 9 has no effect",
                ["filter.max_rounds=9", "filter.dynamic_sampling=true"]),
     "age": (["overlap.max_staleness=2"], "idle", "overlap.max_staleness = 2 drops nothing", []),
+    "curriculum memory": (["curriculum.memory=0.5"], "idle", "curriculum.memory = 0.5: no effect", []),
+    "replay size": (["replay.size=9"], "idle", "replay.size = 9: no effect", ["replay.size=9", "replay.groups=2"]),
+    "replay age": (["replay.groups=2", "replay.max_age=1", "train.mini_batches=2"], "idle",
+                   "replay.max_age = 1 lets nothing be replayed", ["replay.groups=2", "replay.max_age=2", "train.mini_batches=2"]),
     "punishment unseen": (
         ["length_penalty.name=soft", "objective.name=gtpo"], "idle",
         "length_penalty.name = 'soft' has no effect with gtpo", ["length_penalty.name=soft"],
@@ -197,6 +201,13 @@ def test_solutions_longer_than_max_tokens() -> None:
         reported("rollout.max_tokens=24", facts=TaskFacts(solution_tokens=(24, 24, 24, 25, 24)))
         == []
     )
+
+
+def test_a_curriculum_needs_prompts_that_come_again() -> None:
+    settings = ("curriculum.sampling=hard", "train.steps=10", "rollout.prompts_per_step=4")
+    (finding,) = reported(*settings, facts=TaskFacts(prompts=41))
+    assert finding.title.startswith("the curriculum draws 40 of 41 prompts")
+    assert reported(*settings, facts=TaskFacts(prompts=40)) == []
 
 
 def test_one_update_names_the_algorithms_that_coincide() -> None:
