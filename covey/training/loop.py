@@ -1,10 +1,10 @@
-"""The training loop. One skeleton serves reinforcement learning and supervised training:
+"""The training loop, shared by reinforcement learning and supervised training:
 
     resume -> evaluate at step 0 -> (step -> evaluate -> save), until the budget or a signal
 
-A step of reinforcement learning is in rl.py, one of supervised training in sft.py. Everything
-random is addressed by (seed, step), so the loop carries little state beside the policy, and saves
-it with the policy: a resumed run computes what it would have computed without the interruption.
+The step of reinforcement learning is in rl.py, that of supervised training in sft.py. Random
+numbers depend only on their address, such as (seed, step), so the loop has little state beside the
+policy, and saves both. A resumed run therefore gives the same results as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from covey.training.watch import Watch
 
 
 class Trainer(Protocol):
-    """One kind of training: all that the loop does not know of it."""
+    """A kind of training, RL or SFT: its step and settings, which the loop calls."""
 
     @property
     def parts(self) -> Components:
-        """What the run is made of."""
+        """The parts of the run."""
 
     @property
     def budget(self) -> Budget:
-        """How long the run is."""
+        """The length of the run."""
 
     @property
     def rollouts(self) -> int:
-        """Rollouts, or examples, of a step."""
+        """Number of rollouts, or of SFT examples, in a step."""
 
     @property
     def evaluate_every(self) -> int:
-        """Steps between evaluations. 0: there are none."""
+        """Steps between evaluations; 0 means no evaluations."""
 
     def fresh(self) -> State:
-        """Return the state of a run that begins."""
+        """Return the state at the start of a new run."""
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Prepare for the first step, after the given checkpoint. None: the run begins."""
+        """Prepare for the first step after the given checkpoint, or of a new run if None."""
 
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Take training step number `state.step`, and log it."""
 
     def save(self, folder: Path, step: int) -> None:
-        """Add to the checkpoint of a step what resuming after it needs, beside the state."""
+        """Add files to the checkpoint of a step that a resumed run needs beside the state."""
 
     def close(self) -> None:
-        """End what works beside the loop."""
+        """End work in the background."""
 
 
 def train(
@@ -73,7 +73,7 @@ def train(
     stop: StopSignal,
     start: Start | None = None,
 ) -> int:
-    """Train by reinforcement until the budget is spent, or a signal; return the last saved step."""
+    """Train with RL until the budget is used up or a signal comes; return the last saved step."""
     return run_loop(Reinforcement(parts), run, trackers, stop, start)
 
 
@@ -108,8 +108,8 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
-            what = f"step {state.step} was waiting for another process, and was given up"
-            if parts.world.size > 1:  # the others may be in the middle of a step: nothing is saved
+            what = f"step {state.step} waited for another process and was abandoned"
+            if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
                 raise RunError(f"{what}; --resume continues from the last checkpoint") from None
             log.note(what)
         if stop.received is not None and not stop.by_signal:
@@ -125,7 +125,7 @@ def run_loop(
 
 
 def _sinks(parts: Components, run: RunFolder, trackers: Sequence[Tracker]) -> list[Tracker]:
-    """Return the trackers of a run: its folder, those of the caller and of the configuration."""
+    """Return all trackers of a run: of its folder, of the caller and of the configuration."""
     config = parts.config
     return [JsonlTracker(run), *trackers, *make_trackers(config.trackers, run, config.model_dump())]
 
@@ -142,8 +142,8 @@ class _Loop:
     saved: int
     """The step of the newest checkpoint."""
     complete: State | None = None
-    """The state of the last step whose evaluation and log are complete, while the policy is still
-    that of this step. None: there is nothing that could be saved."""
+    """The state of the last complete step, with its evaluation and log, as long as the policy has
+    not changed since. None if there is nothing to save."""
 
     def run_steps(self, stop: StopSignal) -> None:
         trainer, parts, state = self.trainer, self.trainer.parts, self.state
@@ -171,7 +171,7 @@ class _Loop:
             self.watch.report(self.log, stop)
 
     def save_last(self) -> None:
-        """Save the last complete step, unless it is saved already."""
+        """Save the last complete step, unless it was saved already."""
         parts, state = self.trainer.parts, self.complete
         if state is None or state.step <= self.saved:
             return
