@@ -46,7 +46,7 @@ def load_state(optimizer: Optimizer, folder: Path, *, sharded: bool) -> None:
     if named != set(masters):
         other = min(named ^ set(masters))
         raise RunError(
-            f"checkpoint {folder} is of another model: only one of the two has the tensor {other}"
+            f"checkpoint {folder} is of another model: one of the two has no tensor {other}"
         )
     tensors = {key: _blank(key, masters) for key in saved}
     try:

@@ -47,7 +47,9 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
 
 def _number(name: str, text: str) -> int:
     if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"ranks: {name} = {text!r} is not a number; torchrun sets it")
+        raise ConfigError(
+            f"ranks: {name} = {text!r} is not a number; start the ranks with torchrun"
+        )
     return int(text)
 
 

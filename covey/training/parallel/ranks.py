@@ -94,7 +94,7 @@ class Ranks(World):
         if name.startswith("cuda:"):
             raise ConfigError(
                 f"config: model.device = {name!r} does not work with {self.size} ranks; set it to "
-                "'cuda', and rank n of a machine uses GPU n"
+                "'cuda', so that rank n of a machine uses GPU n"
             )
         found = torch.cuda.device_count()
         if name == "cpu" or (name == "auto" and not found):
