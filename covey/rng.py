@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_PROMPT_ORDER, _TOKENS, _MINI_BATCHES, _REFILL, _SOLUTIONS = range(5)
+_PROMPT_ORDER, _TOKENS, _MINI_BATCHES, _REFILL, _SOLUTIONS, _CURRICULUM, _REPLAY = range(7)
 """Purposes of random numbers. Each has its own stream."""
 
 
@@ -45,6 +45,11 @@ def world_seed(*, seed: int, step: int, prompt: str) -> int:
     """Return the seed of an environment, the same for all rollouts of a group: 63 bits."""
     words = f"{seed}/{step}/{prompt}"
     return _hash(words) >> 1
+
+
+def dropout_seed(*, seed: int, version: int, place: int, rank: int) -> int:
+    """Return the seed of a training pass with dropout: 63 bits."""
+    return _hash(f"dropout/{seed}/{version}/{place}/{rank}") >> 1
 
 
 def completion_uniforms(addresses: Sequence[Address], count: int) -> np.ndarray:
@@ -95,6 +100,25 @@ def sft_indices(*, seed: int, start: int, stop: int, size: int) -> list[int]:
 def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[int]:
     """Return the order of all prompts from which a refill round of dynamic sampling takes them."""
     generator = np.random.Generator(_philox(seed, step, _REFILL, index=round_number))
+    return [int(index) for index in generator.permutation(size)]
+
+
+def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
+    """Return an order of all items with a weight above 0, drawn one by one by their weights.
+
+    By a race: item i arrives after an exponential time of rate `weights[i]` (Efraimidis and
+    Spirakis). A change of one weight then leaves the order of the others.
+    """
+    generator = np.random.Generator(_philox(seed, step, _CURRICULUM))
+    times = generator.standard_exponential(len(weights))
+    racing = np.flatnonzero(weights > 0)
+    order = np.argsort(times[racing] / weights[racing], kind="stable")
+    return [int(index) for index in racing[order]]
+
+
+def replay_order(*, seed: int, step: int, size: int) -> list[int]:
+    """Return an order of the groups of a replay buffer."""
+    generator = np.random.Generator(_philox(seed, step, _REPLAY))
     return [int(index) for index in generator.permutation(size)]
 
 

@@ -15,7 +15,7 @@ from covey.cli.checkpoint_choice import run_around, weights_of
 from covey.cli.screen import Screen
 from covey.cli.startup import STARTING, Smoke, Trust, loaded, tell_edited, waiting
 from covey.config import Config, toml_value
-from covey.errors import ConfigError, RewardError
+from covey.errors import ConfigError, DataError, RewardError
 from covey.models.model_path import check_model_path
 from covey.run.folder import RunFolder
 
@@ -131,23 +131,38 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
         from covey.rollout.collect import Collector
         from covey.training.build import load_model, scorer_of
         from covey.training.interaction import interaction_of, with_stops
-        from covey.training.resolve import held_out_of, resolve, sampling_of, task_of
+        from covey.training.prompt_limit import fitting_prompts
+        from covey.training.resolve import (
+            evaluation_config,
+            held_out_of,
+            resolve,
+            sampling_of,
+            task_of,
+        )
 
-        config = resolve(config)
+        config = evaluation_config(resolve(config))
         prompts = held_out_of(config, task_of(config))
         if by is not None:
             check_category(prompts, by)
-    found = []
+    found: list[Evaluation] = []
     with closing(scorer_of(config)) as scorer:
         for path in models:
             named = config.model.model_copy(update={"path": path})
             with waiting(f"loading {path}"):
                 model = load_model(config.model_copy(update={"model": named}))
+                fitting, notes = fitting_prompts(config, model, prompts, "held-out")
+                if found and len(fitting) < len(prompts):
+                    raise DataError(
+                        f"{path}: {notes[0]}, and the models would answer different prompts; set a "
+                        "rollout.max_prompt_tokens that all of them have room for"
+                    )
+                prompts = fitting
                 engine = NativeEngine(model)
                 interaction = interaction_of(config, model)
             with Progress(console=Screen(stderr=True), disable=not show) as progress:
                 if show:
-                    progress.console.print(f"sampling: {engine.info.backend}")
+                    for note in (f"sampling: {engine.info.backend}", *notes):
+                        progress.console.print(note)
                 completions = len(prompts) * (1 + config.evaluate.samples)
                 task = progress.add_task("completions", total=completions)
                 evaluation = evaluate(

@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> int:
     try:
         with scoped_trust():
             result = typer.main.get_command(app).main(
-                args=arguments, prog_name="covey", standalone_mode=False
+                args=arguments, prog_name="covey", standalone_mode=False, obj=arguments
             )
     except CoveyError as error:
         return error.exit_code if _told(error) else _fail(str(error), error.exit_code)

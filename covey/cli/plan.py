@@ -81,9 +81,11 @@ def plan_command(
         from covey.analysis.plan.findings import findings
         from covey.analysis.plan.summary import summarize
         from covey.analysis.plan.task_facts import task_facts
+        from covey.training.build import over_epochs
 
         say("reading the task")
         facts = task_facts(config, measure)
+        config = over_epochs(config, facts.prompts)
         if cluster or measure_steps:
             return _show_scale(config, facts, cluster=cluster, as_json=as_json)
         plan, found = summarize(config, facts), findings(config, facts)

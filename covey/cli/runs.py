@@ -17,6 +17,7 @@ from covey.cli.screen import Screen, cell
 from covey.cli.startup import tell_edited
 from covey.errors import RunError
 from covey.run.episodes import turn_lines
+from covey.run.estimate_text import estimate_text
 from covey.run.folder import RunFolder, list_runs
 
 FORMS = {
@@ -128,14 +129,13 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({**_overview(run, evaluations), "evaluations": evaluations}))
         return
-    names = ("step", "greedy", "95 % interval", "best constant", "distinct answers", "tokens")
+    names = ("step", "greedy, 95 % interval", "reward", "best constant", "distinct", "tokens")
     table = Table(*names, title=cell(run.path))
     for row in evaluations:
-        greedy = row["greedy"]
         table.add_row(
             str(row["step"]),
-            f"{greedy['value']:.1%}",
-            f"[{greedy['low']:.1%}, {greedy['high']:.1%}]",
+            estimate_text("greedy", row["greedy"]),
+            estimate_text("reward", row["reward"]) if "reward" in row else "-",
             _number(row.get("best_constant"), ".1%"),
             _number(row.get("distinct_answers"), "d"),
             _number(row.get("mean_tokens"), ".1f"),

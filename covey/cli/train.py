@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 def train_command(
+    context: typer.Context,
     source: Source = None,
     overrides: Overrides = None,
     model: Model = None,
@@ -47,8 +48,8 @@ def train_command(
         typer.Option(
             "--ray",
             metavar="ADDRESS",
-            help="Run the engines in Ray actors: 'local' starts Ray on this machine, 'auto' finds "
-            "a cluster, or give the address of a cluster; sets cluster.address.",
+            help="Place ranks, engines and scoring with Ray, as [cluster] says: 'local' starts Ray "
+            "here, 'auto' finds a cluster, or give its address; sets cluster.address.",
         ),
     ] = None,
     trust: Trust = None,
@@ -63,8 +64,10 @@ def train_command(
     after SIGTERM.
     """
     if resume is not None:
-        check_alone(source, overrides, model, run, skip_bad_rows, smoke, ray)
-        return _training(frozenset()).resume(resume, step, print_config)
+        check_alone(source, model, run, skip_bad_rows, smoke, ray)
+        return _training(context, frozenset()).resume(
+            resume, step, overrides, print_config=print_config
+        )
     check_new(None if print_config else run, step)
     label, settings = source or "arithmetic", settings_of(overrides, model)
     settings += ["task.skip_bad_rows=true"] if skip_bad_rows else []
@@ -75,12 +78,14 @@ def train_command(
         return typer.echo(to_toml(config), nl=False)
     not_own = changed_by_smoke(label, settings) if smoke else frozenset()
     name = config.objective.name.replace(":", ".")  # some systems allow no colon in a file name
-    _training(not_own).start(config, run, f"{Path(label).stem}-{name}")
+    _training(context, not_own).start(config, run, f"{Path(label).stem}-{name}")
 
 
-def _training(not_own: frozenset[str]) -> Training:
+def _training(context: typer.Context, not_own: frozenset[str]) -> Training:
     loop = partial(_loop, not_own)
-    return Training(command="train", build=_build, environment=_environment, loop=loop)
+    return Training(
+        command="train", build=_build, environment=_environment, loop=loop, arguments=context.obj
+    )
 
 
 def _build(config: Config, world: World) -> Parts:

@@ -9,7 +9,7 @@ from covey.errors import ConfigError
 def check_overlap(config: Config) -> None:
     """Reject a setting of overlap or engine without the settings that it needs."""
     overlap, engine = config.overlap, config.engine
-    if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.address:
+    if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.engine_actors:
         raise ConfigError(
             "config: overlap.mode = 'copy' needs an engine with its own copy of the weights: set "
             "engine.kind = 'process' or 'vllm', or overlap.mode = 'ahead'"

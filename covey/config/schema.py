@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from covey.config.cluster_sections import Cluster, Parallel, Vllm
+from covey.config.data_sections import Curriculum, Replay
 from covey.config.environment import Environment
 from covey.config.section import Count, Device, Names, Positive, Section, Share
 from covey.config.section import Named as Named
@@ -52,6 +53,10 @@ class Adapter(Section):
     """Train a LoRA adapter of this rank instead of the weights; 0: no adapter."""
     alpha: Positive = 32
     """The adapter is scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapter's inputs that training passes drop; generation drops none."""
+    load_in_4bit: bool = False
+    """Keep the frozen weights in 4 bits (NF4); needs bitsandbytes."""
     targets: Names = Field(default=["all-linear"])
     """Linear layers to adapt, such as q_proj; 'all-linear': all but the head."""
     also_train: Names = Field(default=[])
@@ -70,6 +75,13 @@ class Reward(Named):
 
     name: str = "think_answer"
     """A reward; `covey rewards list` shows them."""
+
+
+class EvaluationReward(Named):
+    """[evaluate.reward]"""
+
+    name: str = ""
+    """Score evaluations with this reward, whatever reward is trained on; empty: with [reward]."""
 
 
 class LengthPenalty(Named):
@@ -132,6 +144,10 @@ class Rollout(Section):
     """Completions sampled for each prompt."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Maximum number of tokens in a completion."""
+    max_prompt_tokens: Count = 0
+    """Maximum number of tokens in a prompt; 0: the model's context less max_tokens."""
+    long_prompts: Literal["error", "skip", "truncate"] = "error"
+    """Longer prompts: stop before training, leave them out, or cut off their first tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
     top_k: Count = 0
@@ -140,6 +156,9 @@ class Rollout(Section):
     """Sample from the likeliest tokens, up to this total probability."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this share of the likeliest token's probability."""
+    mask_replay: bool = False
+    """Train over the tokens that top_k, top_p and min_p kept, so that the gradient is that of the
+    distribution that was sampled."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts or special tokens, such as <|im_end|>, that end a completion."""
 
@@ -169,6 +188,9 @@ class Scoring(Section):
     """Memory limit of a worker process."""
     max_unscored: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Stop the run if more than this share of a step cannot be scored."""
+    none_rewards: Literal["error", "skip"] = "error"
+    """None from a reward function; error: that completion could not be scored. skip, as in TRL: the
+    other functions count, and a completion without any reward is not trained on."""
 
 
 class Filter(Section):
@@ -215,9 +237,17 @@ class Optimizer(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0
     """Optimizer steps of linear learning-rate warm-up."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Instead: the share of all optimizer steps that is warm-up."""
     state: Literal["float32", "compact"] = "float32"
     """Precision of the optimizer state; float32: moments, and master weights for bfloat16 models;
     compact: bfloat16 moments with stochastic rounding, and half of each master weight."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Optimizer:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("give optimizer.warmup_steps or optimizer.warmup_ratio, not both")
+        return self
 
 
 class Sft(Section):
@@ -255,6 +285,7 @@ class Evaluate(Section):
     """Sampled completions per prompt for mean@k and pass@k; 0: greedy only."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of those samples."""
+    reward: EvaluationReward = EvaluationReward()
 
 
 class Save(Section):
@@ -297,6 +328,8 @@ class Config(Section):
     engine: Engine = Engine()
     cluster: Cluster = Cluster()
     filter: Filter = Filter()
+    curriculum: Curriculum = Curriculum()
+    replay: Replay = Replay()
     overlap: Overlap = Overlap()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
@@ -304,6 +337,11 @@ class Config(Section):
     sft: Sft = Sft()
     evaluate: Evaluate = Evaluate()
     save: Save = Save()
+
+    @property
+    def stale(self) -> bool:
+        """Whether steps train on rollouts of older weights."""
+        return self.overlap.staleness > 0 or self.replay.groups > 0
 
     @property
     def records_passes(self) -> bool:

@@ -18,6 +18,8 @@ class StopAfter(Section):
     """Sampled tokens."""
     updates: Annotated[int, Field(ge=0, le=10**15)] = 0
     """Optimizer steps."""
+    epochs: Annotated[float, Field(ge=0, le=10**6)] = 0.0
+    """Passes over the training prompts; `train.steps` follows from the data."""
 
     @property
     def kind(self) -> Literal["steps", "tokens", "updates"]:
@@ -26,8 +28,8 @@ class StopAfter(Section):
 
     @model_validator(mode="after")
     def _one(self) -> StopAfter:
-        if (self.steps > 0) + (self.tokens > 0) + (self.updates > 0) > 1:
-            raise ValueError("train.stop_after takes only one of steps, tokens and updates")
+        if sum(value > 0 for value in (self.steps, self.tokens, self.updates, self.epochs)) > 1:
+            raise ValueError("train.stop_after takes only one of steps, tokens, updates and epochs")
         return self
 
 
@@ -37,9 +39,9 @@ class Train(Section):
     steps: Positive = 100
     """Training steps."""
     stop_after: StopAfter = StopAfter()
-    """Stop after {tokens = n} sampled tokens or {updates = n} optimizer steps; {steps = n} is the
-    same as `steps`. The learning rate and evaluations follow the share of this limit that is used,
-    as if the run took `steps` steps."""
+    """Stop after {tokens = n} sampled tokens, {updates = n} optimizer steps or {epochs = n} passes
+    over the training prompts; {steps = n} is the same as `steps`. The learning rate and
+    evaluations follow the share of this limit that is used, as if the run took `steps` steps."""
     mini_batches: Positive = 1
     """Number of mini-batches, and so of optimizer steps, in one epoch of a training step."""
     epochs: Positive = 1
@@ -71,6 +73,16 @@ class Train(Section):
             return data
         others = {k: v for k, v in stop.items() if k != "steps"}
         return {**data, "steps": stop["steps"], "stop_after": others}
+
+    def over_prompts(self, prompts: int, per_step: int) -> Train:
+        """Return the settings with the number of steps that `stop_after.epochs` needs, if set.
+
+        A step lies within one epoch, so prompts that do not fill a last step are left out of it.
+        """
+        if not self.stop_after.epochs:
+            return self
+        steps = max(1, round(self.stop_after.epochs * (prompts // per_step)))
+        return self.model_copy(update={"steps": steps})
 
     @property
     def budget(self) -> Literal["steps", "tokens", "updates"]:

@@ -12,6 +12,7 @@ from covey.evaluation.items import (
     check_category,
     compare,
     estimates,
+    is_graded,
 )
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "check_category",
     "compare",
     "estimates",
+    "is_graded",
 ]

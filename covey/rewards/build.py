@@ -43,7 +43,7 @@ def mix(
     """A weighted mean of rewards. Each of `parts` is a table with `name`, `weight` and options.
 
     `correct_first`: a correct completion scores higher than any incorrect one, and an empty one
-    scores lowest. Without it, parts such as `efficiency` and `safety` reward an empty text too.
+    scores lowest. Without it, parts such as `efficiency` and `safety` also reward an empty text.
     """
     rewards, weights = {}, {}
     for key, table in parts.items():
@@ -119,7 +119,7 @@ def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
         return import_callable(name, f"{where}.name")
     if name == FUNCTIONS:
         raise ConfigError(
-            f"config: {where}.name = {name!r} stands for functions that were passed in Python: use "
+            f"config: {where}.name = {name!r} is for functions that were passed in Python: call "
             "covey.train(..., rewards=...), with resume=RUN to continue a run"
         )
     raise ConfigError(f"config: {where}.name = {name!r} is not known{nearest(name, REWARDS)}")
@@ -134,11 +134,16 @@ def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
 
 
 def _function_options(function: Callable[..., Any], section: Named, where: str) -> dict[str, Any]:
-    """Validate the options of a user's function against its keyword-only arguments."""
+    """Validate the options of a user's function against its keyword-only arguments.
+
+    In TRL's style, arguments without a default are columns of the data.
+    """
+    parameters = inspect.signature(function).parameters
     known = {
         name: p.default
-        for name, p in inspect.signature(function).parameters.items()
+        for name, p in parameters.items()
         if p.kind is p.KEYWORD_ONLY
+        and ("completions" not in parameters or p.default is not p.empty)
     }
     known |= {"success_at": 1.0, "conversational": False}
     for key in section.options:
@@ -159,11 +164,11 @@ def make_reward(name: str, options: Mapping[str, Any], where: str = "reward") ->
 
 
 def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
-    """Raise ConfigError for a reward that must not be the only one."""
+    """Raise ConfigError for a reward that must not be used alone."""
     if getattr(reward, "needs_rule", False):
         raise ConfigError(
             f"config: {where}.name = {name!r}: an LLM judge can be manipulated and never decides "
-            "alone; combine it with a rule in 'mix', or use 'retrieval'"
+            "alone; combine it with a rule-based reward in 'mix', or use 'retrieval'"
         )
     return reward
 

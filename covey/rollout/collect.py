@@ -12,7 +12,7 @@ from covey.errors import RewardError
 from covey.models.language_model import LanguageModel
 from covey.rollout.episode import EncodedPrompt, generate
 from covey.rollout.multi_turn import Interaction
-from covey.scoring import Job, Pending, Scorer, ScoreResult
+from covey.scoring import Call, Job, Pending, Scorer, ScoreResult
 from covey.stopping import may_be_given_up
 from covey.types import Group, Prompt, Rollout
 
@@ -43,6 +43,8 @@ class Collected:
     groups: tuple[Group, ...] = ()
     errors: tuple[tuple[str, ...], ...] = ()
     """For each group, one line for every rollout that could not be scored."""
+    trace: str = ""
+    """The traceback of the first of these, where an exception caused it."""
     rollout_seconds: float = 0.0
     score_seconds: float = 0.0
 
@@ -66,6 +68,7 @@ class Collected:
         return Collected(
             groups=self.groups + more.groups,
             errors=self.errors + more.errors,
+            trace=self.trace or more.trace,
             rollout_seconds=self.rollout_seconds + more.rollout_seconds,
             score_seconds=self.score_seconds + more.score_seconds,
         )
@@ -73,9 +76,11 @@ class Collected:
     def of_all(self, ranks: Sharing) -> Collected:
         """Return the groups that all ranks collected, in the order of the prompts."""
         seconds = ranks.gather((self.rollout_seconds, self.score_seconds))
+        traces = ranks.gather(self.trace)
         return Collected(
             groups=tuple(ranks.unshare(self.groups)),
             errors=tuple(ranks.unshare(self.errors)),
+            trace=next(filter(None, traces), ""),
             rollout_seconds=max(rollout for rollout, _ in seconds),
             score_seconds=max(score for _, score in seconds),
         )
@@ -88,6 +93,7 @@ class Collected:
             part = Collected(
                 groups=self.groups[here],
                 errors=self.errors[here],
+                trace=self.trace,
                 rollout_seconds=self.rollout_seconds * share,
                 score_seconds=self.score_seconds * share,
             )
@@ -104,8 +110,10 @@ class _Scoring:
     group_size: int
     scorer: Scorer
     share: float
-    texts: dict[int, dict[int, str]] = field(default_factory=dict)
-    """Texts to score, by prompt and sample."""
+    step: int = 0
+    max_steps: int = 0
+    rollouts: dict[int, dict[int, Rollout]] = field(default_factory=dict)
+    """Rollouts to score, by prompt and sample."""
     pending: dict[tuple[int, int], Pending] = field(default_factory=dict)
     """Submitted jobs, by prompt and sample. The job of a whole group is under sample 0."""
     errors: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -116,12 +124,12 @@ class _Scoring:
         if rollout.finish == "error":
             self.errors[number, rollout.sample] = _failure(rollout)
         elif not self.scorer.whole_groups:
-            self._submit(number, rollout.sample, (rollout.text,))
+            self._submit(number, rollout.sample, (rollout,))
             return
-        texts = self.texts.setdefault(number, {})
-        texts[rollout.sample] = rollout.text
-        if len(texts) == self.group_size and self.scorer.whole_groups:
-            scored = tuple(texts[sample] for sample in self._samples(number))
+        rollouts = self.rollouts.setdefault(number, {})
+        rollouts[rollout.sample] = rollout
+        if len(rollouts) == self.group_size and self.scorer.whole_groups:
+            scored = tuple(rollouts[sample] for sample in self._samples(number))
             if scored:
                 self._submit(number, 0, scored)
 
@@ -129,8 +137,14 @@ class _Scoring:
         """Return the samples of a prompt that the reward scores."""
         return [s for s in range(self.group_size) if (number, s) not in self.errors]
 
-    def _submit(self, number: int, sample: int, texts: tuple[str, ...]) -> None:
-        job = Job(prompt=self.prompts[number], texts=texts, progress=self.share)
+    def _submit(self, number: int, sample: int, rollouts: tuple[Rollout, ...]) -> None:
+        call = Call(
+            completion_ids=tuple(rollout.tokens for rollout in rollouts),
+            step=self.step,
+            max_steps=self.max_steps,
+        )
+        texts = tuple(rollout.text for rollout in rollouts)
+        job = Job(prompt=self.prompts[number], texts=texts, progress=self.share, call=call)
         self.pending[number, sample] = self.scorer.submit(job)
 
     def results(self, number: int) -> list[ScoreResult]:
@@ -160,6 +174,8 @@ class Collector:
     """The interaction with an environment. None if every rollout is one completion."""
     ranks: Sharing | None = None
     """The ranks, each of which collects its share and gets all groups. None if there is one."""
+    max_steps: int = 0
+    """Number of training steps of the run, which reward functions may ask for."""
 
     def collect(
         self,
@@ -183,7 +199,14 @@ class Collector:
     def _collect(
         self, prompts: Sequence[EncodedPrompt], sampling: Sampling, step: int, share: float
     ) -> Collected:
-        scoring = _Scoring([p.prompt for p in prompts], sampling.group_size, self.scorer, share)
+        scoring = _Scoring(
+            [p.prompt for p in prompts],
+            sampling.group_size,
+            self.scorer,
+            share,
+            step=step if self.max_steps else 0,
+            max_steps=self.max_steps,
+        )
 
         def finished(number: int, rollout: Rollout) -> None:
             scoring.add(number, rollout)
@@ -201,7 +224,7 @@ class Collector:
             interaction=self.interaction,
         )
         sampled = time.perf_counter()
-        groups, errors = [], []
+        groups, errors, trace = [], [], ""
         for number, group in enumerate(generated):
             pairs = list(zip(group.rollouts, scoring.results(number), strict=True))
             scored = [_scored(rollout, result, self.scorer.identity) for rollout, result in pairs]
@@ -209,12 +232,14 @@ class Collector:
             failed = (
                 f"{rollout.prompt_id} sample {rollout.sample}: {result.error}"
                 for rollout, result in pairs
-                if result.score is None
+                if result.score is None and result.error
             )
             errors.append(tuple(failed))
+            trace = trace or next((result.trace for _, result in pairs if result.trace), "")
         return Collected(
             groups=tuple(groups),
             errors=tuple(errors),
+            trace=trace,
             rollout_seconds=sampled - started,
             score_seconds=time.perf_counter() - sampled,
         )
@@ -242,8 +267,12 @@ def check_failures(collected: Collected, limit: float) -> None:
     """Raise an error if too many completions could not be scored."""
     total = len(collected.rollouts)
     if len(collected.failures) > limit * total:
-        raise RewardError(
+        error = RewardError(
             f"reward: {len(collected.failures)} of {total} completions could not be scored, more "
             f"than scoring.max_unscored = {limit} allows; the first error: "
             f"{collected.failures[0]}"
+            + "; its traceback is in failure.txt in the run folder"
+            * bool(collected.trace)
         )
+        error.details = collected.trace
+        raise error

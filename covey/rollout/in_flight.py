@@ -68,8 +68,14 @@ def _row(step: StepRollouts) -> dict[str, Any]:
 
 
 def _step(row: Mapping[str, Any], prompts: Sequence[Prompt], seed: int, count: int) -> StepRollouts:
-    ticket, rounds, ids = Ticket(*row["ticket"]), row["rounds"], row["prompts"]
-    known = prompts_by_id(prompts, ids, seed=seed, step=ticket.step, count=count, rounds=rounds)
+    step, version, share, *more = row["ticket"]
+    picks = tuple(more[0]) if more else ()  # a run of an earlier version has none
+    ticket, rounds, ids = Ticket(step, version, share, picks), row["rounds"], row["prompts"]
+    known = (
+        {prompts[pick].id: prompts[pick] for pick in picks}
+        if picks
+        else prompts_by_id(prompts, ids, seed=seed, step=step, count=count, rounds=rounds)
+    )
     groups = [
         Group(prompt=known[prompt], rollouts=_ROLLOUTS.validate_python(rollouts))
         for prompt, rollouts in zip(ids, row["groups"], strict=True)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from covey.engines.protocol import WeightSource
+    from covey.rollout.curriculum import PromptChoice
     from covey.run.trackers import Tracker
     from covey.training.build import Parts
 
@@ -155,18 +156,29 @@ class RolloutQueue:
     """Rollouts from a checkpoint, and of the step that is trained, by step."""
     newest: int = 0
     """The last step that was started."""
+    choice: PromptChoice | None = None
+    """The choice of prompts by a curriculum. None if seed and step choose them."""
 
     def take(self, step: int, share: float) -> StepRollouts:
         """Start the steps that may start before `step` is trained; return the rollouts of it."""
         policy = self.parts.policy
         self.newest = max(self.newest, step - 1, *self.held)
-        tickets = [Ticket(each, policy.version, share) for each in self._to_start(step)]
+        tickets = [
+            Ticket(each, policy.version, share, self._picks(each)) for each in self._to_start(step)
+        ]
         self.source.publish(policy.weights, policy.version)
         self.source.start(tickets)
         self.newest += len(tickets)
         found = self.held.get(step) or self.source.take(step)
         self.held = {n: one for n, one in self.held.items() if n > step} | {step: found}
         return found
+
+    def _picks(self, step: int) -> tuple[int, ...]:
+        """Return the prompts that a curriculum draws for a step, with those of all its refills."""
+        config = self.parts.config
+        rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
+        count = config.rollout.prompts_per_step * rounds
+        return () if self.choice is None else self.choice.picks(step, count)
 
     def _to_start(self, step: int) -> range:
         """Return the steps to generate with the weights that `step` starts from."""
@@ -185,9 +197,15 @@ class RolloutQueue:
         return held + [p for p in self.source.pending(after) if p.ticket.step not in taken]
 
 
-def rollout_queue(parts: Parts, reporter: Tracker, held: Sequence[StepRollouts]) -> RolloutQueue:
+def rollout_queue(
+    parts: Parts,
+    reporter: Tracker,
+    held: Sequence[StepRollouts],
+    choice: PromptChoice | None = None,
+) -> RolloutQueue:
     """Return the queue of a run that starts, or that resumes with rollouts of its checkpoint."""
     source: RolloutSource = SynchronousSource(parts, reporter)
     if parts.config.overlap.mode == "copy":
         source = CopySource(parts, reporter)
-    return RolloutQueue(parts=parts, source=source, held={one.ticket.step: one for one in held})
+    by_step = {one.ticket.step: one for one in held}
+    return RolloutQueue(parts=parts, source=source, held=by_step, choice=choice)

@@ -30,6 +30,9 @@ class Ticket(NamedTuple):
     """Number of optimizer steps of the weights that generate, which were published last."""
     share: float
     """The share of the run that is done, 0 to 1. The weights of a reward may depend on it."""
+    picks: tuple[int, ...] = ()
+    """Numbers of the prompts that a curriculum drew, those of refills last. Empty if the prompts
+    depend only on seed and step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,11 @@ class StepRollouts:
     """Notes for the user, shown when the step is trained."""
     engine_waited: float = 0.0
     """Seconds that generation waited for training before these rollouts."""
+
+    @property
+    def used_picks(self) -> tuple[int, ...]:
+        """The numbers of the prompts that a curriculum drew, in the order of the groups."""
+        return self.ticket.picks[: len(self.collected.groups)]
 
 
 class RolloutSource(Protocol):
@@ -170,14 +178,21 @@ class _Filling:
         most_rounds = config.filter.max_rounds if config.filter.dynamic_sampling else 1
         self.prompts = []
         if missing and self.rounds < most_rounds:
-            self.prompts = refill_prompts(
-                self.parts.train_prompts,
-                used={group.prompt.id for group in self.collected.groups},
-                seed=config.seed,
-                step=step,
-                round_number=self.rounds,
-                count=_refill_size(missing, wanted, len(self.collected.groups)),
-            )
+            self.prompts = self._more(_refill_size(missing, wanted, len(self.collected.groups)))
+
+    def _more(self, count: int) -> list[Prompt]:
+        """Return up to `count` prompts that this step has not used."""
+        prompts, used = self.parts.train_prompts, len(self.collected.groups)
+        if self.ticket.picks:
+            return [prompts[pick] for pick in self.ticket.picks[used : used + count]]
+        return refill_prompts(
+            prompts,
+            used={group.prompt.id for group in self.collected.groups},
+            seed=self.parts.config.seed,
+            step=self.ticket.step,
+            round_number=self.rounds,
+            count=count,
+        )
 
     def rollouts(self) -> StepRollouts:
         """Return the complete step."""
@@ -215,7 +230,8 @@ def collect_steps(parts: Parts, reporter: Tracker, tickets: Sequence[Ticket]) ->
         _Filling(
             parts,
             ticket,
-            step_prompts(all_prompts, seed=config.seed, step=ticket.step - 1, count=count),
+            [all_prompts[pick] for pick in ticket.picks[:count]]
+            or step_prompts(all_prompts, seed=config.seed, step=ticket.step - 1, count=count),
         )
         for ticket in tickets
     ]
@@ -236,6 +252,7 @@ def _round(parts: Parts, reporter: Tracker, steps: Sequence[_Filling]) -> list[C
         progress=reporter.sampled,
         ranks=parts.world,
         interaction=parts.interaction,
+        max_steps=parts.config.train.steps,
     )
     encoded = [
         replace(prompt, step=one.ticket.step)

@@ -94,7 +94,12 @@ def check_metric(name: str, *, samples: int) -> None:
             )
         return
     powers = [2**power for power in range(1, samples.bit_length())]
-    known = ["greedy", *([f"mean@{samples}"] if samples else []), *(f"pass@{k}" for k in powers)]
+    known = [
+        "greedy",
+        "reward",
+        *([f"mean@{samples}"] if samples else []),
+        *(f"pass@{k}" for k in powers),
+    ]
     if name not in known:
         raise ConfigError(
             f"config: save.best: {name!r} is not a metric of evaluations (with evaluate.samples = "

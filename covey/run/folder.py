@@ -10,6 +10,7 @@
     checkpoints/000050/     a Hugging Face folder with optimizer state, written atomically
     checkpoints.jsonl       one line per checkpoint saved, whether or not it still exists
     failure.txt             the traceback of another process that ended the run
+    changes.jsonl           settings that were changed when the run was resumed
     superseded/1/           records of later steps that a resume moved away (resume.py)
 
 This module does not import torch, because the web page reads runs on machines without it.
@@ -120,6 +121,10 @@ class RunFolder:
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
         return [{current_name(name): value for name, value in row.items()} for row in rows]
 
+    def has_step(self, step: int) -> bool:
+        """Return whether the metrics of a step are recorded."""
+        return any(row["step"] == step for row in self.steps(lambda text: None))
+
     def evaluations(self, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return every readable evaluation."""
         path = self.path / "eval.jsonl"
@@ -127,11 +132,17 @@ class RunFolder:
 
     @staticmethod
     def rollout_rows(
-        groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float | None]],
+        replayed: int = 0,
     ) -> list[dict[str, Any]]:
-        """Return the rollouts of a step as rows, with the most readable fields first."""
+        """Return the rollouts of a step as rows, with the most readable fields first.
+
+        The last `replayed` groups were sampled at earlier steps.
+        """
         rows = []
-        for group, values in zip(groups, advantages, strict=True):
+        for number, (group, values) in enumerate(zip(groups, advantages, strict=True)):
+            again = {"replayed": True} if number >= len(groups) - replayed else {}
             for rollout, advantage in zip(group.rollouts, values, strict=True):
                 row = {
                     "prompt": group.prompt.text,
@@ -148,12 +159,14 @@ class RunFolder:
                     "tokens": rollout.tokens,
                     "trained": all(rollout.trained) or rollout.trained,
                     "sampler_logp": rollout.sampler_logp,
+                    **({"kept": rollout.segments[0].kept} if rollout.segments[0].kept else {}),
                     "policy_version": rollout.policy_version,
                     "reward_id": rollout.reward_id,
                     # These fields allow a file to be scored again.
                     "task": group.prompt.task,
                     "info": dict(group.prompt.info),
                     **episode_row(rollout),
+                    **again,
                 }
                 rows.append(row)
         return rows

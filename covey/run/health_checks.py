@@ -75,6 +75,14 @@ def clip_fraction(history: History) -> str | None:
     return f"{values[-1]:.0%} of ratios are clipped" if values and min(values) > limit else None
 
 
+def large_updates(history: History) -> str | None:
+    """Find optimizer steps that move the policy too far within one training step."""
+    values, limit = history.last("policy/approxkl_avg", 3), high("policy/approxkl_avg")
+    if not values or not fmean(values) > limit:
+        return None
+    return f"KL between the policy before and after a step {fmean(values):.2g} nats per token"
+
+
 def ratio_drift(history: History) -> str | None:
     """Find ratios that stay away from 1."""
     values, bounds = history.last("policy/ratio", 5), METRICS["policy/ratio"].healthy
@@ -171,7 +179,7 @@ def mismatch(history: History) -> str | None:
     """Find an engine whose log-probabilities drift away from those of the trainer."""
     name = "debug/sampler_k3"
     values, start = history.last(name, 3), history.start(name)
-    if not values:
+    if not values or history.row.get("data/replayed_groups"):  # these are of older weights
         return None
     grew = min(values) > 1e-4 and min(values) > 10 * start
     if min(values) <= high(name) and not grew:
@@ -285,6 +293,12 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
             steps=3,
             why="the optimizer steps after the first have hardly any gradient left",
             change=(_SLOWER, ("train.mini_batches", 1), ("train.epochs", 1)),
+        ),
+        "large_updates": Check(
+            find=large_updates,
+            steps=3,
+            why="a policy that moves this far in a step soon forgets what it could do",
+            change=(_SLOWER, ("optimizer.warmup_steps", 10)),
         ),
         "ratio_drift": Check(
             find=ratio_drift,

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+from covey.run.data_metrics import DATA
 from covey.run.metric import MACHINE, ROLLOUTS, RUN, Metric
 from covey.run.training_metrics import TRAINING
 
@@ -67,7 +68,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             healthy=(0.0, 0.9),
             trl="frac_reward_zero_std",
         ),
-        "rollout/trained_groups": Metric("Groups trained on.", "groups", ROLLOUTS),
+        "rollout/trained_groups": Metric(
+            "Groups of this step that were trained on.", "groups", ROLLOUTS
+        ),
         "rollout/rounds": Metric(
             "Sampling rounds. Only dynamic sampling needs more than one.",
             "rounds",
@@ -276,6 +279,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             "tokens/s",
             MACHINE,
         ),
+        **DATA,
         **TRAINING,
     }
 )

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+import sysconfig
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from covey.rewards.score import Reward, Score
+from covey.rewards.score import NO_CALL, Call, Reward, Score
 from covey.types import Prompt
 
+_INSTALLED = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+)
+"""Folders of Python's library, of installed packages and of covey."""
 READY = "ready"
 """The message of a worker process that has loaded the reward."""
 
@@ -22,14 +30,18 @@ class Job:
     texts: tuple[str, ...]
     progress: float
     """The share of the run that is done, 0 to 1. The weights of a reward may depend on it."""
+    call: Call = NO_CALL
+    """The other arguments that a user's function may ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult:
-    """A score, or the error that prevented it."""
+    """A score, or the error that prevented it. Neither: the reward skips this completion."""
 
     score: Score | None = None
     error: str = ""
+    trace: str = ""
+    """The traceback of the error, where an exception caused it."""
 
 
 class Pending(Protocol):
@@ -63,10 +75,9 @@ class Scorer(Protocol):
 def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
     """Score every completion of a job. An exception in the reward becomes a result."""
     reward = at_progress(reward, job.progress)
-    if getattr(reward, "whole_groups", False):
+    if hasattr(reward, "score_group"):
         try:
-            score_group = reward.score_group  # type: ignore[attr-defined]
-            return _checked_group(score_group(job.prompt, job.texts), job.texts)
+            return _checked_group(reward.score_group(*_arguments(reward, job)), job, reward)
         except Exception as error:
             return failed(error, job.texts)
     results = []
@@ -81,19 +92,25 @@ def score_job(reward: Reward, job: Job) -> list[ScoreResult]:
 async def score_job_async(reward: Any, job: Job) -> list[ScoreResult]:
     """Score every completion of a job with an async reward."""
     try:
-        return _checked_group(await reward.score_group_async(job.prompt, job.texts), job.texts)
+        return _checked_group(await reward.score_group_async(*_arguments(reward, job)), job, reward)
     except Exception as error:
         return failed(error, job.texts)
 
 
-def _checked_group(scores: Sequence[Score | None], texts: Sequence[str]) -> list[ScoreResult]:
+def _arguments(reward: Any, job: Job) -> tuple[Any, ...]:
+    own = (job.call,) if getattr(reward, "takes_call", False) else ()
+    return (job.prompt, job.texts, *own)
+
+
+def _checked_group(scores: Sequence[Score | None], job: Job, reward: Any) -> list[ScoreResult]:
     """Check the scores of a group one by one, so that an invalid one does not affect the others."""
+    texts, skips = job.texts, getattr(reward, "skips_none", False)
     if len(scores) != len(texts):
         raise ValueError(f"there are {len(scores)} scores for {len(texts)} completions")
     results = []
     for score, text in zip(scores, texts, strict=True):
         try:
-            results.append(checked(score))
+            results.append(ScoreResult() if score is None and skips else checked(score))
         except Exception as error:
             results += failed(error, [text])
     return results
@@ -117,8 +134,20 @@ def checked(score: Score | None) -> ScoreResult:
 
 
 def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
-    """Return a result with the error for each completion."""
-    return [ScoreResult(error=f"{type(error).__name__}: {error}")] * len(texts)
+    """Return a result with the error, and where it was raised, for each completion."""
+    trace = "".join(traceback.format_exception(error))
+    what = f"{type(error).__name__}: {error}{_place(error)}"
+    return [ScoreResult(error=what, trace=trace)] * len(texts)
+
+
+def _place(error: Exception) -> str:
+    """Return the file and line of the user's own code that raised an error; empty if none did."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame)]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def _is_own(frame: traceback.FrameSummary) -> bool:
+    return not frame.filename.startswith((*_INSTALLED, "<frozen "))
 
 
 def at_progress(reward: Reward, progress: float) -> Reward:

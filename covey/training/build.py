@@ -15,7 +15,7 @@ from covey.config.schema import Adapter
 from covey.engines.protocol import Engine, Sampling
 from covey.environments import Factory
 from covey.errors import ConfigError, DataError
-from covey.models.adapter import adapter_base, add_adapter, load_adapter
+from covey.models.adapter import adapter_base, add_adapter, load_adapter, set_dropout
 from covey.models.deterministic import make_deterministic
 from covey.models.language_model import LanguageModel
 from covey.models.load_model import load_language_model
@@ -24,6 +24,7 @@ from covey.reference import Reference
 from covey.reference.build import make_reference, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
 from covey.rewards.identity import identity
+from covey.rewards.user import FUNCTIONS, check_columns, own_name, with_none
 from covey.rollout.multi_turn import Interaction
 from covey.scoring import Scorer, make_scorer
 from covey.scoring.build import check_timeout
@@ -40,7 +41,9 @@ from covey.training.parallel.ranks import Ranks
 from covey.training.parallel.shard import shard_model
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
+from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
 from covey.training.resolve import (
+    evaluation_config,
     held_out_of,
     objective_of,
     reward_of,
@@ -61,9 +64,12 @@ class Components:
     held_out_prompts: Sequence[Prompt]
     bad_rows: tuple[str, ...]
     """One line for every row of the data that was skipped."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user about the data, such as the number of prompts that are too long."""
     scorer: Scorer
     eval_scorer: Scorer
-    """The scorer of evaluations. It is `scorer`, unless several runs must be evaluated alike."""
+    """The scorer of evaluations. It is `scorer`, unless evaluate.reward names another reward, or
+    several runs must be evaluated alike."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
@@ -75,8 +81,10 @@ class Components:
     world: World = field(default_factory=World)
 
     def close(self) -> None:
-        """End the processes of the scorer and of the environment."""
+        """End the processes of the scorers and of the environment."""
         self.scorer.close()
+        if self.eval_scorer is not self.scorer:
+            self.eval_scorer.close()
         if self.interaction is not None:
             self.interaction.host.close()
 
@@ -107,16 +115,24 @@ class Parts(Components):
 def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
     """Build the scorer and start its worker processes, which the ranks of a machine divide."""
     reward = reward_of(config) if reward is None else reward
+    reward = with_none(reward, config.scoring.none_rewards)
+    name = own_name(reward) if config.reward.name == FUNCTIONS else config.reward.name
     if config.cluster.address and config.cluster.scoring_actors and not reward.quick:
-        check_timeout(config.reward.name, reward, config.scoring.timeout)
-        return ray_scorer(config, reward, identity(config.reward.name, reward))
+        check_timeout(name, reward, config.scoring.timeout)
+        return ray_scorer(config, reward, identity(name, reward))
     return make_scorer(
-        config.reward.name,
+        name,
         reward,
         workers=config.scoring.workers or max(1, (os.cpu_count() or 1) // ranks),
         timeout=config.scoring.timeout,
         gigabytes=config.scoring.gigabytes,
     )
+
+
+def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
+    """Build the scorer of evaluations: that of training, unless evaluate.reward names another."""
+    apart = evaluation_config(config)
+    return scorer if apart is config else scorer_of(apart, ranks=ranks)
 
 
 def assemble(
@@ -133,9 +149,14 @@ def assemble(
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
     objective = objective_of(config)
+    reward = reward_of(config) if reward is None else reward
+    check_columns(reward, train_prompts[0])
     model = load_model(config, world.device(config.model.device))
     if world.size > 1:
         check_ranks(config, world, _digest(model, train_prompts, held_out))
+    train_prompts, notes = fitting_prompts(config, model, train_prompts, "training")
+    held_out, more_notes = fitting_prompts(config, model, held_out, "held-out")
+    config = over_epochs(config, len(train_prompts))
     policy = policy_of(config, model, world)
     reference = reference_of(config, policy.model, objective, world)
     engine, sampling = make_engine(config, policy, load_model), sampling_of(config)
@@ -146,8 +167,9 @@ def assemble(
         train_prompts=train_prompts,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
+        notes=(*notes, *more_notes),
         scorer=scorer,
-        eval_scorer=scorer,
+        eval_scorer=eval_scorer_of(config, scorer, world.local_size),
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
             **config.length_penalty.options
         ),
@@ -163,6 +185,12 @@ def assemble(
             config, objective, sampling, exact_logp=engine.info.exact_logp
         ),
     )
+
+
+def over_epochs(config: Config, prompts: int) -> Config:
+    """Return the configuration with as many steps as `train.stop_after.epochs` needs, if set."""
+    train = config.train.over_prompts(prompts, config.rollout.prompts_per_step)
+    return config if train is config.train else config.model_copy(update={"train": train})
 
 
 def check_ranks(config: Config, world: World, digest: str) -> None:
@@ -241,8 +269,15 @@ def load_model(config: Config, device: str = "") -> LanguageModel:
         device=device or config.model.device,
         gradient_checkpointing=config.model.gradient_checkpointing,
         template=template_of(config),
+        four_bit=config.adapter.load_in_4bit,
     )
-    return _with_adapter(config, model if base is None else load_adapter(model, Path(path)))
+    model = with_prompt_limit(config, model)
+    if base is not None:
+        model = load_adapter(model, Path(path))
+    model = _with_adapter(config, model)
+    if config.adapter.dropout:
+        set_dropout(model, config.adapter.dropout)
+    return model
 
 
 def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
@@ -260,14 +295,16 @@ def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
             f"config: model.path = {config.model.path!r} is an adapter together with a model; give "
             "a folder with only its adapter_config.json and adapter_model.safetensors"
         )
-    if wanted.rank == 0 and wanted.also_train:
-        raise ConfigError(
-            "config: adapter.also_train needs adapter.rank; without an adapter all weights are "
-            "trained"
-        )
+    for name in ("also_train", "dropout", "load_in_4bit"):
+        if wanted.rank == 0 and getattr(wanted, name):
+            raise ConfigError(
+                f"config: adapter.{name} needs adapter.rank; without an adapter all weights are "
+                "trained"
+            )
     if wanted.rank == 0:
         return model
-    return add_adapter(model, **wanted.model_dump(), seed=config.seed, base=config.model.path)
+    settings = wanted.model_dump(exclude={"load_in_4bit", "dropout"})
+    return add_adapter(model, **settings, seed=config.seed, base=config.model.path)
 
 
 def policy_of(
@@ -284,7 +321,8 @@ def policy_of(
         optimizer=optimizer,
         temperature=config.rollout.temperature,
         logits_megabytes=config.train.logits_megabytes,
-        graphs=config.records_passes and not sharded,
+        # A graph would replay the random numbers of its recording.
+        graphs=config.records_passes and not sharded and not config.adapter.dropout,
         whole=whole if sharded else None,
         sums=GradientSums(world, optimizer) if isinstance(world, Ranks) and not sharded else None,
     )
@@ -317,8 +355,8 @@ def step_settings_of(
     The engine declares `exact_logp`: whether its log-probs may serve as old_logp. Log-probs of
     stale rollouts may too, if the objective's ratio has to correct for their age.
     """
-    source, stale = config.train.old_logp, config.overlap.staleness > 0
-    exact = exact_logp and not sampling.distribution.truncates
+    source, stale = config.train.old_logp, config.stale
+    exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)
     if stale:
         exact = not objective.corrects
     return StepSettings(
@@ -328,6 +366,7 @@ def step_settings_of(
         old_logp_from_sampler=source == "sampler" or (source == "auto" and exact),
         learning_rate=schedule_of(config, Used()),
         seed=config.seed,
+        dropout=config.adapter.dropout > 0,
         skip_zero_gradient=config.filter.skip_zero_gradient,
         mask_truncated=config.filter.mask_truncated,
         stale=stale,

@@ -2,6 +2,8 @@
 
     resume -> evaluate at step 0 -> (step -> evaluate -> save), until the budget or a signal
 
+An error saves the last complete step.
+
 The step of reinforcement learning is in rl.py, that of supervised training in sft.py. Random
 numbers depend only on their address, such as (seed, step), so the loop has little state beside the
 policy, and saves both. A resumed run therefore gives the same results as an uninterrupted one.
@@ -12,58 +14,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Protocol
 
 from covey.errors import CoveyError, RunError
 from covey.run.folder import RunFolder
-from covey.run.resume import Start, start_of
+from covey.run.resume import Start, resume_command, start_of
 from covey.run.trackers import JsonlTracker, Tracker, Trackers
 from covey.run.trackers.choose import make_trackers
 from covey.stopping import GivenUp, StopSignal
 from covey.training import checkpoint
-from covey.training.budget import Budget
+from covey.training.budget import Used
 from covey.training.build import Components, Parts
 from covey.training.checkpoint import State
 from covey.training.garbage import freeze_garbage_collector
 from covey.training.measure import measure
 from covey.training.rl import Reinforcement
+from covey.training.trainer import Trainer
 from covey.training.watch import Watch
-
-
-class Trainer(Protocol):
-    """A kind of training, RL or SFT: its step and settings, which the loop calls."""
-
-    @property
-    def parts(self) -> Components:
-        """The parts of the run."""
-
-    @property
-    def budget(self) -> Budget:
-        """The length of the run."""
-
-    @property
-    def rollouts(self) -> int:
-        """Number of rollouts, or of SFT examples, in a step."""
-
-    @property
-    def evaluate_every(self) -> int:
-        """Steps between evaluations; 0 means no evaluations."""
-
-    def fresh(self) -> State:
-        """Return the state at the start of a new run."""
-
-    def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Prepare for the first step after the given checkpoint, or of a new run if None."""
-
-    def step(self, state: State, run: RunFolder, log: Tracker) -> None:
-        """Take training step number `state.step`, and log it."""
-
-    def save(self, folder: Path, step: int) -> None:
-        """Add files to the checkpoint of a step that a resumed run needs beside the state."""
-
-    def close(self) -> None:
-        """End work in the background."""
 
 
 def train(
@@ -100,6 +66,8 @@ def run_loop(
             note=log.note,
             world=parts.world,
         )
+        for note in parts.notes:
+            log.note(note)
         watch.replay(run, state.step)
         trainer.begin(start.checkpoint, log)
         loop = _Loop(trainer=trainer, run=run, log=log, watch=watch, state=state, saved=state.step)
@@ -112,6 +80,9 @@ def run_loop(
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
                 raise RunError(f"{what}; --resume continues from the last checkpoint") from None
             log.note(what)
+        except Exception:
+            loop.keep_progress()
+            raise
         if stop.received is not None and not stop.by_signal:
             log.note(f"stopped after step {state.step}: {stop.received}")
         loop.save_last()
@@ -142,33 +113,57 @@ class _Loop:
     saved: int
     """The step of the newest checkpoint."""
     complete: State | None = None
-    """The state of the last complete step, with its evaluation and log, as long as the policy has
-    not changed since. None if there is nothing to save."""
+    """The state of the last complete step, with its log, as long as the policy has not changed
+    since. None if there is nothing to save."""
 
     def run_steps(self, stop: StopSignal) -> None:
         trainer, parts, state = self.trainer, self.trainer.parts, self.state
-        evaluate_every, save_every = trainer.evaluate_every, parts.config.save.every
-        if state.step == 0 and evaluate_every:
-            measure(parts, self.log, step=0)
+        save_every = parts.config.save.every
+        if state.evaluation_due or (state.step == 0 and trainer.evaluate_every):
+            self._evaluate()
         while not (
             trainer.budget.over(used := state.used(parts.policy)) or parts.world.agree(stop)
         ):
             state.step += 1
             try:
                 trainer.step(state, self.run, self.log)
-            except GivenUp:
+            except BaseException:
                 if parts.policy.version != used.updates:
                     self.complete = None
+                if self.run.has_step(state.step):  # only the report of the step failed
+                    self._trained(used)
                 raise
-            self.complete = None
-            now = state.used(parts.policy)
-            last = trainer.budget.over(now)
-            if evaluate_every and (last or trainer.budget.passed(evaluate_every, used, now)):
-                measure(parts, self.log, state.step)
-            self.complete = replace(state)
+            last = self._trained(used)
+            if state.evaluation_due:
+                self._evaluate()
             if last or self.watch.is_best or (save_every and state.step % save_every == 0):
                 self.save_last()
             self.watch.report(self.log, stop)
+
+    def _trained(self, before: Used) -> bool:
+        """Mark the step as complete, except its evaluation; return whether it is the last step."""
+        budget, every = self.trainer.budget, self.trainer.evaluate_every
+        now = self.state.used(self.trainer.parts.policy)
+        last = budget.over(now)
+        due = every and (last or budget.passed(every, before, now))
+        self.state.evaluation_due = bool(due)
+        self.complete = replace(self.state)
+        return last
+
+    def _evaluate(self) -> None:
+        measure(self.trainer.parts, self.log, self.state.step)
+        self.state.evaluation_due = False
+        self.complete = replace(self.state)
+
+    def keep_progress(self) -> None:
+        """After an error: save the last complete step, and say how to resume."""
+        try:
+            if self.trainer.parts.world.size == 1:  # others may be in the middle of a step
+                self.save_last()
+        except Exception as error:
+            self.log.note(f"the last complete step could not be saved: {error}")
+        if self.saved:
+            self.log.note(f"saved step {self.saved}; resume with: {resume_command(self.run)}")
 
     def save_last(self) -> None:
         """Save the last complete step, unless it was saved already."""

@@ -63,6 +63,12 @@ def total_updates(train: Train) -> int:
     return train.amount if train.budget == "updates" else train.steps * train.updates
 
 
+def warmup_updates(config: Config) -> int:
+    """Return how many optimizer steps of a run are warm-up."""
+    settings = config.optimizer
+    return settings.warmup_steps or math.ceil(settings.warmup_ratio * total_updates(config.train))
+
+
 def schedule_of(config: Config, used: Used) -> Schedule:
     """Return the schedule of the training step that begins after `used`."""
     start, since = 0.0, 0
@@ -72,7 +78,7 @@ def schedule_of(config: Config, used: Used) -> Schedule:
     return Schedule(
         peak=config.optimizer.learning_rate,
         shape=config.optimizer.schedule,
-        warmup_steps=config.optimizer.warmup_steps,
+        warmup_steps=warmup_updates(config),
         total_steps=total_updates(config.train),
         start=start,
         since=since,

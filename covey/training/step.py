@@ -35,7 +35,7 @@ from covey.objective.diagnostics import (
     observe_sampler,
 )
 from covey.reference import Reference
-from covey.rng import mini_batch_order
+from covey.rng import dropout_seed, mini_batch_order
 from covey.rollout.filter import without_truncated
 from covey.training.collate import collate
 from covey.training.finite_checks import check_finite
@@ -56,6 +56,8 @@ class StepSettings:
     learning_rate: Callable[[int], float]
     """Learning rate as a function of the policy's version, its number of optimizer steps."""
     seed: int
+    dropout: bool = False
+    """Whether training passes draw random numbers."""
     skip_zero_gradient: bool = False
     """Leave rows without advantage out of forward passes if they have no gradient."""
     mask_truncated: bool = False
@@ -330,6 +332,9 @@ def _backward_passes(
         micro = mini.rows(rows) if counts else without_weight(mini.rows(rows))
         if place == len(passes):
             learner.policy.expect_last_pass()
+        if learner.settings.dropout:
+            address = {"version": learner.policy.version, "rank": learner.world.rank}
+            torch.manual_seed(dropout_seed(seed=learner.settings.seed, place=place, **address))
         output, now = _backward(learner.policy, learner.objective, micro)
         if counts:
             yield rows, micro, output, now

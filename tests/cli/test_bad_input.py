@@ -168,7 +168,7 @@ def test_wrong_commands(
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([], ["holds no prompts"]),
+        ([], ["has no prompts"]),
         (["not an object"], ["train.jsonl:1", "str"]),
         ([{"question": "1+1?", "answer": "2"}, {"qestion": "2+2?", "answer": "4"}], ["train.jsonl:2", "'question'", "did you mean 'qestion'"]),
         ([{"question": "9" * 600, "answer": "2"}] * 4, ["600 tokens", "context is 512"]),

@@ -155,8 +155,8 @@ def test_only_newlines_end_a_line_so_raw_unicode_separators_may_stand_in_text(fi
         ('{"question": "q", "answer": "\\ud800"}', ":1 has 'answer' with a character that"),
         ('{"question": "q", "answer": NaN}', ":1 has 'answer' that is nan"),
         ("[" * 100_000, ":1 is not JSON"),
-        ("", " holds no prompts"),
-        ("\n \n", " holds no prompts"),
+        ("", " has no prompts"),
+        ("\n \n", " has no prompts"),
     ],
 )
 def test_a_bad_line_is_named(file: Path, content: str, problem: str) -> None:
@@ -316,7 +316,7 @@ def test_bad_rows_are_skipped_and_told_where_that_is_wanted(file: Path) -> None:
 
 def test_a_file_of_bad_rows_alone_is_an_error_that_counts_them(file: Path) -> None:
     file.write_text("x\ny\n")
-    assert "holds no prompts: 2 bad rows, the first: task: " in error_of(file, skip_bad_rows=True)
+    assert "has no prompts: 2 bad rows, the first: task: " in error_of(file, skip_bad_rows=True)
 
 
 def test_what_was_skipped_is_no_option_and_no_part_of_equality(file: Path) -> None:
@@ -353,5 +353,5 @@ def test_only_rows_with_the_values_that_are_wanted_are_kept(file: Path) -> None:
     task = task_of(file, only={"kind": ["a", "c"]})
     assert [p.target for p in task.train()] == ["0", "2", "3"]
     assert bad_rows_of(task) == []
-    assert "holds no prompts" in error_of(file, only={"kind": ["d"]})
+    assert "has no prompts" in error_of(file, only={"kind": ["d"]})
     assert "has no 'knd'; did you mean 'kind'?" in error_of(file, only={"knd": ["a"]})

@@ -143,7 +143,7 @@ def config_of(*settings: str) -> Config:
 
 PKPO, TEACHER = "objective.name=pkpo", "objective.name=opd"
 ONE_TEACHER = "config: this objective needs a teacher; set one of teacher.path and teacher.url"
-TRUNCATED = "which rollout.top_k, top_p and min_p change to those of a truncated distribution; leave these settings out"
+TRUNCATED = "which rollout.top_k, top_p and min_p change to those of a truncated distribution; set rollout.mask_replay = true"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ TRUNCATED = "which rollout.top_k, top_p and min_p change to those of a truncated
         ([PKPO, "objective.k=8", "objective.baseline=centred"], "config: objective.k = 8 needs a rollout.group_size of at least 9, but it is 8"),
         (["objective.name=gdpo", "objective.part_weights=[1.0, 2.0]"], "config: objective.part_weights depends on the order of the reward parts; list them in objective.parts"),
         (["objective.name=gdpo", "objective.gate=0"], "config: objective.gate depends on the order of the reward parts; list them in objective.parts"),
-        (["objective.name=gdpo", "objective.beta=0.1", "objective.kl_in=reward"], "objective.kl_in = 'reward' of gdpo: a KL belongs to no part of the reward; set it to 'loss'"),
+        (["objective.name=gdpo", "objective.beta=0.1", "objective.kl_in=reward"], "objective.kl_in = 'reward' of gdpo: the KL belongs to no part of the reward; set objective.kl_in = 'loss'"),
         (["objective.name=bapo", "rollout.top_p=0.9"], f"config: bapo uses ratios to the engine's log-probs, {TRUNCATED}"),
         (["objective.name=m2po", "objective.veto=0.1"], "config: m2po already uses ratios to the engine's log-probs, so objective.correction and objective.veto have nothing to correct; leave them out"),
         ([TEACHER], ONE_TEACHER),
@@ -184,6 +184,6 @@ def test_a_teacher_with_other_tokens_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         make_teacher(config, policy=policy, load=lambda path: other)
     assert str(raised.value) == (
-        "config: teacher.path = 'other' has another tokenizer than model.path = 'embedded'; a "
+        "config: teacher.path = 'other' has a different tokenizer than model.path = 'embedded'; a "
         "teacher must give the same ids to the same tokens"
     )

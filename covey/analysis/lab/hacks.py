@@ -28,7 +28,7 @@ from covey.rewards.tool_call import Call
 from covey.types import Prompt
 
 Make = Callable[[Prompt, str, "Format"], "str | None"]
-"""From a prompt, its solution and a format to a completion; None: the hack does not apply."""
+"""Makes a completion from a prompt, its solution and a format; None if the hack does not apply."""
 
 THINKING = "I go through it step by step and check each step before I answer."
 
@@ -39,12 +39,12 @@ class Format:
 
     name: str
     template: str
-    """With `{thinking}` and `{answer}`."""
+    """The text, with `{thinking}` and `{answer}`."""
     thinking_tag: str = ""
-    """Empty if the thinking has no tags."""
+    """The tag of the thinking; empty if the thinking has no tag."""
     answer_tag: str = ""
     marks: tuple[str, str] = ("", "")
-    """Around the answer, unless it has them already."""
+    """Marks around the answer, unless it already has them."""
 
     def render(self, thinking: str, answer: str) -> str:
         """Return the completion with this thinking and answer."""
@@ -58,14 +58,14 @@ class Hack:
 
     name: str
     why: str
-    """What is wrong with a reward on which it works: `the reward ...`."""
+    """The flaw of a reward on which the hack works: `the reward ...`."""
     make: Make
     correct_answer: bool = False
-    """True: the full reward would be wrong. False: any success would be."""
+    """If true, the hack must not get the full reward; if false, it must not succeed."""
     about_thinking: bool = False
-    """True: it abuses thinking and format, so it is no hack if a bare answer gets everything."""
+    """If true, the hack abuses thinking and format; it is skipped if a bare answer is enough."""
     says_nothing: bool = False
-    """True: anything above the lowest reward would be wrong."""
+    """If true, the hack must get the lowest reward."""
 
 
 def _lines(*parts: str) -> str:
@@ -107,7 +107,7 @@ def _answering(answer: MakeAnswer) -> Make:
 
 
 def _after(thinking: str) -> Make:
-    """The solution after other thinking, in front of the text if the format has no thinking."""
+    """The solution after other thinking, which precedes the text if the format has no thinking."""
 
     def make(prompt: Prompt, solution: str, form: Format) -> str:
         text = form.render(thinking, solution)

@@ -99,6 +99,10 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     "rounds": (["filter.max_rounds=9"], "idle", "filter.max_rounds = 9 has no effect",
                ["filter.max_rounds=9", "filter.dynamic_sampling=true"]),
     "age": (["overlap.max_staleness=2"], "idle", "overlap.max_staleness = 2 drops nothing", []),
+    "curriculum memory": (["curriculum.memory=0.5"], "idle", "curriculum.memory = 0.5: no effect", []),
+    "replay size": (["replay.size=9"], "idle", "replay.size = 9: no effect", ["replay.size=9", "replay.groups=2"]),
+    "replay age": (["replay.groups=2", "replay.max_age=1", "train.mini_batches=2"], "idle",
+                   "replay.max_age = 1 lets nothing be replayed", ["replay.groups=2", "replay.max_age=2", "train.mini_batches=2"]),
     "punishment unseen": (
         ["length_penalty.name=soft", "objective.name=gtpo"], "idle",
         "length_penalty.name = 'soft' has no effect with gtpo", ["length_penalty.name=soft"],
@@ -120,7 +124,7 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
              ["rollout.temperature=0.6"]),
     "greedy": (["rollout.top_k=1"], "risk", "rollout.top_k = 1 makes the completions of a group equal", []),
     "truncated": (["rollout.top_p=0.9"], "risk", "rollout.top_k, top_p or min_p truncate the distribution",
-                  ["rollout.top_p=0.9", "objective.correction=token_truncate"]),
+                  ["rollout.top_p=0.9", "rollout.mask_replay=true"]),
     "form": (
         ["reward.name=think_answer_form", "filter.dynamic_sampling=true"], "risk",
         "filter.dynamic_sampling = True needs correct completions", ["reward.name=think_answer_form"],
@@ -162,6 +166,9 @@ def test_settings_without_effect_and_harmful_settings_are_found(case: str) -> No
 def test_every_rule_has_a_case() -> None:
     setups = [setup_of(config_of(*settings)) for settings, *_ in CASES.values()]
     setups.append(setup_of(config_of(), TaskFacts(solution_tokens=(999,))))
+    setups.append(
+        setup_of(config_of(), TaskFacts(context=99, prompt_tokens=(99,), longest_prompt=99))
+    )
     silent = [rule.__name__ for rule in RULES if not any(list(rule(setup)) for setup in setups)]
     assert silent == []
 
@@ -194,6 +201,13 @@ def test_solutions_longer_than_max_tokens() -> None:
         reported("rollout.max_tokens=24", facts=TaskFacts(solution_tokens=(24, 24, 24, 25, 24)))
         == []
     )
+
+
+def test_a_curriculum_needs_prompts_that_come_again() -> None:
+    settings = ("curriculum.sampling=hard", "train.steps=10", "rollout.prompts_per_step=4")
+    (finding,) = reported(*settings, facts=TaskFacts(prompts=41))
+    assert finding.title.startswith("the curriculum draws 40 of 41 prompts")
+    assert reported(*settings, facts=TaskFacts(prompts=40)) == []
 
 
 def test_one_update_names_the_algorithms_that_coincide() -> None:

@@ -1,0 +1,45 @@
+"""Metrics of the data over time: curriculum and replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from covey.run.metric import ROLLOUTS, Metric
+
+DATA: Mapping[str, Metric] = MappingProxyType(
+    {
+        "data/seen_prompts": Metric(
+            "Training prompts with results before this step, with a curriculum.",
+            "prompts",
+            ROLLOUTS,
+        ),
+        "data/pass_rate": Metric("Mean of their running pass rates.", "share", ROLLOUTS),
+        "data/drawn_pass_rate": Metric(
+            "Mean running pass rate of the prompts of this step before it; 0.5 for a new prompt.",
+            "share",
+            ROLLOUTS,
+        ),
+        "data/dropped_prompts": Metric(
+            "Prompts at or above curriculum.drop_above.", "prompts", ROLLOUTS
+        ),
+        "data/drawn_again": Metric(
+            "Prompts of this step among them: too few others are left.",
+            "prompts",
+            ROLLOUTS,
+            healthy=(0.0, 0.0),
+        ),
+        "data/parts/*": Metric(
+            "Share of a part of the mixed task in the draw of this step.", "share", ROLLOUTS
+        ),
+        "data/replayed_groups": Metric(
+            "Groups of earlier steps that this step trained on as well.", "groups", ROLLOUTS
+        ),
+        "data/replay_size": Metric("Groups that could be replayed.", "groups", ROLLOUTS),
+        "data/replay_age": Metric(
+            "Mean optimizer steps since the replayed groups were sampled.",
+            "optimizer steps",
+            ROLLOUTS,
+        ),
+    }
+)
