@@ -44,7 +44,7 @@ class Collected:
     errors: tuple[tuple[str, ...], ...] = ()
     """For each group, one line for every rollout that could not be scored."""
     trace: str = ""
-    """The traceback of the first of these, where an exception caused it."""
+    """The traceback of the first error, if an exception caused it."""
     rollout_seconds: float = 0.0
     score_seconds: float = 0.0
 

@@ -69,7 +69,7 @@ def _row(step: StepRollouts) -> dict[str, Any]:
 
 def _step(row: Mapping[str, Any], prompts: Sequence[Prompt], seed: int, count: int) -> StepRollouts:
     step, version, share, *more = row["ticket"]
-    picks = tuple(more[0]) if more else ()  # a run of an earlier version has none
+    picks = tuple(more[0]) if more else ()  # runs of earlier versions have none
     ticket, rounds, ids = Ticket(step, version, share, picks), row["rounds"], row["prompts"]
     known = (
         {prompts[pick].id: prompts[pick] for pick in picks}

@@ -130,7 +130,7 @@ def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> S
 
 
 def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
-    """Build the scorer of evaluations: that of training, unless evaluate.reward names another."""
+    """Return the scorer of evaluations: the training scorer, unless evaluate.reward is set."""
     apart = evaluation_config(config)
     return scorer if apart is config else scorer_of(apart, ranks=ranks)
 
@@ -188,7 +188,7 @@ def assemble(
 
 
 def over_epochs(config: Config, prompts: int) -> Config:
-    """Return the configuration with as many steps as `train.stop_after.epochs` needs, if set."""
+    """Return the configuration with the number of steps for `train.stop_after.epochs`, if set."""
     train = config.train.over_prompts(prompts, config.rollout.prompts_per_step)
     return config if train is config.train else config.model_copy(update={"train": train})
 
@@ -321,7 +321,7 @@ def policy_of(
         optimizer=optimizer,
         temperature=config.rollout.temperature,
         logits_megabytes=config.train.logits_megabytes,
-        # A graph would replay the random numbers of its recording.
+        # A CUDA graph would replay the random numbers of its recording.
         graphs=config.records_passes and not sharded and not config.adapter.dropout,
         whole=whole if sharded else None,
         sums=GradientSums(world, optimizer) if isinstance(world, Ranks) and not sharded else None,

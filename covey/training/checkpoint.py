@@ -56,7 +56,7 @@ class State:
     beta: float = 0.0
     """Weight of the KL, which an objective may adapt."""
     evaluation_due: bool = False
-    """Whether an evaluation after this step was planned, and has not been done."""
+    """Whether a planned evaluation after this step has not been done yet."""
 
     def used(self, policy: Policy) -> Used:
         """Return the part of its budget that the run has used."""

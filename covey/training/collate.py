@@ -128,7 +128,7 @@ def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
 
 
 def _kept(rows: Sequence[_Row]) -> KeptSets | None:
-    """Return what each token was drawn from; None: everything. Refuse a set without its token."""
+    """Return the kept set of each token, or None without sets. Refuse a set without its token."""
     if not any(row.segment.kept for row in rows):
         return None
     tokens = _padded([row.segment.tokens for row in rows], np.int64).numpy()

@@ -156,9 +156,9 @@ class _Loop:
         self.complete = replace(self.state)
 
     def keep_progress(self) -> None:
-        """After an error: save the last complete step, and say how to resume."""
+        """Save the last complete step after an error, and print how to resume."""
         try:
-            if self.trainer.parts.world.size == 1:  # others may be in the middle of a step
+            if self.trainer.parts.world.size == 1:  # other ranks may be in the middle of a step
                 self.save_last()
         except Exception as error:
             self.log.note(f"the last complete step could not be saved: {error}")

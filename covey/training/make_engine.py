@@ -35,8 +35,8 @@ def check_engine(config: Config) -> None:
         check_vllm(config)
     if config.cluster.address and config.cluster.trainers and "RANK" not in os.environ:
         raise ConfigError(
-            f"config: cluster.trainers = {config.cluster.trainers}: Ray starts ranks for `covey "
-            "train` and `covey sft`; start others with torchrun, or set it to 0"
+            f"config: cluster.trainers = {config.cluster.trainers} works only with `covey train` "
+            "and `covey sft`; start the ranks with torchrun, or set it to 0"
         )
     if config.cluster.any_actors:
         from covey.cluster.ray_client import check_room, connect
@@ -46,7 +46,7 @@ def check_engine(config: Config) -> None:
 
 
 def actor_needs(config: Config) -> list[tuple[str, int, Any]]:
-    """Return the actors of a trainer rank: what they are, how many, and what each takes."""
+    """Return the actors of a trainer rank: their kinds, numbers and resources."""
     from covey.cluster.ray_client import Need
 
     cluster, engine = config.cluster, _engine_need(config)

@@ -55,7 +55,7 @@ class Policy:
             self.passes = train_graphs_for(
                 self.model, temperature=self.temperature, megabytes=self.logits_megabytes
             )
-        # Kept sets have another size in every batch, and a graph has one.
+        # Kept sets have a different size in every batch, but a CUDA graph needs a fixed size.
         graphs = self.passes if batch.kept is None else None
         taken = None if graphs is None else graphs.run(host_rows(batch))
         if taken is not None:

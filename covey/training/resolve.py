@@ -115,13 +115,13 @@ def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
 
 
 def truncates_unseen(config: Config) -> bool:
-    """Return whether tokens come from a truncated distribution, and training from the whole."""
+    """Return whether sampling is truncated while training uses the whole distribution."""
     sampling = sampling_of(config)
     return sampling.distribution.truncates and not sampling.returns_kept
 
 
 def _check_mask_replay(resolved: Config, objective: Objective) -> None:
-    """Reject kept sets where an engine cannot return them, or a server does not get them."""
+    """Reject kept sets if the engine cannot return them, or a server does not get them."""
     if not sampling_of(resolved).returns_kept:
         return
     what = "config: rollout.mask_replay = true does not work with"

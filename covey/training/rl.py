@@ -33,7 +33,7 @@ from covey.training.usage import reference_rewards, usage_metrics
 from covey.types import Group
 
 EARLY = 3
-"""Steps at the start of a run in which a replay buffer may well be empty."""
+"""Number of first steps in which an empty replay buffer is normal."""
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class Reinforcement:
         log.step(with_open_instruct_names(metrics))
 
     def _replayed(self, step: int, rollouts: StepRollouts) -> list[Group]:
-        """Return the groups of earlier steps to train on as well."""
+        """Return the earlier groups that this step also trains on."""
         ids = {group.prompt.id for group in rollouts.collected.groups}
         version = self.parts.policy.version
         return self.replay.draw(step=step, version=version, without=ids)
@@ -172,7 +172,7 @@ class Reinforcement:
 
 
 def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str]:
-    """Return where curriculum or replay cannot do what they are asked to."""
+    """Return notes if the curriculum or replay has too few prompts or groups."""
     notes = []
     if again := data.get("data/drawn_again"):
         notes.append(

@@ -64,7 +64,7 @@ def total_updates(train: Train) -> int:
 
 
 def warmup_updates(config: Config) -> int:
-    """Return how many optimizer steps of a run are warm-up."""
+    """Return the number of warm-up optimizer steps of a run."""
     settings = config.optimizer
     return settings.warmup_steps or math.ceil(settings.warmup_ratio * total_updates(config.train))
 
