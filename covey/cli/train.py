@@ -57,7 +57,7 @@ def train_command(
         typer.Option(
             "--ray",
             metavar="ADDRESS",
-            help="Place ranks, engines and scoring with Ray, as [cluster] says: 'local' starts Ray "
+            help="Run ranks, engines and scoring with Ray, as set in [cluster]. 'local' starts Ray "
             "here, 'auto' finds a cluster, or give its address; sets cluster.address.",
         ),
     ] = None,
