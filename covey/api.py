@@ -122,8 +122,7 @@ def train(
         run: the run folder to create. Default: the next free `runs/NAME-N`.
         resume: a run folder to resume with its own settings and `overrides`; pass dataset and
             rewards again.
-        quiet: print nothing.
-        **overrides: settings by dotted key.
+        quiet: print nothing. **overrides: settings by dotted key.
     """
     task, reward = _objects(dataset, held_out, rewards)
     shown, named = _split(trackers)

@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from covey.cli.run_health import check_command
+from covey.cli.run_verify import verify_command
 from covey.cli.screen import Screen, cell
 from covey.cli.startup import tell_edited
 from covey.errors import RunError
@@ -54,6 +55,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("check")(check_command)
+app.command("verify")(verify_command)
 
 
 @app.command(SHOW)

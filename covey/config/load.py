@@ -92,7 +92,7 @@ def read_settings(source: str) -> dict[str, Any]:
     except ValueError as error:  # bad TOML and bad text
         raise ConfigError(f"config: {source}: {error}") from None
     hint = nearest(source, recipe_names()) if path.suffix != ".toml" else ""
-    raise ConfigError(f"config: no file or recipe {source!r}{hint}")
+    raise ConfigError(f"config: there is no file or recipe {source!r}{hint}")
 
 
 def _check_depth(data: Mapping[str, Any], where: str) -> None:

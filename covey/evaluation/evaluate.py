@@ -46,7 +46,7 @@ class Evaluation:
 
     @property
     def graded(self) -> bool:
-        """Whether rewards say more than success."""
+        """Whether some reward is not 1 for a success and 0 otherwise."""
         return is_graded(self.items)
 
     def row(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def load_language_model(
 ) -> LanguageModel:
     """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`.
 
-    With `four_bit`, the weights of its linear layers are kept in 4 bits; they cannot be trained.
+    With `four_bit`, the weights of linear layers are kept in 4 bits and cannot be trained.
     """
     where = device_of(device)
     wanted = _dtype(dtype, where)

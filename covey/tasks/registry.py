@@ -13,6 +13,7 @@ from covey.tasks.countdown import Countdown
 from covey.tasks.dataset import NAME as DATASET
 from covey.tasks.gsm8k import Gsm8k
 from covey.tasks.hub import Hub
+from covey.tasks.instructions import Instructions
 from covey.tasks.jsonl import Jsonl
 from covey.tasks.library import Library
 from covey.tasks.mixed import Mixed
@@ -32,6 +33,7 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
         "countdown": Countdown,
         "gsm8k": Gsm8k,
         "hub": Hub,
+        "instructions": Instructions,
         "jsonl": Jsonl,
         "library": Library,
         "mixed": Mixed,

@@ -1,4 +1,4 @@
-"""Building the parts of a run from its configuration. Every name and option is checked here."""
+"""Build the parts of a run from its configuration, and check every name and option."""
 
 from __future__ import annotations
 
@@ -56,28 +56,28 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """What every run is made of, whatever it is trained by."""
+    """The parts of every run, of RL or SFT."""
 
     config: Config
     held_out_prompts: Sequence[Prompt]
     bad_rows: tuple[str, ...]
     """One line for every row of the data that was skipped."""
     notes: tuple[str, ...] = ()
-    """What the user should know about the data: how many prompts are too long, say."""
+    """Notes for the user about the data, such as the number of prompts that are too long."""
     scorer: Scorer
     eval_scorer: Scorer
-    """Scores evaluations. The scorer itself, unless evaluate.reward names another reward, or
-    several runs must be measured alike."""
+    """The scorer of evaluations. It is `scorer`, unless evaluate.reward names another reward, or
+    several runs must be evaluated alike."""
     baselines: Baselines | None = None
-    """What needs no skill scores on the held-out prompts. None: it cannot be scored."""
+    """Scores on the held-out prompts that need no skill. None: they cannot be computed."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
     engine_lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held from loading weights into the engine until it has generated with them."""
+    """Locked from the loading of weights into the engine until it has generated with them."""
     sampling: Sampling
     interaction: Interaction | None = None
-    """With an environment. None: every rollout is one completion."""
+    """The interaction with an environment. None if every rollout is one completion."""
     world: World = field(default_factory=World)
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Components:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts(Components):
-    """What a run of reinforcement learning is made of."""
+    """The parts of a run of reinforcement learning."""
 
     train_prompts: Sequence[Prompt]
     length_penalty: LengthPenalty
@@ -100,7 +100,7 @@ class Parts(Components):
     teacher: Reference | None = None
 
     def learner_at(self, state: State) -> Learner:
-        """Return what the training step that begins at `state` works with."""
+        """Return the learner of the training step that begins at `state`."""
         base = Learner(
             policy=self.policy,
             objective=self.objective,
@@ -119,7 +119,7 @@ def assemble(
     world: World = World(),  # noqa: B008 - without state
     environment: Factory | None = None,
 ) -> Parts:
-    """Build everything that a resolved configuration names; objects from Python replace theirs."""
+    """Build all parts of a resolved configuration; objects from Python replace named ones."""
     check_engine(config)
     task = task_of(config) if task is None else task
     train_prompts, held_out = _prompts(config, task)
@@ -175,23 +175,23 @@ def _length_penalty(config: Config) -> LengthPenalty:
 
 
 def over_epochs(config: Config, prompts: int) -> Config:
-    """Return the configuration with as many steps as `train.stop_after.epochs` needs, if set."""
+    """Return the configuration with the number of steps for `train.stop_after.epochs`, if set."""
     train = config.train.over_prompts(prompts, config.rollout.prompts_per_step)
     return config if train is config.train else config.model_copy(update={"train": train})
 
 
 def check_ranks(config: Config, world: World, digest: str) -> None:
-    """Refuse ranks that differ in weights or data, and settings that several ranks do not have."""
+    """Refuse ranks that differ in weights or data, and settings that need a single rank."""
     if config.overlap.staleness and config.overlap.mode == "copy":
         raise ConfigError(
-            "config: overlap.mode = 'copy' works on one rank; set it to 'ahead', or "
+            "config: overlap.mode = 'copy' works only on one rank; set it to 'ahead', or set "
             "overlap.staleness = 0"
         )
     check_alike(world, "weights or data", digest)
 
 
 def _digest(model: LanguageModel, *prompts: Sequence[Prompt]) -> str:
-    """Return a text in which ranks with other weights, or other prompts, would differ."""
+    """Return a digest of weights and prompts, which must be equal on all ranks."""
     ids = hashlib.sha256(repr([[p.id for p in some] for some in prompts]).encode()).hexdigest()
     size = sum(float(p.detach().double().abs().sum()) for p in model.model.parameters())
     return f"{ids} {size!r}"
@@ -219,12 +219,12 @@ def teacher_of(
     objective: Objective,
     world: World = World(),  # noqa: B008 - without state
 ) -> Reference | None:
-    """Load the teacher, if the objective learns from one."""
+    """Load the teacher, if the objective needs one."""
     if "teacher" not in objective.needs:
         return None
 
     def load(path: str) -> LanguageModel:
-        # [adapter] is the policy's; a teacher has the adapter at its path, if any.
+        # [adapter] describes the policy; a teacher only has the adapter at its own path.
         section = config.model.model_copy(update={"path": path})
         alone = config.model_copy(update={"model": section, "adapter": Adapter()})
         return _load_frozen(alone, model, world, offload=config.teacher.offload)
@@ -235,7 +235,7 @@ def teacher_of(
 def _load_frozen(
     config: Config, policy: LanguageModel, world: World, *, offload: bool
 ) -> LanguageModel:
-    """Load a model beside the policy, divided among the ranks if the policy is."""
+    """Load a frozen model beside the policy, sharded over the ranks if the policy is."""
     found = load_model(config, world.device(config.model.device))
     if not policy.sharded:
         return found
@@ -245,7 +245,7 @@ def _load_frozen(
 
 
 def load_model(config: Config, device: str = "") -> LanguageModel:
-    """Load the model. Checkpointing only acts in training mode, so references may have it too."""
+    """Load the model. Gradient checkpointing has no effect in references, which never train."""
     if config.model.deterministic:
         make_deterministic()
     path = config.model.path
@@ -268,24 +268,25 @@ def load_model(config: Config, device: str = "") -> LanguageModel:
 
 
 def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
-    """Give the model the adapter of the configuration, unless it has one already."""
+    """Add the adapter of the configuration to the model, unless the model has one already."""
     wanted = config.adapter
     if model.adapter is not None:
         if wanted.rank not in (0, model.adapter.r):
             raise ConfigError(
                 f"config: adapter.rank = {wanted.rank}, but the adapter {config.model.path} has "
-                f"rank {model.adapter.r}: leave the rank out, or merge it into a model first"
+                f"rank {model.adapter.r}; leave adapter.rank out, or merge the adapter first"
             )
         return model
-    if getattr(model.model, "peft_config", None):  # transformers follows such names by itself
+    if getattr(model.model, "peft_config", None):  # transformers loads such adapters by itself
         raise ConfigError(
-            f"config: model.path = {config.model.path!r} is an adapter; give a folder that holds "
-            "adapter_config.json and adapter_model.safetensors alone"
+            f"config: model.path = {config.model.path!r} is an adapter together with a model; give "
+            "a folder with only its adapter_config.json and adapter_model.safetensors"
         )
     for name in ("also_train", "dropout", "load_in_4bit"):
         if wanted.rank == 0 and getattr(wanted, name):
             raise ConfigError(
-                f"config: adapter.{name} needs adapter.rank; without a rank all weights are trained"
+                f"config: adapter.{name} needs adapter.rank; without an adapter all weights are "
+                "trained"
             )
     if wanted.rank == 0:
         return model
@@ -298,7 +299,7 @@ def policy_of(
     model: LanguageModel,
     world: World = World(),  # noqa: B008 - without state
 ) -> Policy:
-    """Give a model its optimizer; on several ranks, divide it among them or sum its gradients."""
+    """Build the policy: the model with its optimizer, sharded or with summed gradients on ranks."""
     sharded = config.parallel.strategy == "fsdp" and isinstance(world, Ranks)
     whole, model = model, shard_model(model, config.parallel, world) if sharded else model
     optimizer = optimizer_of(config, model)
@@ -307,7 +308,7 @@ def policy_of(
         optimizer=optimizer,
         temperature=config.rollout.temperature,
         logits_megabytes=config.train.logits_megabytes,
-        # A graph would replay the random numbers of its recording.
+        # A CUDA graph would replay the random numbers of its recording.
         graphs=config.records_passes and not sharded and not config.adapter.dropout,
         whole=whole if sharded else None,
         sums=GradientSums(world, optimizer) if isinstance(world, Ranks) and not sharded else None,
@@ -336,10 +337,10 @@ def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
 def step_settings_of(
     config: Config, objective: Objective, sampling: Sampling, *, exact_logp: bool
 ) -> StepSettings:
-    """Return how a batch is turned into optimizer steps, with the learning rate of the first.
+    """Return the settings that turn a batch into optimizer steps, with their learning rates.
 
-    `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp. Where
-    rollouts may be older than that, they may if the ratio itself has to correct for it.
+    The engine declares `exact_logp`: whether its log-probs may serve as old_logp. Log-probs of
+    stale rollouts may too, if the objective's ratio has to correct for their age.
     """
     source, stale = config.train.old_logp, config.stale
     exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)

@@ -543,10 +543,10 @@ def test_a_file_comes_before_a_recipe_of_that_name(
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("arithmetc", "config: no file or recipe 'arithmetc'; did you mean 'arithmetic'?"),
-        ("missing.toml", "config: no file or recipe 'missing.toml'"),
-        ("a\nb.toml", "config: no file or recipe 'a\\nb.toml'"),
-        ("a\0b.toml", "config: no file or recipe 'a\\x00b.toml'"),
+        ("arithmetc", "config: there is no file or recipe 'arithmetc'; did you mean 'arithmetic'?"),
+        ("missing.toml", "config: there is no file or recipe 'missing.toml'"),
+        ("a\nb.toml", "config: there is no file or recipe 'a\\nb.toml'"),
+        ("a\0b.toml", "config: there is no file or recipe 'a\\x00b.toml'"),
     ],
 )
 def test_a_source_that_is_not_there_is_named(source: str, message: str) -> None:

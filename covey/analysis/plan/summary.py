@@ -56,7 +56,7 @@ class Plan:
     """The number of evaluations; with a token budget, the most that are possible."""
     evaluation_samples: int
     prompt_lengths: str = ""
-    """Distribution of the prompts' tokens. Empty: not known."""
+    """A sentence about the prompts' numbers of tokens. Empty: not known."""
     staleness: int = 0
     """How many training steps generation may be ahead."""
     baselines: Mapping[str, Any] = field(default_factory=dict)

@@ -42,9 +42,9 @@ class TaskFacts:
     solution_tokens: tuple[int, ...] = ()
     """Tokens of the solutions of some training prompts, each with its end token."""
     prompt_tokens: tuple[int, ...] = ()
-    """Tokens of some prompts of the whole task, rendered by the chat template, shortest first."""
+    """Token counts of some prompts of the whole task, with the chat template, shortest first."""
     long_prompts: tuple[int, ...] = ()
-    """Tokens of the prompts with the most characters, where all prompts are in memory."""
+    """The token counts of the prompts with the most characters, if all prompts are in memory."""
     context: int | None = None
     """The model's context length."""
     longest_prompt: int | None = None
@@ -133,7 +133,7 @@ def facts_of(
 
 
 def usable_prompt(config: Config, facts: TaskFacts) -> int | None:
-    """Return the tokens of the longest prompt that the run can use: longer ones are not trained."""
+    """Return the token count of the longest prompt that the run can use."""
     if facts.longest_prompt is None or facts.context is None:
         return facts.longest_prompt
     return min(facts.longest_prompt, longest_prompt(config, facts.context))
@@ -150,7 +150,7 @@ def _sample(prompts: Sequence[Prompt], most: int = SAMPLE) -> list[Prompt]:
 
 
 def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts with the most characters; none of a task that makes them on demand."""
+    """Return the prompts with the most characters; empty if the task makes prompts on demand."""
     if not isinstance(prompts, list | tuple) or len(prompts) <= SAMPLE:
         return []
     return nlargest(LONGEST, prompts, key=lambda prompt: len(prompt.text))

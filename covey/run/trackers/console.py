@@ -63,7 +63,7 @@ def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
 
 
 def evaluation_line(evaluation: Evaluation) -> str:
-    """Return an evaluation in one line; the mean reward, where it is more than the accuracy."""
+    """Return an evaluation in one line, with the mean reward if it differs from the accuracy."""
     numbers = "  ".join(
         f"{name} {estimate_text(name, estimate.row())}"
         for name, estimate in evaluation.estimates.items()
