@@ -95,7 +95,7 @@ def of_0_1(tmp_path: Path) -> Path:
 def test_runs_of_0_1_are_listed_and_shown(of_0_1: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["runs", str(of_0_1.parent), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [
-        {"run": str(of_0_1), "started": "-", "model": "embedded", "state": "stopped",
+        {"run": str(of_0_1), "started": "-", "model": "-", "state": "stopped",
          "steps": 1, "reward": 0.5, "greedy_before": 0.25, "greedy_now": 0.25,
          "checkpoint": 1}
     ]  # fmt: skip
