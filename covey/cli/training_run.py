@@ -33,7 +33,7 @@ NewRun = Annotated[
 Resume = Annotated[
     Path | None,
     typer.Option(
-        metavar="RUN", help="Resume this run with its saved settings; --set changes some of them."
+        metavar="RUN", help="Resume this run with its saved settings; --set can change some."
     ),
 ]
 ResumeStep = Annotated[
@@ -60,7 +60,7 @@ class Training:
     loop: Callable[[Any, RunFolder, Tracker, StopSignal, Start], tuple[int, int]]
     """Train, and return the last step and the planned number of steps."""
     arguments: Sequence[str]
-    """The words of the command line, which ranks that Ray starts are given too."""
+    """The arguments of the command line, which Ray passes to the ranks that it starts."""
 
     def start(self, config: Config, path: Path | None, name: str) -> None:
         """Create a run folder and train; `name` is that of a new folder in runs."""
@@ -85,7 +85,7 @@ class Training:
         verify: bool = False,
         print_config: bool = False,
     ) -> None:
-        """Resume a run with its own settings, some of them overridden, or only print them.
+        """Resume a run with its own settings and overrides, or only print the settings.
 
         With `verify`, its newest checkpoint is first computed again and compared.
         """
@@ -121,14 +121,14 @@ class Training:
         raise typer.Exit(code)
 
     def _start_ranks(self, config: Config) -> None:
-        """If Ray has to start the ranks, let them do the work, and end as they do."""
+        """If Ray has to start the ranks, run them, and exit with their exit code."""
         from covey.training.parallel.lifeline import Reported
         from covey.training.ray_ranks import ray_starts_ranks, run_in_ranks
 
         if not ray_starts_ranks(config):
             return
         if code := run_in_ranks(config, self.arguments):
-            reported = Reported("")  # by a rank
+            reported = Reported("")  # a rank has printed the error
             reported.exit_code = code
             raise reported
         raise typer.Exit
