@@ -78,7 +78,7 @@ def test_a_ray_that_starts_too_slowly_is_one_line(monkeypatch: pytest.MonkeyPatc
     import ray
 
     def init(**_: object) -> None:
-        raise Exception("The current node timed out during startup.")  # noqa: TRY002 - Ray's own
+        raise Exception("The current node timed out during startup.")
 
     ray.shutdown()
     monkeypatch.setattr(ray, "init", init)
