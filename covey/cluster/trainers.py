@@ -167,8 +167,9 @@ class _Ranks:
             self.codes[rank] = found
             return
         stream = sys.stdout if found[0] == "stdout" else sys.stderr
-        stream.write(found[1].decode(errors="replace"))
         stream.flush()
+        stream.buffer.write(found[1])  # a character may be cut in two
+        stream.buffer.flush()
 
     def _code(self) -> int:
         """Return the exit code of the run; raise if no rank was left to report the failure."""

@@ -257,7 +257,7 @@ def test_killed_run_is_reported_and_resumes_to_the_same_weights(
     found = arms(folder)
     assert (found["grpo"].state, found["hungry"].state) == ("failed", "failed")
     assert found["grpo"].error.startswith("killed (SIGKILL)")
-    assert "500 training prompts cannot fill a step of 501" in found["hungry"].error
+    assert "a step needs 501 different prompts" in found["hungry"].error
     assert [p.step for p in found["grpo"].points] in ([0], [0, 3])
     output = capsys.readouterr().out
     assert "failed: grpo seed 0: killed (SIGKILL)" in output
