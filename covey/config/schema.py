@@ -230,12 +230,17 @@ class Optimizer(Section):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate of AdamW."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of AdamW's second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this norm."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or falling to 0."""
     warmup_steps: Count = 0
     """Optimizer steps of linear learning-rate warm-up."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -263,6 +268,7 @@ class Sft(Section):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Learning rate after the warm-up: constant, or falling to 0."""
     warmup_steps: Count = 0
     """Optimizer steps of linear learning-rate warm-up."""
     max_tokens: Count = 0
@@ -313,6 +319,7 @@ class Config(Section):
     """All settings of a run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    """Seed of prompts, sampling and initial adapter weights."""
     trackers: Names = []
     """Trackers that also get the metrics: tensorboard, wandb, trackio."""
     model: Model = Model()

@@ -293,8 +293,14 @@ def next_run_path(parent: Path, label: str) -> Path:
 
 
 def list_runs(parent: Path) -> list[RunFolder]:
-    """Return the runs in a folder, by name."""
-    return [RunFolder(p.parent) for p in sorted(parent.glob("*/config.toml"))]
+    """Return the runs in a folder, by name; run-2 comes before run-10."""
+    found = (path.parent for path in parent.glob("*/config.toml"))
+    return [RunFolder(path) for path in sorted(found, key=lambda path: _natural(path.name))]
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    parts = re.split(r"([0-9]+)", name)
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class _Evaluation(_Row):
     unscored: Count = 0
     distinct_answers: Count | None = None
     best_constant: Number | None = None
+    baselines: dict[str, dict[str, Number | str]] = {}
     __pydantic_extra__: dict[str, _Estimate | Number]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,17 +22,16 @@ from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
-from covey.rewards.identity import identity
-from covey.rewards.user import FUNCTIONS, check_columns, own_name, with_none
+from covey.rewards.user import check_columns
 from covey.rollout.multi_turn import Interaction
-from covey.scoring import Scorer, make_scorer
-from covey.scoring.build import check_timeout
+from covey.scoring import Scorer
+from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
 from covey.training.budget import Used
 from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.interaction import interaction_of, with_stops
-from covey.training.make_engine import check_engine, make_engine, ray_reference, ray_scorer
+from covey.training.make_engine import check_engine, make_engine, ray_reference
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.join import check_alike
@@ -43,7 +41,6 @@ from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
 from covey.training.resolve import (
-    evaluation_config,
     held_out_of,
     objective_of,
     reward_of,
@@ -52,6 +49,7 @@ from covey.training.resolve import (
     template_of,
 )
 from covey.training.schedule import schedule_of
+from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
 from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
 
@@ -70,6 +68,8 @@ class Components:
     eval_scorer: Scorer
     """The scorer of evaluations. It is `scorer`, unless evaluate.reward names another reward, or
     several runs must be evaluated alike."""
+    baselines: Baselines | None = None
+    """Scores on the held-out prompts that need no skill. None: they cannot be computed."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
@@ -112,29 +112,6 @@ class Parts(Components):
         return learner_at(base, self.config, state)
 
 
-def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
-    """Build the scorer and start its worker processes, which the ranks of a machine divide."""
-    reward = reward_of(config) if reward is None else reward
-    reward = with_none(reward, config.scoring.none_rewards)
-    name = own_name(reward) if config.reward.name == FUNCTIONS else config.reward.name
-    if config.cluster.address and config.cluster.scoring_actors and not reward.quick:
-        check_timeout(name, reward, config.scoring.timeout)
-        return ray_scorer(config, reward, identity(name, reward))
-    return make_scorer(
-        name,
-        reward,
-        workers=config.scoring.workers or max(1, (os.cpu_count() or 1) // ranks),
-        timeout=config.scoring.timeout,
-        gigabytes=config.scoring.gigabytes,
-    )
-
-
-def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
-    """Return the scorer of evaluations: the training scorer, unless evaluate.reward is set."""
-    apart = evaluation_config(config)
-    return scorer if apart is config else scorer_of(apart, ranks=ranks)
-
-
 def assemble(
     config: Config,
     reward: Reward | None = None,
@@ -145,9 +122,7 @@ def assemble(
     """Build all parts of a resolved configuration; objects from Python replace named ones."""
     check_engine(config)
     task = task_of(config) if task is None else task
-    train_prompts, held_out = task.train(), held_out_of(config, task)
-    if not train_prompts:
-        raise DataError(f"task: {task.name} has no training prompts")
+    train_prompts, held_out = _prompts(config, task)
     objective = objective_of(config)
     reward = reward_of(config) if reward is None else reward
     check_columns(reward, train_prompts[0])
@@ -161,6 +136,7 @@ def assemble(
     reference = reference_of(config, policy.model, objective, world)
     engine, sampling = make_engine(config, policy, load_model), sampling_of(config)
     scorer = scorer_of(config, reward, world.local_size)
+    eval_scorer = eval_scorer_of(config, scorer, world.local_size)
     interaction = interaction_of(config, model, environment)
     return Parts(
         config=config,
@@ -169,10 +145,9 @@ def assemble(
         bad_rows=tuple(bad_rows_of(task)),
         notes=(*notes, *more_notes),
         scorer=scorer,
-        eval_scorer=eval_scorer_of(config, scorer, world.local_size),
-        length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
-            **config.length_penalty.options
-        ),
+        eval_scorer=eval_scorer,
+        baselines=baselines_of(config, eval_scorer, held_out, reward),
+        length_penalty=_length_penalty(config),
         policy=policy,
         reference=reference,
         teacher=teacher_of(config, policy.model, objective, world),
@@ -185,6 +160,18 @@ def assemble(
             config, objective, sampling, exact_logp=engine.info.exact_logp
         ),
     )
+
+
+def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """Return the training and the held-out prompts. There must be some."""
+    train_prompts, held_out = task.train(), held_out_of(config, task)
+    if not train_prompts:
+        raise DataError(f"task: {task.name} has no training prompts")
+    return train_prompts, held_out
+
+
+def _length_penalty(config: Config) -> LengthPenalty:
+    return LENGTH_PENALTIES[config.length_penalty.name](**config.length_penalty.options)
 
 
 def over_epochs(config: Config, prompts: int) -> Config:

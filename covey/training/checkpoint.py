@@ -209,7 +209,7 @@ def load_policy(policy: Policy, folder: Path) -> dict[str, Any]:
         if has_state(folder):
             load_state(policy.optimizer, folder, sharded=policy.model.sharded)
         else:
-            weights = _read_weights(policy, folder)
+            weights = read_weights(policy, folder)
             moments = load_file(folder / OPTIMIZER_FILE)
             _load_whole(policy.optimizer, weights, moments)
         policy.version = state["version"]
@@ -238,7 +238,8 @@ def _read_state(file: Path) -> dict[str, Any]:
     return {"step": None, **state}
 
 
-def _read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
+def read_weights(policy: Policy, folder: Path) -> Mapping[str, torch.Tensor]:
+    """Return the weights in a checkpoint, by the names of the optimizer."""
     model = policy.model.model
     if policy.model.adapter is not None:
         saved = load_file(folder / WEIGHTS_FILE)

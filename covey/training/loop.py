@@ -12,6 +12,7 @@ policy, and saves both. A resumed run therefore gives the same results as an uni
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from covey.run.folder import RunFolder
 from covey.run.resume import Start, resume_command, start_of
 from covey.run.trackers import JsonlTracker, Tracker, Trackers
 from covey.run.trackers.choose import make_trackers
-from covey.stopping import GivenUp, StopSignal
+from covey.stopping import GivenUp, StopSignal, may_be_given_up
 from covey.training import checkpoint
 from covey.training.budget import Used
 from covey.training.build import Components, Parts
@@ -76,7 +77,7 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
-            what = f"step {state.step} waited for another process and was abandoned"
+            what = f"step {state.step} waited or evaluated, and was abandoned"
             if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
                 raise RunError(f"{what}; --resume continues from the last checkpoint") from None
             log.note(what)
@@ -151,7 +152,10 @@ class _Loop:
         return last
 
     def _evaluate(self) -> None:
-        measure(self.trainer.parts, self.log, self.state.step)
+        parts = self.trainer.parts
+        # A signal ends a long evaluation, which a resumed run repeats; ranks must stay together.
+        with may_be_given_up() if parts.world.size == 1 else nullcontext():
+            measure(parts, self.log, self.state.step)
         self.state.evaluation_due = False
         self.complete = replace(self.state)
 

@@ -26,6 +26,7 @@ def measure(parts: Components, log: Tracker, step: int) -> Evaluation:
             sampling=parts.sampling,
             samples=parts.config.evaluate.samples,
             temperature=parts.config.evaluate.temperature,
+            baselines=parts.baselines,
         )
     # The rows come first, so that they exist for every line of eval.jsonl.
     log.table("evaluations", step, [item.row() for item in evaluation.items])

@@ -23,6 +23,7 @@ from covey.run.metric_names import with_open_instruct_names
 from covey.run.metrics import meaning
 from covey.run.samples import samples_page
 from covey.run.trackers import Tracker
+from covey.scoring.baselines import REMEDY
 from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.checkpoint import State
@@ -82,6 +83,9 @@ class Reinforcement:
             self.choice.load(checkpoint)
             self.replay.load(checkpoint)
         self.queue = rollout_queue(self.parts, log, held, self.choice)
+        if checkpoint is None and self.parts.baselines is not None:
+            for found in self.parts.baselines.flagged():
+                log.note(f"task: {found}: {REMEDY}")
         if self.parts.config.overlap.staleness:
             log.note(overlap_note(self.parts))
 

@@ -32,7 +32,7 @@ from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
 from covey.training.budget import Budget
-from covey.training.build import Components, eval_scorer_of, load_model, policy_of, scorer_of
+from covey.training.build import Components, load_model, policy_of
 from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.loop import run_loop
@@ -43,6 +43,7 @@ from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
 from covey.training.schedule import sft_schedule_of
+from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
 from covey.training.sft_data import Solutions, solutions_of
 from covey.types import Batch, Group, Message, Prompt, Rollout, Totals
 
@@ -85,6 +86,7 @@ def build_sft(
     # Cross-entropy is at temperature 1, whatever the sampling temperature is.
     policy.temperature = 1.0
     scorer = scorer_of(config, ranks=world.local_size)
+    eval_scorer = eval_scorer_of(config, scorer, world.local_size)
     parts = SftParts(
         config=config,
         solutions=solutions,
@@ -92,7 +94,8 @@ def build_sft(
         bad_rows=tuple(bad_rows_of(task)),
         notes=tuple(notes),
         scorer=scorer,
-        eval_scorer=eval_scorer_of(config, scorer, world.local_size),
+        eval_scorer=eval_scorer,
+        baselines=baselines_of(config, eval_scorer, held_out),
         policy=policy,
         engine=native_engine(policy),
         sampling=sampling_of(config),

@@ -300,7 +300,7 @@ def optimize(
         # A placeholder row of a step without rows may have no old_logp to compare with.
         counts = bool(facts.useful[index].any())
         losses.append([])
-        for rows, micro, output, now in _backward_passes(learner, mini):
+        for rows, micro, output, now in backward_passes(learner, mini):
             losses[-1].append(output.loss)
             if counts:
                 observe(meter, objective, micro, output, now.entropy)
@@ -323,7 +323,7 @@ def optimize(
     return {**world.mean(meter), "lr": rate, "optim/skipped": skipped}
 
 
-def _backward_passes(
+def backward_passes(
     learner: Learner, mini: Batch
 ) -> Iterator[tuple[torch.Tensor, Batch, PolicyLoss, LogProbs]]:
     """Add the gradient of this rank's rows; yield each micro-batch with its loss and `logp`."""

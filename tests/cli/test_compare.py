@@ -194,7 +194,7 @@ def test_edited_data_change_the_run_key(tmp_path: Path) -> None:
     # A resumed comparison checks the data again.
     (tmp_path / "test.jsonl").write_text('{"question": "1+0?", "answer": "1"}\n')
     resumed = Prepared(folder=tmp_path, design=design, previous=design)
-    with pytest.raises(DataError, match="held-out prompts are training prompts too"):
+    with pytest.raises(DataError, match="held-out prompts are also training prompts"):
         checked(resumed)
 
 

@@ -620,3 +620,18 @@ def test_settings_of_an_old_run_are_read_under_their_new_names() -> None:
     assert (config.train.budget, config.train.amount, config.train.steps) == ("tokens", 100, 5)
     assert config.filter.dynamic_sampling
     assert config.sft.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("num_generations=8", "rollout.group_size"),
+        ("rollout.num_generations=8", "rollout.group_size"),
+        ("train.max_steps=8", "train.steps"),
+        ("optimizer.lr=1e-6", "optimizer.learning_rate"),
+        ("max_completion_length=256", "rollout.max_tokens"),
+        ("train.num_iterations=2", "train.epochs"),
+    ],
+)
+def test_names_of_trl_and_verl_give_ours(override: str, name: str) -> None:
+    assert error_of(override).endswith(f"is '{name}' here")

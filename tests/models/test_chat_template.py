@@ -127,7 +127,7 @@ def test_chat_options_reach_the_chat_template() -> None:
         make_renderer(tokenizer, Template(chat_options={"quie": 1}))
     with pytest.raises(ConfigError, match=r"chat_options\.messages: covey sets this itself"):
         make_renderer(tokenizer, Template(chat_options={"messages": "none"}))
-    with pytest.raises(ConfigError, match=r"chat_options\.quiet needs a chat template, and tiny"):
+    with pytest.raises(ConfigError, match=r"chat_options\.quiet needs a chat template, but tiny"):
         make_renderer(tokenizer, Template(form="plain", chat_options={"quiet": True}), "tiny")
 
 

@@ -82,7 +82,7 @@ def render_page(
 
 
 def compared(contents: ReportContents) -> str:
-    """Return what the arms are compared by: success or reward."""
+    """Return the metric by which arms are compared: success or reward."""
     return next((arm.by for arm in contents.conclusion.arms if arm.seeds), "success")
 
 

@@ -87,14 +87,14 @@ def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
 
 
 def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
-    """Return the interval; with two seeds, which have none worth showing, the value of each."""
+    """Return the interval; with two seeds, whose interval says little, the value of each seed."""
     if arm.seeds == 2:
         return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"
     return _interval(change, arm.by)
 
 
 def reward_table(found: Conclusion) -> TextTable:
-    """Return mean reward and its parts of each arm, where they say more than success."""
+    """Return the mean reward and its parts of each arm, if they differ from success."""
     return TextTable(
         title="Mean reward and its parts, greedy",
         head=["arm", "", "initial", "final", "improvement", "95 % interval"],
