@@ -234,7 +234,7 @@ class Optimizer(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of AdamW's second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
+    """AdamW's epsilon, which is added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
