@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from covey.cli.screen import echo
-from covey.errors import ConfigError, RunError
+from covey.errors import ConfigError, RunError, reason
+
+if TYPE_CHECKING:
+    from covey.ui.server import Server
 
 USUAL = (Path("runs"), Path("comparisons"))
 """Folders that `covey train` and `covey compare` write to."""
@@ -47,10 +50,8 @@ def ui_command(
     try:
         server = Server(host, port, site)
     except OSError as error:
-        why = error.strerror or str(error)
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {why}; choose another --port"
-        ) from None
+        why = reason(error)
+        raise ConfigError(f"cannot listen on {host} port {port}: {why}; try --port 0") from None
     found = [place.kind for place in site.places().values()]
     runs, comparisons = found.count("run"), found.count("comparison")
     echo(f"{runs} runs and {comparisons} comparisons: {server.url}  (Ctrl-C ends it)")
@@ -58,10 +59,14 @@ def ui_command(
         import webbrowser
 
         webbrowser.open(server.url)
+    _serve(server)
+
+
+def _serve(server: Server) -> None:
     try:
         server.serve_forever()
     except KeyboardInterrupt:
         pass
     finally:
         server.server_close()
-        site.close()
+        server.site.close()

@@ -9,9 +9,9 @@ from typing import Any
 
 from covey.errors import RunError
 from covey.run.folder import RunFolder
+from covey.run.rollout_index import Entry
 from covey.ui.find_runs import settings_cached
 from covey.ui.processes import covey_json
-from covey.ui.rollout_index import Entry
 from covey.ui.token_texts import token_texts
 from covey.ui.views import (
     LONGEST,

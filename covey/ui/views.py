@@ -15,6 +15,7 @@ from typing import Any
 from covey.errors import ConfigError, CoveyError, RunError
 from covey.run.folder import RunFolder, edited_settings, flat_settings
 from covey.run.metrics import METRICS
+from covey.run.rollout_index import RolloutIndexes
 from covey.ui.find_runs import (
     Place,
     evaluations_cached,
@@ -24,7 +25,6 @@ from covey.ui.find_runs import (
     settings_cached,
 )
 from covey.ui.processes import Explorer, Jobs, covey_json
-from covey.ui.rollout_index import RolloutIndexes
 from covey.ui.step_table import StepTables, curve
 
 READ_SECONDS = 0.1

@@ -61,7 +61,7 @@ def make_run(
 ) -> RunFolder:
     environment = {
         "started": "2026-01-01T00:00:00+00:00",
-        "command": ["covey", "train", text],
+        "command": ["covey", "train", text[:500]],
         "seed": 0,
         "packages": {},
     }

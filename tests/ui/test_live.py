@@ -38,7 +38,7 @@ def test_a_run_is_watched_and_explained_while_it_trains(
     browser.click("#again")  # covey explain, in another process
     browser.wait("document.body.innerText.includes('the step was trained again')", 180)
     browser.run("location.hash += '&by=ratio'")
-    browser.wait("document.querySelector('.tokens h2')")
+    browser.wait("document.querySelector('.tokens select')?.value === 'ratio'")
     facts = browser.run(
         "document.querySelector('.token').dispatchEvent(new PointerEvent('pointerover', {bubbles: true})), document.querySelector('.facts').innerText"
     )

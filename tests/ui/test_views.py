@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from covey.run.folder import RunFolder
+from covey.run.rollout_index import RolloutIndex
 from covey.ui import group_views, views
 from covey.ui.find_runs import find
-from covey.ui.rollout_index import RolloutIndex
 from covey.ui.server import POLICY, Server
 from covey.ui.step_table import StepTable, StepTables, curve
 from covey.ui.views import Site

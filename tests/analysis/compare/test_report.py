@@ -27,8 +27,9 @@ from covey.analysis.compare.report_tables import (
     speed_table,
     training_table,
 )
-from covey.analysis.compare.report_text import fenced, markdown, plain, terminal_report
+from covey.analysis.compare.report_text import markdown, terminal_report
 from covey.analysis.page.html import page_file
+from covey.analysis.page.markdown import fenced, plain
 from covey.errors import DiskError
 from tests.analysis.compare import sample_comparison as sample
 
