@@ -84,8 +84,11 @@ def load_config(source: Source = None, **overrides: Any) -> Config:
         settings = dict(source)
     else:
         settings = {} if source is None else read_settings(str(source))
-    changes = [f"{key}={toml_value(value)}" for key, value in overrides.items()]
-    return parse_config(overridden(settings, changes))
+    return parse_config(overridden(settings, _settings(overrides)))
+
+
+def _settings(overrides: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={toml_value(value)}" for key, value in overrides.items()]
 
 
 def train(
@@ -117,7 +120,8 @@ def train(
         trackers: names, such as "wandb", and objects. Without objects: the console, unless `quiet`.
         callbacks: functions of the metrics of a step; one that returns a text ends the run.
         run: the run folder to create. Default: the next `runs/NAME-N`.
-        resume: a run folder to continue, with its own settings; pass dataset and rewards again.
+        resume: a run folder to continue, with its own settings and those of `overrides`; pass
+            dataset and rewards again.
         quiet: print nothing.
         **overrides: settings by dotted key.
     """
@@ -127,11 +131,11 @@ def train(
     names = {"task": task, "reward": reward, "environment": _factory(environment)}
     passed = {where for where, value in names.items() if value is not None}
     if resume is not None:
-        if overrides or any(given is not None for given in (config, model, run)):
-            raise ConfigError("resume takes its settings from the run; give it alone")
+        if any(given is not None for given in (config, model, run)):
+            raise ConfigError("resume takes its settings from the run; beside it, give dotted keys")
         folder = RunFolder.open(Path(resume))
         _check_passed(folder, passed)
-        return _train(folder.config_file, folder, names, shown, callbacks, quiet)
+        return _train(overrides, folder, names, shown, callbacks, quiet)
     if run is not None:
         check_new_run(Path(run))
     source = "arithmetic" if config is None and dataset is None else config
@@ -156,7 +160,14 @@ def evaluate(
     from covey.evaluation.evaluate import evaluate as evaluate_prompts
     from covey.rollout.collect import Collector
     from covey.training.build import load_model, scorer_of
-    from covey.training.resolve import held_out_of, resolve, sampling_of, task_of
+    from covey.training.prompt_limit import fitting_prompts
+    from covey.training.resolve import (
+        evaluation_config,
+        held_out_of,
+        resolve,
+        sampling_of,
+        task_of,
+    )
 
     task, reward = _objects(dataset, dataset, rewards)
     passed = {where for where, value in {"task": task, "reward": reward}.items() if value}
@@ -165,7 +176,9 @@ def evaluate(
     chosen = resolve(_with_objects(source, passed, model, settings), passed=passed)
     prompts = held_out_of(chosen, task or task_of(chosen))
     language_model = load_model(chosen)
-    with closing(scorer_of(chosen, reward)) as scorer:
+    prompts, _ = fitting_prompts(chosen, language_model, prompts, "held-out")
+    scored_by = chosen if reward else evaluation_config(chosen)
+    with closing(scorer_of(scored_by, reward)) as scorer:
         return evaluate_prompts(
             prompts,
             Collector(engine=NativeEngine(language_model), model=language_model, scorer=scorer),
@@ -269,7 +282,7 @@ def _check_passed(folder: RunFolder, passed: set[str]) -> None:
 
 
 def _train(
-    source: Config | Path,
+    source: Config | Mapping[str, Any],
     target: RunFolder | Path | None,
     objects: Mapping[str, Any],
     trackers: Sequence[Tracker] | None,
@@ -277,19 +290,27 @@ def _train(
     quiet: bool,
 ) -> TrainResult:
     from covey.training.build import assemble
+    from covey.training.changed_settings import check_length, record_changes, resumed_config
     from covey.training.loop import train as run_loop
     from covey.training.parallel.join import joined_world
     from covey.training.resolve import resolve
     from covey.training.run_start import locked_by_main
 
     passed = {where for where, value in objects.items() if value is not None}
-    config = resolve(load_config(source), passed=passed)
+    if isinstance(target, RunFolder):
+        assert isinstance(source, Mapping), "a run that is resumed takes overrides"
+        config, changed = resumed_config(target, _settings(source), passed=passed)
+    else:
+        config, changed = resolve(load_config(source), passed=passed), {}
     with joined_world(config) as world:
         parts = assemble(config, objects["reward"], objects["task"], world, objects["environment"])
         with closing(parts):
             folder, begins = _folder(parts, target)
             with locked_by_main(folder, world), _signals() as stop:
                 start = Start() if begins else _start_of(folder, config, world)
+                check_length(config, start.step)
+                if world.is_main:
+                    record_changes(folder, config, start.step, changed)
                 follow = [*_shown(folder, trackers, quiet), _Callbacks(callbacks, stop)]
                 done = run_loop(parts, folder, follow, stop, start)
     evaluations = folder.evaluations()

@@ -19,9 +19,12 @@ from covey.episode import TRUNCATED as TRUNCATED
 from covey.episode import Episode
 from covey.episode import Finish as Finish
 from covey.episode import Message as Message
+from covey.totals import Totals as Totals
 
 if TYPE_CHECKING:
     import torch
+
+    from covey.kept_sets import KeptSets
 
 _T = TypeVar("_T")
 
@@ -72,6 +75,8 @@ class Segment:
     """Log-probability of each token under the distribution it was drawn from; 0 if not trained."""
     versions: tuple[VersionSpan, ...]
     """The policy version of each sampled span: weights may change during a rollout."""
+    kept: tuple[str, ...] = ()
+    """For each sampled span, what its tokens were drawn from (kept_sets.py). Empty: everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +128,7 @@ class Rollout:
         sampler_logp: tuple[float, ...],
         policy_version: int,
         trained: tuple[bool, ...] | None = None,
+        kept: tuple[str, ...] = (),
         **fields: Any,
     ) -> Rollout:
         """Return a rollout of one completion, sampled by one version of the policy."""
@@ -133,6 +139,7 @@ class Rollout:
             trained=(True,) * size if trained is None else trained,
             sampler_logp=sampler_logp,
             versions=(VersionSpan(0, size, policy_version),),
+            kept=kept,
         )
         turn = Turn(role="assistant", start=0, stop=size)
         return Rollout(segments=(segment,), turns=(turn,), **fields)
@@ -286,6 +293,8 @@ class Batch:
 
     host: HostRows | None = None
     """A copy on the CPU of what layouts depend on. None: the batch is on the CPU, or has none."""
+    kept: KeptSets | None = None
+    """What each token was drawn from, on the CPU. None: the whole vocabulary."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -314,9 +323,11 @@ class Batch:
             changes["host"] = self.host.rows(here, width, prompt_width)
             if not index.is_cuda:
                 index = index.pin_memory().to(self.tokens.device, non_blocking=True)
+        if self.kept is not None:
+            changes["kept"] = self.kept.rows(here, width)
         for name in self.__slots__:
             value = getattr(self, name)
-            if value is None or name == "host":
+            if value is None or name in ("host", "kept"):
                 continue
             picked = value[index]
             if name == "prompt_tokens":
@@ -328,10 +339,10 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device, and with it `host` unless the device is the CPU."""
-        moved = {
+        moved: dict[str, Any] = {
             name: _moved(getattr(self, name), device)
             for name in self.__slots__
-            if name != "host" and getattr(self, name) is not None
+            if name not in ("host", "kept") and getattr(self, name) is not None
         }
         host = None if moved["tokens"].device.type == "cpu" else HostRows.of(self)
         return replace(self, **moved, host=host)
@@ -348,45 +359,3 @@ def _moved(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if values.device.type == "cpu" and str(device).startswith("cuda"):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
-    """The denominators of one optimizer step, over all its micro-batches and ranks."""
-
-    sequences: int
-    """Rollouts."""
-    tokens: int
-    groups: int
-    group_tokens: Mapping[int, int]
-    """Tokens of each group, by its id: a group may lie in several micro-batches or ranks."""
-    rollout_tokens: Mapping[int, int] | None = None
-    """Tokens of each rollout, by its id. None: every rollout is one row, which knows its own."""
-
-    @staticmethod
-    def of(batch: Batch) -> Totals:
-        """Count a batch. A rollout without trained tokens counts: it shrinks the step."""
-        rollout = None if batch.one_row_each else batch.rollout
-        return Totals.counted(batch.group, batch.mask.sum(dim=1), rollout)
-
-    @staticmethod
-    def counted(
-        group: torch.Tensor, tokens: torch.Tensor, rollout: torch.Tensor | None = None
-    ) -> Totals:
-        """Count rows [B] by their trained tokens, their group and, if not one each, rollout."""
-        groups = _sums(group, tokens)
-        rollouts = None if rollout is None else _sums(rollout, tokens)
-        return Totals(
-            sequences=len(group) if rollouts is None else len(rollouts),
-            tokens=int(tokens.sum()),
-            groups=len(groups),
-            group_tokens=groups,
-            rollout_tokens=rollouts,
-        )
-
-
-def _sums(ids: torch.Tensor, values: torch.Tensor) -> dict[int, int]:
-    """Return the sum of the values [B] of each id [B]."""
-    found, place = ids.unique(return_inverse=True)
-    sums = values.new_zeros(len(found)).index_add(0, place, values)
-    return dict(zip(found.tolist(), sums.tolist(), strict=True))

@@ -25,7 +25,7 @@ from covey.accel.varlen_attention import VarlenRows, flash_attention
 NAME = "covey"
 
 SHORT = 256
-"""On a CPU, batched products beat the fused kernel up to about this many positions."""
+"""On a CPU, batched products are faster than the fused kernel up to about this many positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class PaddedRows:
 
 
 class CustomAttention(Protocol):
-    """An object that computes attention itself, because only it knows where the keys are."""
+    """A cache that computes attention itself, because only it knows where the keys are."""
 
     def attend(
         self,

@@ -58,7 +58,7 @@ _SKIPS: ContextVar[bool] = ContextVar("skips", default=False)
 
 @contextmanager
 def skip_swiglu_output() -> Iterator[None]:
-    """Make SwiGLU products save what their gradient needs and return uninitialized memory.
+    """Let SwiGLU products save what their gradient needs and return uninitialized memory.
 
     A checkpointed layer ends with such a product, and nothing reads its recomputed result.
     """
@@ -70,20 +70,20 @@ def skip_swiglu_output() -> Iterator[None]:
 
 
 class _Weights:
-    """Fused weights of linear layers, and where their gradients go."""
+    """The fused weights of linear layers, and the destinations of their gradients."""
 
     def __init__(self, modules: Sequence[nn.Linear], weight: torch.Tensor) -> None:
         self.weights = [m.weight for m in modules]
         self.weight = weight
         self.biases: list[torch.Tensor] = [m.bias for m in modules if m.bias is not None]
         bias = fused_view(self.biases) if self.biases else None
-        # Biases are small: where they are not fused, a copy will do.
+        # Biases are small, so a copy is cheap if they are not fused.
         self.bias = torch.cat([b.detach() for b in self.biases]) if self.biases else None
         self.bias = self.bias if bias is None else bias
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """All parameters, weights first: autograd must see what the result depends on."""
+        """All parameters, weights first, because autograd must see what the result depends on."""
         return [*self.weights, *self.biases]
 
     def grads(

@@ -71,8 +71,8 @@ HoldsGrad = nn.Parameter | GradHolder
 class GradSink:
     """Float32 gradient sum of bfloat16 parameters that share one storage.
 
-    A backward pass may write a gradient here and return None to autograd: a matrix product then
-    adds to the sum directly, and nothing is rounded to bfloat16 in between.
+    A backward pass may write a gradient here and return None to autograd. A matrix product then
+    adds to the sum directly, without rounding to bfloat16 in between.
     """
 
     def __init__(self, masters: Sequence[HoldsGrad]) -> None:
@@ -87,8 +87,8 @@ class GradSink:
     def start(self) -> torch.Tensor:
         """Start a new sum, which the caller must fill.
 
-        It reuses the memory of the last one: two would need twice the memory, and a CUDA graph
-        keeps writing to the same address.
+        It reuses the memory of the last sum, because two sums would need twice the memory, and a
+        CUDA graph always writes to the same address.
         """
         first, *others = self.masters
         # A single parameter keeps its shape: a scalar has no rows.

@@ -1,7 +1,7 @@
-"""Packing: a batch as one row of tokens without padding, with shared prompts once.
+"""Packing: a batch as one row of tokens without padding; shared prompts occur only once.
 
 The layout is computed on the CPU and sent to the device in one transfer. Reading a length from the
-device would wait until it has finished all its work.
+device would wait until the device has finished all its work.
 
 Shapes: B rows, P prompt tokens, T completion tokens, N packed tokens, R key positions.
 """
@@ -21,14 +21,14 @@ from covey.types import Batch, HostRows
 
 
 def host_rows(batch: Batch) -> HostRows:
-    """Return the CPU's copy of a batch, which is fetched if there is none."""
+    """Return the CPU's copy of a batch; fetch it if there is none."""
     return batch.host if batch.host is not None else HostRows.of(batch)
 
 
 def row_of_each(counts: torch.Tensor) -> torch.Tensor:
     """Return the row of every token, from the number of tokens per row.
 
-    It uses numpy: torch would wake all of its threads, which took 4 ms on sixteen cores.
+    It uses numpy, because torch would wake all of its threads, which took 4 ms on sixteen cores.
     """
     return torch.from_numpy(np.repeat(np.arange(len(counts)), counts.numpy()))
 
@@ -86,7 +86,7 @@ def _pack_padded(host: HostRows, device: torch.device) -> PackedBatch:
     prompt_cells = columns[: prompt_tokens.shape[1]] < prompt_lengths[:, None]
     cells = torch.arange(host.tokens.shape[1]) < lengths[:, None]
     count = int(prompt_lengths.sum() + lengths.sum())
-    # A shared prompt takes its hidden states from its first row, so that the choice is fixed.
+    # The hidden states of a shared prompt come from its first row, so that the choice is fixed.
     home = rows.new_full((count,), rows.numel()).scatter_reduce(
         0, rows[in_row], torch.arange(rows.numel()).view_as(rows)[in_row], "amin"
     )
@@ -200,7 +200,7 @@ def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> Packed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowIndex:
-    """Where each row's tokens are among the packed ones. All [B] int64, on the CPU."""
+    """The place of each row's tokens among the packed tokens. All [B] int64, on the CPU."""
 
     prompt: torch.Tensor
     """Prompt tokens."""
@@ -209,7 +209,7 @@ class _RowIndex:
     number: torch.Tensor
     """Number of the prompt."""
     queries: torch.Tensor
-    """Queries of the row: its completion, and in the first row of a prompt the prompt too."""
+    """Queries of the row: its completion and, in the first row of a prompt, the prompt."""
     prompt_start: torch.Tensor
     start: torch.Tensor
     """Start of the completion."""

@@ -23,7 +23,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class KeyIndex(NamedTuple):
-    """Where the keys and values of packed tokens are copied to, if rows share some."""
+    """The positions to which keys and values of packed tokens are copied, if rows share some."""
 
     tokens: torch.Tensor
     """[R] int32: the packed token of each key position."""

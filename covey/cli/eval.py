@@ -15,7 +15,7 @@ from covey.cli.checkpoint_choice import run_around, weights_of
 from covey.cli.screen import Screen
 from covey.cli.startup import STARTING, Smoke, Trust, loaded, tell_edited, waiting
 from covey.config import Config, toml_value
-from covey.errors import ConfigError, RewardError
+from covey.errors import ConfigError, DataError, RewardError
 from covey.models.model_path import check_model_path
 from covey.run.folder import RunFolder
 
@@ -32,7 +32,10 @@ Target = Annotated[
 Source = Annotated[
     str | None,
     typer.Option(
-        "--config", metavar="CONFIG", help="Task and reward. Default: the run's own, or arithmetic."
+        "--config",
+        metavar="CONFIG",
+        help="Configuration with the task and reward. Default: the run's configuration, or "
+        "arithmetic for a model.",
     ),
 ]
 Overrides = Annotated[
@@ -51,7 +54,7 @@ Against = Annotated[
 By = Annotated[
     str | None,
     typer.Option(
-        metavar="KEY", help="Break results down by this key of the prompts' info, or 'task'."
+        metavar="KEY", help="Also report results by this key of the prompts' info, or by 'task'."
     ),
 ]
 Out = Annotated[
@@ -74,10 +77,11 @@ def eval_command(
     trust: Trust = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Evaluate greedy accuracy, and with --samples mean@k and pass@k, with 95 % intervals.
+    """Evaluate a model on held-out prompts, with 95 % intervals.
 
-    For a run, the newest checkpoint is evaluated on the run's own task. With --against, both
-    models are evaluated on the first one's prompts.
+    Reports greedy accuracy, and with --samples also mean@k and pass@k. For a run, the newest
+    checkpoint is evaluated on the run's own task. With --against, both models are evaluated on
+    the same prompts.
     """
     settings = list(overrides or [])
     if samples is not None:
@@ -113,7 +117,7 @@ def _config(target: str, source: str | None, settings: list[str], smoke: bool) -
 
 
 def _model(target: str) -> str:
-    """Return what to load: for a run, its newest checkpoint."""
+    """Return the path of the model to load: for a run, its newest checkpoint."""
     path = Path(target)
     return str(weights_of(path, "covey eval {}")) if run_around(path) else target
 
@@ -127,23 +131,38 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
         from covey.rollout.collect import Collector
         from covey.training.build import load_model, scorer_of
         from covey.training.interaction import interaction_of, with_stops
-        from covey.training.resolve import held_out_of, resolve, sampling_of, task_of
+        from covey.training.prompt_limit import fitting_prompts
+        from covey.training.resolve import (
+            evaluation_config,
+            held_out_of,
+            resolve,
+            sampling_of,
+            task_of,
+        )
 
-        config = resolve(config)
+        config = evaluation_config(resolve(config))
         prompts = held_out_of(config, task_of(config))
         if by is not None:
             check_category(prompts, by)
-    found = []
+    found: list[Evaluation] = []
     with closing(scorer_of(config)) as scorer:
         for path in models:
             named = config.model.model_copy(update={"path": path})
             with waiting(f"loading {path}"):
                 model = load_model(config.model_copy(update={"model": named}))
+                fitting, notes = fitting_prompts(config, model, prompts, "held-out")
+                if found and len(fitting) < len(prompts):
+                    raise DataError(
+                        f"{path}: {notes[0]}, and the models would answer different prompts; set a "
+                        "rollout.max_prompt_tokens that all of them have room for"
+                    )
+                prompts = fitting
                 engine = NativeEngine(model)
                 interaction = interaction_of(config, model)
             with Progress(console=Screen(stderr=True), disable=not show) as progress:
                 if show:
-                    progress.console.print(f"sampling: {engine.info.backend}")
+                    for note in (f"sampling: {engine.info.backend}", *notes):
+                        progress.console.print(note)
                 completions = len(prompts) * (1 + config.evaluate.samples)
                 task = progress.add_task("completions", total=completions)
                 evaluation = evaluate(
@@ -170,7 +189,7 @@ def _check_scored(model: str, evaluation: Evaluation) -> None:
     completions = sum(1 + len(item.samples) for item in evaluation.items)
     if evaluation.unscored == completions:
         raise RewardError(
-            f"{model}: none of the {completions} completions could be scored; the first: "
+            f"{model}: none of the {completions} completions could be scored; the first error: "
             f"{evaluation.first_failure}"
         )
 

@@ -80,7 +80,7 @@ def run(arguments: list[str]) -> int:
     try:
         with scoped_trust():
             result = typer.main.get_command(app).main(
-                args=arguments, prog_name="covey", standalone_mode=False
+                args=arguments, prog_name="covey", standalone_mode=False, obj=arguments
             )
     except CoveyError as error:
         return error.exit_code if _told(error) else _fail(str(error), error.exit_code)
@@ -101,14 +101,14 @@ def run(arguments: list[str]) -> int:
         if not hasattr(error, "format_message"):
             raise
         return _fail(error.format_message(), getattr(error, "exit_code", 2))
-    # Some versions of typer return this after Ctrl-C, silently. Of several ranks, the first tells.
+    # Some versions of typer return this after Ctrl-C, silently. Only rank 0 prints the message.
     if result == INTERRUPTED and os.environ.get("RANK", "0") == "0":
         return _fail("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
 
 
 def _told(error: CoveyError) -> bool:
-    """Whether another rank tells the user: of several that fail, one does."""
+    """Whether another rank prints this error: if several ranks fail, only one prints."""
     if isinstance(error, RankError | Reported) or "RANK" not in os.environ:
         return not str(error)
     from covey.training.parallel.join import told_by_main

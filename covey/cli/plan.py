@@ -34,7 +34,7 @@ Gpu = Annotated[
         "--gpu",
         min=1,
         metavar="GIB",
-        help="Plan for one GPU with this much memory instead of this machine's device.",
+        help="Plan for a GPU with this much memory instead of this machine's device.",
     ),
 ]
 Cluster = Annotated[
@@ -51,7 +51,7 @@ Ranks = Annotated[
         min=1,
         max=4096,
         metavar="N",
-        help="Plan for training on N devices, one rank each; memory is that of one rank.",
+        help="Plan for training on N devices with one rank each, and show the memory of one rank.",
     ),
 ]
 
@@ -69,8 +69,8 @@ def plan_command(
 ) -> None:
     """Show what a run will do, how much memory it needs, and which settings have no effect.
 
-    Without --measure nothing is trained and no weights are loaded: only the model's configuration
-    and tokenizer are read.
+    Without --measure, the command trains nothing and loads no weights. It reads only the model's
+    configuration and tokenizer.
     """
     settings = settings_of(overrides, model)
     from covey.analysis.plan.prompt_lengths import measuring
@@ -113,7 +113,7 @@ def _show_scale(config: Config, facts: TaskFacts, *, cluster: bool, as_json: boo
 
 
 def _show_engine(config: Config, console: Console) -> None:
-    """Print what the engine or Ray lacks here, as far as that can be known without starting it."""
+    """Print what vLLM or Ray lacks on this machine, as far as known without starting it."""
     from covey.cluster.ray_client import check_ray
     from covey.engines.vllm.check import check_vllm
 

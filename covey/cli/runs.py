@@ -18,6 +18,7 @@ from covey.cli.screen import Screen, cell
 from covey.cli.startup import tell_edited
 from covey.errors import RunError
 from covey.run.episodes import turn_lines
+from covey.run.estimate_text import estimate_text
 from covey.run.folder import RunFolder, list_runs
 
 FORMS = {
@@ -38,7 +39,7 @@ class _Runs(TyperGroup):
     """`covey runs FOLDER` is short for `covey runs show FOLDER`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the name of the default command in front, unless a command or help is asked for."""
+        """Put the name of the default command in front, unless a command or --help is given."""
         named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
         return super().parse_args(ctx, args if named else [SHOW, *args])
 
@@ -131,14 +132,13 @@ def _evaluations(run: RunFolder, console: Console, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({**_overview(run, evaluations), "evaluations": evaluations}))
         return
-    names = ("step", "greedy", "95 % interval", "best constant", "distinct answers", "tokens")
+    names = ("step", "greedy, 95 % interval", "reward", "best constant", "distinct", "tokens")
     table = Table(*names, title=cell(run.path))
     for row in evaluations:
-        greedy = row["greedy"]
         table.add_row(
             str(row["step"]),
-            f"{greedy['value']:.1%}",
-            f"[{greedy['low']:.1%}, {greedy['high']:.1%}]",
+            estimate_text("greedy", row["greedy"]),
+            estimate_text("reward", row["reward"]) if "reward" in row else "-",
             _number(row.get("best_constant"), ".1%"),
             _number(row.get("distinct_answers"), "d"),
             _number(row.get("mean_tokens"), ".1f"),
@@ -162,5 +162,5 @@ def _completions(run: RunFolder, step: int, console: Console, as_json: bool) -> 
         turns = list(turn_lines(row))
         shown = f"({row['finish']})" if turns else row["text"]
         console.print(f"  {reward}{advantage}  {shown}", style=style)
-        for line, trained in turns:  # what others said is dimmed: it is not trained
+        for line, trained in turns:  # messages that the policy did not write are dimmed
             console.print(f"    {line}", style="default" if trained else "dim")

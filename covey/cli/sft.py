@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from covey.cli.startup import (
     STARTING,
     Model,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 
 def sft_command(
+    context: typer.Context,
     source: Source = None,
     overrides: Overrides = None,
     model: Model = None,
@@ -36,13 +39,20 @@ def sft_command(
 ) -> None:
     """Fine-tune a model on worked solutions: the task's own, or a file of prompts and completions.
 
-    Reinforcement learning only reinforces what a model already does now and then; SFT teaches it
-    the format and the steps of a solution. Continue with `covey train --model RUN/checkpoints/...`.
+    Reinforcement learning needs a model that already solves some prompts. SFT teaches the model
+    the format and the steps of a solution. Afterwards, run `covey train --model
+    RUN/checkpoints/STEP`.
     """
-    sft = Training(command="sft", build=_build, environment=lambda _: {"kind": "sft"}, loop=_loop)
+    sft = Training(
+        command="sft",
+        build=_build,
+        environment=lambda _: {"kind": "sft"},
+        loop=_loop,
+        arguments=context.obj,
+    )
     if resume is not None:
-        check_alone(source, overrides, model, run, smoke)
-        return sft.resume(resume, step)
+        check_alone(source, model, run, smoke)
+        return sft.resume(resume, step, overrides)
     check_new(run, step)
     label = source or "arithmetic"
     with waiting(STARTING):

@@ -36,7 +36,9 @@ Model = Annotated[
     str | None,
     typer.Option(help="A folder, hub name, GGUF file, 'smollm2' or 'embedded'; sets model.path."),
 ]
-Smoke = Annotated[bool, typer.Option("--smoke", help="Shrink the run to one or two minutes.")]
+Smoke = Annotated[
+    bool, typer.Option("--smoke", help="Shrink the settings so that a run takes 1 or 2 minutes.")
+]
 Trust = Annotated[
     list[str] | None,
     typer.Option(
@@ -44,8 +46,8 @@ Trust = Annotated[
         metavar="MODULE",
         callback=lambda modules: trust(modules or ()),
         expose_value=False,
-        help="Allow functions of this module or package, as in reward.name=MODULE:FUNCTION. "
-        "Its code runs with your permissions.",
+        help="Allow settings such as reward.name=MODULE:FUNCTION to import this module or package. "
+        "The module's code runs with your permissions.",
     ),
 ]
 """Handled by its callback before the command begins."""
@@ -61,7 +63,7 @@ def waiting(text: str) -> Iterator[Say]:
 
     Print results after it: while it is shown, everything printed goes to stderr.
     """
-    quiet = os.environ.get("RANK", "0") != "0"  # of several ranks, the first one talks
+    quiet = os.environ.get("RANK", "0") != "0"  # of several ranks, only rank 0 prints
     with Screen(stderr=True, quiet=quiet).status(escape(text)) as status:
         yield lambda then: status.update(escape(then))
 
@@ -91,8 +93,8 @@ def resolved(
 ) -> Config:
     """Load a configuration and fill in the default of every option.
 
-    With `model` it has to name one: what can be seen to be none is refused before torch is loaded.
-    Without `imports` code of the user's own is not loaded, and its options stay as given.
+    With `model`, the model path is checked before torch is imported. Without `imports`, the user's
+    own modules are not imported, and the options of their functions stay as given.
     """
     config = loaded(source, overrides, smoke=smoke)
     if model:
@@ -119,7 +121,9 @@ def tell_notes(reporter: Tracker, folder: RunFolder, parts: Components) -> None:
             "differ in the last bits"
         )
     if parts.bad_rows:
-        reporter.note(f"{len(parts.bad_rows)} bad rows skipped; the first: {parts.bad_rows[0]}")
+        reporter.note(
+            f"{len(parts.bad_rows)} bad rows skipped; the first error: {parts.bad_rows[0]}"
+        )
     reward, now_reward = environment.get("reward"), parts.scorer.identity
     if reward and reward != now_reward:
         reporter.note(
@@ -136,9 +140,9 @@ def tell_edited(folder: RunFolder) -> None:
 
 
 def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()) -> None:
-    """Report settings that have no effect or may do harm; `covey plan` also lists equivalent ones.
+    """Report settings that have no effect or may do harm, except those in `not_own`.
 
-    `not_own` are settings that the user did not choose, which are not reported.
+    `not_own` are settings that --smoke changed. `covey plan` also lists equivalent settings.
     """
     from covey.analysis.plan.findings import findings
     from covey.analysis.plan.task_facts import facts_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from covey.config.section import Count, Positive, Section
 
@@ -48,8 +48,12 @@ class Cluster(Section):
 
     address: str = ""
     """Ray's address; 'local' starts it on this machine, 'auto' finds it. Empty: no Ray."""
-    engines: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Engine actors of each trainer rank, each with a copy of the model."""
+    trainers: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Trainer ranks that Ray starts; 0: the process that you start, or torchrun's ranks."""
+    trainer_cpus: Annotated[float, Field(ge=0)] = 1.0
+    """CPUs of a trainer rank that Ray starts."""
+    engines: Annotated[int, Field(ge=0, le=10_000)] = 1
+    """Engine actors of each trainer rank, each with a copy of the model; 0: the ranks generate."""
     max_engines: Count = 0
     """Engines to grow to while the cluster has room; 0: cluster.engines."""
     engine_cpus: Annotated[float, Field(ge=0)] = 1.0
@@ -57,7 +61,7 @@ class Cluster(Section):
     engine_gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs of an engine."""
     trainer_gpus: Count = 0
-    """GPUs on the trainer's machine that no actor gets."""
+    """GPUs on the trainer's machine that no actor gets; with cluster.trainers, GPUs of a rank."""
     scoring_actors: Count = 0
     """Scoring actors, each with scoring.workers processes; 0: scoring stays with the trainer."""
     reference_actor: bool = False
@@ -66,6 +70,26 @@ class Cluster(Section):
     """Actors that may die before the run ends."""
     patience: Seconds = 300.0
     """Seconds to wait for a place for an actor."""
+
+    @property
+    def engine_actors(self) -> int:
+        """Engine actors of a trainer rank: none without Ray."""
+        return self.engines if self.address else 0
+
+    @property
+    def any_actors(self) -> bool:
+        """Whether a trainer rank has any actor."""
+        return bool(self.address and (self.engines or self.scoring_actors or self.reference_actor))
+
+    @model_validator(mode="after")
+    def _one_gpu_per_rank(self) -> Cluster:
+        if self.trainers and self.trainer_gpus > 1:
+            raise ValueError(
+                f"cluster.trainer_gpus = {self.trainer_gpus} with cluster.trainers = "
+                f"{self.trainers}: a rank trains on one GPU; set it to 1, and cluster.trainers to "
+                "the number of GPUs that train"
+            )
+        return self
 
 
 class Parallel(Section):

@@ -9,7 +9,7 @@ from covey.errors import ConfigError
 def check_overlap(config: Config) -> None:
     """Reject settings that need others."""
     overlap, engine = config.overlap, config.engine
-    if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.address:
+    if overlap.mode == "copy" and engine.kind == "native" and not config.cluster.engine_actors:
         raise ConfigError(
             "config: overlap.mode = 'copy' needs an engine with weights of its own: set "
             "engine.kind = 'process' or 'vllm', or overlap.mode = 'ahead'"

@@ -72,6 +72,13 @@ class Reward(Named):
     """A reward; `covey rewards list` shows them."""
 
 
+class EvaluationReward(Named):
+    """[evaluate.reward]"""
+
+    name: str = ""
+    """Score evaluations with this reward, whatever reward is trained on; empty: with [reward]."""
+
+
 class LengthPenalty(Named):
     """[length_penalty]"""
 
@@ -132,6 +139,10 @@ class Rollout(Section):
     """Completions sampled for each prompt."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Most tokens in a completion."""
+    max_prompt_tokens: Count = 0
+    """Most tokens in a prompt; 0: the model's context less max_tokens."""
+    long_prompts: Literal["error", "skip", "truncate"] = "error"
+    """Longer prompts: stop before training, leave them out, or cut off their first tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
     top_k: Count = 0
@@ -140,6 +151,9 @@ class Rollout(Section):
     """Sample from the likeliest tokens up to this mass."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this share of the likeliest."""
+    mask_replay: bool = False
+    """Train over the tokens that top_k, top_p and min_p kept, so that the gradient is that of the
+    distribution that was sampled."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts or special tokens, such as <|im_end|>, that end a completion."""
 
@@ -255,6 +269,7 @@ class Evaluate(Section):
     """Sampled completions per prompt for mean@k and pass@k; 0: greedy only."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of those samples."""
+    reward: EvaluationReward = EvaluationReward()
 
 
 class Save(Section):

@@ -122,6 +122,7 @@ def _use_arithmetic(small: dict[str, Any], config: Config) -> list[str]:
         for key in keys:
             small.get(section, {}).pop(key, None)
     small.pop("environment", None)
+    small.get("evaluate", {}).pop("reward", None)
     _put(small, "rollout.stop", [])
     return [
         f"smoke: the embedded model knows only sums: {task} and {FOR_EMBEDDED['reward']['name']} "

@@ -11,6 +11,7 @@ from covey.evaluation.items import (
     check_category,
     compare,
     estimates,
+    is_graded,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "check_category",
     "compare",
     "estimates",
+    "is_graded",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 from covey.engines.draw import Distribution
 from covey.engines.protocol import Sampling
 from covey.evaluation.intervals import Estimate
-from covey.evaluation.items import Item, ItemCompletion, estimates
+from covey.evaluation.items import Item, ItemCompletion, estimates, is_graded
 from covey.rollout.answers import best_constant, final_answer
 from covey.rollout.collect import Collected, Collector
 from covey.rollout.episode import encode_prompts
@@ -25,7 +25,8 @@ class Evaluation:
 
     prompts: int
     estimates: Mapping[str, Estimate]
-    """`greedy`, and with samples `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`."""
+    """`greedy`, with samples `mean@k`, `pass@2`, `pass@4`, ... up to `pass@k`, and of the greedy
+    completions `reward` and `parts/NAME`."""
     parts: Mapping[str, float]
     """Means of the reward's parts over the greedy completions."""
     mean_tokens: float
@@ -39,6 +40,11 @@ class Evaluation:
     """Different final answers among the greedy completions."""
     items: tuple[Item, ...] = ()
     """The results of each prompt, which all numbers are computed from."""
+
+    @property
+    def graded(self) -> bool:
+        """Whether rewards say more than success."""
+        return is_graded(self.items)
 
     def row(self) -> dict[str, Any]:
         """Return plain data, for eval.jsonl."""

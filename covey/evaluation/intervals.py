@@ -1,4 +1,4 @@
-"""Confidence intervals of accuracies, pass@k, and paired differences."""
+"""Confidence intervals of accuracies, pass@k, mean rewards, and paired differences."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def mean_over_prompts(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Estimate a mean over prompts, with a bootstrap over prompts.
+def mean_over_prompts(
+    values: Sequence[float], seed: int = 0, bounds: tuple[float, float] | None = None
+) -> Estimate:
+    """Estimate a mean over prompts, with a bootstrap over prompts; `bounds`: of possible values.
 
     Percentiles are expanded (Hesterberg, arXiv 1411.5279). Plain ones are too narrow: their
     standard deviation divides by n and not n - 1, and their tails are normal and not Student's.
@@ -54,13 +56,30 @@ def mean_over_prompts(values: Sequence[float], seed: int = 0) -> Estimate:
     """
     data = np.asarray(values, dtype=float)
     mean = float(data.mean())
-    if len(data) == 1:
-        return Estimate(mean, mean, mean)
+    if np.ptp(data) <= ROUNDING:
+        return of_equal_values(mean, len(data), bounds)
     generator = np.random.default_rng(seed)
     picks = generator.integers(0, len(data), (RESAMPLES, len(data)))
     tail = _expanded_tail(len(data))
     low, high = np.quantile(data[picks].mean(axis=1), [tail, 1 - tail])
     return Estimate(mean, float(low), float(high))
+
+
+def of_equal_values(value: float, count: int, bounds: tuple[float, float] | None) -> Estimate:
+    """Estimate the mean of values that are all equal, which a bootstrap would give no width.
+
+    If none of `count` prompts differs, Wilson's upper limit of the share that does is
+    z^2 / (count + z^2). Those could be as far away as the bounds, so for 0 and 1 this is Wilson's
+    interval. Without bounds nothing limits how far: low and high are the value itself.
+
+    >>> of_equal_values(0.0, 100, (0.0, 1.0)).high == proportion(0, 100).high
+    True
+    """
+    if bounds is None:
+        return Estimate(value, value, value)
+    square = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) ** 2
+    share = square / (count + square)
+    return Estimate(value, value - share * (value - bounds[0]), value + share * (bounds[1] - value))
 
 
 def _expanded_tail(size: int) -> float:
@@ -87,8 +106,10 @@ class Difference:
         return {**self.estimate.row(), **counts}
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Difference:
-    """Compare two policies prompt by prompt.
+def paired_difference(
+    first: Sequence[float], second: Sequence[float], seed: int = 0, span: float | None = 1.0
+) -> Difference:
+    """Compare two policies prompt by prompt; `span`: the largest possible difference, if known.
 
     Prompts differ much in difficulty. A difference on the same prompts is free of that variance, so
     its interval is much narrower than those of the two values. The p-value is that of the sign test
@@ -104,5 +125,6 @@ def paired_difference(first: Sequence[float], second: Sequence[float], seed: int
     gained = int((differences > ROUNDING).sum())
     lost = int((differences < -ROUNDING).sum())
     p_value = float(stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
-    estimate = mean_over_prompts(differences.tolist(), seed)
+    bounds = None if span is None else (-span, span)
+    estimate = mean_over_prompts(differences.tolist(), seed, bounds)
     return Difference(estimate=estimate, gained=gained, lost=lost, p_value=p_value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from covey.errors import ConfigError, nearest
@@ -18,6 +18,8 @@ from covey.evaluation.intervals import (
 from covey.types import Prompt, Rollout
 
 GREEDY = "greedy"
+REWARD, PART = "reward", "parts/"
+"""Names of estimates: the mean reward of the greedy completions, and the means of its parts."""
 NO_CATEGORY = "-"
 
 
@@ -31,6 +33,7 @@ class ItemCompletion:
     finish: str
     success: bool | None
     """None if it could not be scored. It then counts as wrong."""
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(rollout: Rollout) -> ItemCompletion:
@@ -41,6 +44,7 @@ class ItemCompletion:
             tokens=rollout.sampled,
             finish=rollout.finish,
             success=rollout.success,
+            parts=dict(rollout.parts),
         )
 
 
@@ -63,6 +67,13 @@ class Item:
                 values[f"pass@{k}"] = pass_at_k(count, correct, k)
         return values
 
+    def rewards(self) -> dict[str, float]:
+        """Return the reward of the greedy completion and its parts; nothing if it has no score."""
+        if self.greedy.reward is None:
+            return {}
+        parts = {f"{PART}{name}": value for name, value in self.greedy.parts.items()}
+        return {REWARD: self.greedy.reward, **parts}
+
     def row(self) -> dict[str, Any]:
         """Return plain data, one line of a file."""
         return {
@@ -78,15 +89,31 @@ class Item:
 
 
 def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
-    """Return every metric over these prompts: Wilson's interval for greedy, else a bootstrap."""
+    """Return every metric over these prompts: Wilson's interval for greedy, else a bootstrap.
+
+    The mean reward and its parts are over the completions that were scored.
+    """
     values = [item.values() for item in items]
     correct = sum(item[GREEDY] for item in values)
-    return {
+    shares = {
         name: proportion(int(correct), len(items))
         if name == GREEDY
-        else mean_over_prompts([item[name] for item in values])
+        else mean_over_prompts([item[name] for item in values], bounds=(0.0, 1.0))
         for name in values[0]
     }
+    rewards = [item.rewards() for item in items]
+    names = sorted(
+        {name for row in rewards for name in row}, key=lambda name: (name != REWARD, name)
+    )
+    return shares | {
+        name: mean_over_prompts([row[name] for row in rewards if name in row]) for name in names
+    }
+
+
+def is_graded(items: Sequence[Item]) -> bool:
+    """Whether rewards say more than success: some reward is not 1 for a success and 0 otherwise."""
+    scored = [item.greedy for item in items if item.greedy.reward is not None]
+    return any(one.reward != float(bool(one.success)) for one in scored)
 
 
 def check_category(prompts: Sequence[Prompt], key: str) -> None:
@@ -136,10 +163,24 @@ def compare(first: Sequence[Item], second: Sequence[Item]) -> Comparison:
     a, b = [item.values() for item in first], [item.values() for item in second]
     ids = [item.prompt.id for item in first]
     change = [one[GREEDY] - other[GREEDY] for one, other in zip(a, b, strict=True)]
+    differences = {
+        name: paired_difference([v[name] for v in a], [v[name] for v in b]) for name in a[0]
+    }
     return Comparison(
-        differences={
-            name: paired_difference([v[name] for v in a], [v[name] for v in b]) for name in a[0]
-        },
+        differences=differences | _reward_differences(first, second),
         gained=tuple(i for i, by in zip(ids, change, strict=True) if by > 0),
         lost=tuple(i for i, by in zip(ids, change, strict=True) if by < 0),
     )
+
+
+def _reward_differences(first: Sequence[Item], second: Sequence[Item]) -> dict[str, Difference]:
+    """Compare rewards and parts on the prompts whose two completions were scored."""
+    rows = [(one.rewards(), other.rewards()) for one, other in zip(first, second, strict=True)]
+    names = list(dict.fromkeys(name for a, b in rows for name in a if name in b))
+    pairs = {
+        name: [(a[name], b[name]) for a, b in rows if name in a and name in b] for name in names
+    }
+    return {
+        name: paired_difference([a for a, _ in both], [b for _, b in both], span=None)
+        for name, both in pairs.items()
+    }

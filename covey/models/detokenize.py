@@ -44,7 +44,7 @@ def byte_pieces(tokenizer: Any, size: int) -> Pieces | None:
 
 
 def _bytes(token: str | None, characters: dict[str, int]) -> bytes:
-    """Return a token's bytes; added tokens may stand for their own text."""
+    """Return a token's bytes; the bytes of added tokens may be their own text."""
     try:
         return bytes(characters[character] for character in token or "")
     except KeyError:

@@ -13,9 +13,10 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_pretrained(kind: Any, source: str, dtype: torch.dtype) -> Any:
-    """Load a model of a class, with every one of its weights.
+    """Load a model of a class; every weight must be in its files.
 
-    transformers initializes missing weights at random and only warns. Here that is a ValueError.
+    transformers initializes missing weights at random and only warns. Here missing weights are a
+    ValueError.
     """
     model, found = kind.from_pretrained(
         source,
@@ -33,14 +34,14 @@ def read_pretrained(kind: Any, source: str, dtype: torch.dtype) -> Any:
 
 
 def read_tokenizer(source: str, **more: str) -> Any:
-    """Load a tokenizer, without running code of its own."""
+    """Load a tokenizer without running code from its files."""
     return transformers.AutoTokenizer.from_pretrained(source, **more, **NO_CODE)
 
 
 def make_savable(model: Any) -> None:
     """Replace generation settings that transformers refuses to save; keep the special tokens.
 
-    An example is a temperature without do_sample. covey samples with its own settings.
+    An example is a temperature without do_sample. Covey samples with its own settings.
     """
     settings = model.generation_config
     try:

@@ -1,4 +1,4 @@
-"""Loading a model: from a folder, the hub, a GGUF file or the package, checked and prepared."""
+"""Loads a model from a folder, the hub, a GGUF file or the package, and checks it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ transformers.utils.logging.disable_progress_bar()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 ROUNDED_TOLERANCE = 0.05
-"""A few layers in 16 bits lose a percent to rounding; attention to wrong tokens is far off."""
+"""The tolerance: rounding changes a few 16-bit layers by a percent, wrong attention by far more."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -86,7 +86,7 @@ def wrap(
     """Split a causal language model into backbone and head, and check that they agree with it."""
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
-        raise ModelError(f"model: {name} has no linear output layer; covey needs one")
+        raise ModelError(f"model: {name} has no linear output layer, which Covey needs")
     _disable_dropout(model)
     training = model.training
     model.eval()
@@ -124,8 +124,9 @@ def _context(config: Any) -> int:
 def _disable_dropout(model: Any) -> None:
     """Disable dropout, so that training mode computes the same as evaluation mode.
 
-    With dropout the policy that is trained is not the one that sampled, ratios are noise from the
-    first optimizer step on, and the draws depend on a generator that no checkpoint holds.
+    With dropout the policy that is trained is not the policy that sampled. Ratios would be noise
+    from the first optimizer step on, and they would depend on a random generator that is not in
+    checkpoints.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -155,7 +156,8 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
             Head(linear=linear, scale=scale, softcap=softcap)
             for scale, softcap in itertools.product(scales, softcaps)
         ]
-        # The best guess, not the first good one: a soft cap hardly shows while logits are small.
+        # Take the best guess, not the first good one, because a soft cap has little effect on small
+        # logits.
         errors = [float((h.logits(hidden).float() - expected).abs().max()) for h in heads]
     best = min(range(len(heads)), key=errors.__getitem__)
     if errors[best] > 1e-2 * float(expected.abs().max()):
@@ -166,13 +168,13 @@ def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
 
 
 def _register_attention(model: Any) -> tuple[bool, bool]:
-    """Register covey's attention with a model, if its hidden states stay the same.
+    """Register Covey's attention with a model, if its hidden states stay the same.
 
     Returns whether packed rows give the same hidden states, and whether flash attention does too.
-    No configuration says whether a model's attention is standard and its other layers work token by
-    token, so three rows of different lengths are compared.
+    Three rows of different lengths are compared, because no configuration says whether a model's
+    attention is standard and its other layers work token by token.
     """
-    if model.config._attn_implementation == NAME:  # the configuration had another model before
+    if model.config._attn_implementation == NAME:  # an earlier model used this configuration
         model.set_attn_implementation("sdpa")
     original = model.config._attn_implementation
     if getattr(model.config, "attn_logit_softcapping", None) is not None and original == "sdpa":
@@ -201,7 +203,7 @@ def _register_attention(model: Any) -> tuple[bool, bool]:
         return packed_forward(backbone, packed)[packed.predictor].to(expected.dtype)
 
     packs = matches(attempt(lambda: packed_states(small, False)), expected)
-    # Flash attention exists for 16-bit types on a GPU only.
+    # Flash attention exists only for 16-bit types on a GPU.
     if not packs or not weight.is_cuda or small is model.base_model:
         return packs, False
     rounded = attempt(lambda: packed_states(copy.deepcopy(small).to(weight.dtype), True))

@@ -1,6 +1,6 @@
 """Related methods, for comparison in your own loop: PPO with a critic, and DPO.
 
-Covey trains neither: the first needs a value head, the second preference pairs instead of groups.
+Covey trains with neither: PPO needs a value head, and DPO needs preference pairs instead of groups.
 Shapes: B completions, T tokens, mask [B, T] bool.
 """
 
@@ -21,7 +21,7 @@ def gae(
 
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1}
 
-    V after the last trained token is 0. Tokens outside the mask are passed over. The targets of the
+    V after the last trained token is 0. Tokens outside the mask are skipped. The targets of the
     critic are A + V.
     """
     result = torch.zeros_like(values)

@@ -34,7 +34,7 @@ BYTES_PER_TOKEN = 17
 HEADER_BYTES = 4096
 """A generous bound on a request's names, shapes and metadata."""
 SLACK = 1e-4
-"""The largest log-probability above 0, or entropy below 0, that rounding explains.
+"""The largest log-probability above 0, or entropy below 0, that rounding can explain.
 
 Both are differences of logits and their logsumexp in float32. With logits up to 2^9, either is
 rounded by at most 2^-15 = 3e-5. At a temperature below 1, logits are larger, and so is the
@@ -207,7 +207,7 @@ def _check_values(tensors: Mapping[str, torch.Tensor], bounds: Bounds) -> None:
             raise WireError(f"{name} must be 0 to {bounds.vocabulary - 1}: the vocabulary")
     mask, lengths = tensors["mask"], tensors["lengths"]
     if mask.view(torch.uint8).max() > 1:
-        raise WireError("mask must hold 0 and 1")
+        raise WireError("mask must contain only 0 and 1")
     if (mask & (torch.arange(mask.shape[1]) >= lengths[:, None])).any():
         raise WireError("mask must be 0 beyond a row's length")
     total = tensors["prompt_lengths"].long() + lengths

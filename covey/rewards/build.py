@@ -43,7 +43,7 @@ def mix(
     """A weighted mean of rewards. Each of `parts` is a table with `name`, `weight` and options.
 
     `correct_first`: a correct completion scores higher than any incorrect one, and an empty one
-    scores lowest. Without it, parts such as `efficiency` and `safety` reward an empty text too.
+    scores lowest. Without it, parts such as `efficiency` and `safety` also reward an empty text.
     """
     rewards, weights = {}, {}
     for key, table in parts.items():
@@ -119,7 +119,7 @@ def find_reward(name: str, where: str = "reward") -> Callable[..., Any]:
         return import_callable(name, f"{where}.name")
     if name == FUNCTIONS:
         raise ConfigError(
-            f"config: {where}.name = {name!r} stands for functions that were passed in Python: use "
+            f"config: {where}.name = {name!r} is for functions that were passed in Python: call "
             "covey.train(..., rewards=...), with resume=RUN to continue a run"
         )
     raise ConfigError(f"config: {where}.name = {name!r} is not known{nearest(name, REWARDS)}")
@@ -163,7 +163,7 @@ def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
     if getattr(reward, "needs_rule", False):
         raise ConfigError(
             f"config: {where}.name = {name!r}: an LLM judge can be manipulated and never decides "
-            "alone; combine it with a rule in 'mix', or use 'retrieval'"
+            "alone; combine it with a rule-based reward in 'mix', or use 'retrieval'"
         )
     return reward
 

@@ -110,7 +110,7 @@ def parse_grade(content: str, scale: int) -> int:
     if not values:
         lone = _LONE_INTEGER.search(re.sub(rf" ?/ ?{scale}(?!\w|[.,]\w)", " ", reply))
         values = {lone.group()} if lone else set()
-    # Of two grades, one may be a quote from the completion.
+    # If there are two grades, one may be a quote from the completion.
     value = values.pop() if len(values) == 1 else ""
     if not re.fullmatch("[0-9]{1,9}", value) or int(value) > scale:
         raise RewardError(f"judge: no grade from 0 to {scale} in its reply: {one_line(content)!r}")
@@ -121,7 +121,8 @@ def parse_grade(content: str, scale: int) -> int:
 class Judge(Reward):
     """An LLM's grade / scale; success from `threshold` on.
 
-    It raises without a grade: the completion then has no reward, which differs from a reward of 0.
+    Without a grade it raises an error: the completion then has no reward, which is not a reward of
+    0.
     """
 
     base_url: str
@@ -138,19 +139,19 @@ class Judge(Reward):
     strip_appeals: bool = True
     """Whether sentences that address the grader are removed. They are counted in the parts."""
     max_chars: int = 20_000
-    """The middle of a longer completion is left out."""
+    """The longest completion that is shown in full; longer ones lose their middle."""
     max_tokens: int = 64
     timeout: float = 20.0
-    """Seconds without data from the server, and seconds for the complete reply."""
+    """Time limits in seconds: without data from the server, and for the whole reply."""
     total_seconds: float = 25.0
-    """For all tries and the waits between them."""
+    """The time limit, in seconds, of all tries and the waits between them."""
     retries: int = 3
     backoff: float = 0.5
-    """Seconds before the first retry, doubled each time, unless the server sends Retry-After."""
+    """Seconds before the first retry, doubled each time; the server's Retry-After overrides it."""
 
     quick: ClassVar[bool] = False
     needs_rule: ClassVar[bool] = True
-    """It can be manipulated, so it must be combined with a rule-based reward."""
+    """Marks a judge, which can be manipulated and must be combined with a rule-based reward."""
 
     def __post_init__(self) -> None:
         check_url(self.base_url, "judge: base_url")

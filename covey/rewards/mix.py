@@ -23,7 +23,7 @@ class Mix(Reward):
 
     The part called `accuracy` decides `success`. `gated`: if there is a part called `format`,
     accuracy counts only if the format holds. Otherwise accuracy counts as its lower bound; for a
-    part without bounds, as the smaller of 0 and its reward. Without the gate both add up.
+    part without bounds, as the smaller of 0 and its reward. Without the gate both parts add up.
 
     `early` are the weights at the start of a run. They change linearly into `weights` over the
     first `early_until` of its steps. `robust` multiplies the reward above the lower bound by
@@ -62,8 +62,8 @@ class Mix(Reward):
         self._check_judges()
         check_option(
             not self.correct_first or all(map(math.isfinite, self.bounds)),
-            "correct_first needs parts with bounds; a plain function has none: make it a class "
-            "with bounds, or remove correct_first",
+            "correct_first needs parts with bounds, which a plain function does not have: make it "
+            "a class with bounds, or remove correct_first",
         )
 
     def _judges(self) -> list[str]:
@@ -87,7 +87,7 @@ class Mix(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """The sum over the parts, which run one after the other."""
+        """The sum of the parts' time limits, because they run one after the other."""
         return sum(max_seconds(part) for part in self.parts.values())
 
     @property
@@ -161,9 +161,9 @@ class Mix(Reward):
 
 
 def _is_noise(text: str, robust: bool) -> bool:
-    """Whether the thinking or the answer is not language. Links are ignored: they can be made up.
+    """Whether the thinking or the answer is not language. Links are ignored.
 
-    With a `robust_factor` of 1 the thinking has passed already.
+    If the `robust_factor` is 1, the thinking has already passed this test.
     """
     answer = after_thinking(text)
     if coherence(without_addresses(answer)) < 0.5:
@@ -215,12 +215,12 @@ class ByTask(Reward):
 
     @property
     def max_seconds(self) -> float:
-        """The maximum over the rewards."""
+        """The largest time limit of the rewards."""
         return max(max_seconds(reward) for reward in self.tasks.values())
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest bound."""
+        """The lowest and the highest bound of the rewards."""
         ends = [reward.bounds for reward in self.tasks.values()]
         return min(low for low, _ in ends), max(high for _, high in ends)
 

@@ -1,9 +1,9 @@
 """Parsing an answer as data or arithmetic and printing it again, before it is evaluated.
 
 Some scorers pass an answer to Python's `eval`, or to sympy, which evaluates it too. They never get
-the text that a model wrote. It is parsed, only the node types listed here are allowed, and the
-evaluator gets text printed from the tree. This runs in the sandbox, so that a crash of Python's
-parser on odd text does no harm.
+the text that a model wrote. The text is parsed, only the node types listed here are allowed, and
+the evaluator gets text that is printed from the tree. This runs in the sandbox, so that a crash of
+Python's parser on odd text does no harm.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ MAX_FORMULA = 1000
 """Maximum characters of an answer."""
 MAX_NESTING = 10
 MAX_DEPTH = 300
-"""Of the tree of a formula; a sum of n terms is n deep."""
+"""The largest depth of a formula's tree; a sum of n terms is n deep."""
 MAX_DIGITS = 30
 MAX_BITS = 4096
-"""Of any intermediate number, and of the degree of a power."""
+"""The largest size of any intermediate number and of the degree of a power, in bits."""
 
 FUNCTIONS = frozenset(
     {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh",

@@ -92,11 +92,11 @@ def retrieval(
     sources: int = 2,
     judge: Mapping[str, Any] | None = None,
 ) -> Mix:
-    """Answers from sources: `format` is the citations, at least `sources` of them.
+    """Answers from sources: Answers with citations: `format` asks for at least `sources` of them.
 
     Accuracy is the similarity to the target. `judge`, a table with `base_url` and `model`, gives
-    half of the weight of accuracy to an LLM judge. Not gated by default: a correct answer with too
-    few sources still earns a reward.
+    half of the weight of accuracy to an LLM judge. It is not gated by default: a correct answer
+    with too few sources still earns a reward.
     """
     parts = _parts(FuzzyText(), Citations(minimum=sources))
     if judge is not None:

@@ -18,7 +18,7 @@ def parse_think_answer(text: str) -> str | None:
     """Return the text between the answer tags, or None if the format does not hold.
 
     The format holds if the completion is one non-empty `<think>` part followed by one non-empty
-    `<answer>` part. Repeated, nested or open tags break it, and so does text outside the tags.
+    `<answer>` part. Repeated, nested or unclosed tags and text outside the tags break it.
 
     >>> parse_think_answer("<think>1+1=2</think><answer> 2 </answer>")
     '2'
@@ -60,7 +60,7 @@ class ThinkAnswer(Reward):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """From neither to both."""
+        """From 0 to the sum of both weights."""
         return 0.0, self.correct + self.format
 
     def __call__(self, prompt: Prompt, text: str) -> Score:

@@ -1,4 +1,4 @@
-"""Reward functions of the user: plain, async or TRL-style; one, several, or with weights."""
+"""Users' reward functions: plain, async or TRL-style; one or several, with weights."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class UserFunction(_GroupReward):
             `info` by its name. `answer` is the target too, for functions written for TRL's usual
             columns, unless `info` has an `answer` of its own.
 
-    `None` instead of a number means that the completion cannot be scored. A number does not say
-    whether the completion is correct: from `success_at` on it is a success.
+    `None` instead of a number means that the completion cannot be scored. A completion with a
+    reward of at least `success_at` is a success.
     """
 
     function: Callable[..., Any]
@@ -123,7 +123,7 @@ class UserFunction(_GroupReward):
 
 
 def _messages(text: str) -> list[Message]:
-    """Return a completion as messages: of an episode, all from the first turn on."""
+    """Return a completion as messages; for an episode, all messages from the first turn on."""
     episode = episode_of(text)
     return [{"role": "assistant", "content": text}] if episode is None else list(episode.reply)
 
@@ -161,7 +161,7 @@ class WeightedFunctions(_GroupReward):
     """The weighted sum of reward functions; each is a part of the reward under its own name.
 
     A completion succeeds if the first function gives it at least 1. The functions run in this
-    process, as they would in TRL: a function that hangs holds up the run.
+    process, as they would in TRL, so a function that hangs blocks the run.
     """
 
     functions: Mapping[str, UserFunction]
@@ -201,7 +201,7 @@ def function_reward(
 ) -> Reward:
     """Make a reward of TRL-style functions: one, a list, or a dict of function to weight.
 
-    An object that is a reward already (it has bounds, quick and version) stays as it is.
+    An object that is already a reward (it has bounds, quick and version) is returned unchanged.
     """
     if callable(rewards) and not isinstance(rewards, Mapping | Sequence):
         made = as_reward(rewards)
@@ -216,10 +216,10 @@ def function_reward(
     for function, weight in pairs:
         made = as_reward(function)
         if not isinstance(made, UserFunction):
-            raise ConfigError("rewards: a list holds functions; use the reward `mix` for others")
+            raise ConfigError("rewards: a list may contain only functions; use `mix` for others")
         name = getattr(function, "__name__", type(function).__name__)
         if name in functions:
-            raise ConfigError(f"rewards: two functions are called {name}; their parts need names")
+            raise ConfigError(f"rewards: two functions are called {name}; rename one of them")
         if not math.isfinite(weight):
             raise ConfigError(f"rewards: the weight of {name} is {weight}")
         functions[name], weights[name] = made, float(weight)

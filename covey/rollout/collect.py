@@ -43,6 +43,8 @@ class Collected:
     groups: tuple[Group, ...] = ()
     errors: tuple[tuple[str, ...], ...] = ()
     """For each group, one line for every rollout that could not be scored."""
+    trace: str = ""
+    """The traceback of the first of these, where an exception caused it."""
     rollout_seconds: float = 0.0
     score_seconds: float = 0.0
 
@@ -66,6 +68,7 @@ class Collected:
         return Collected(
             groups=self.groups + more.groups,
             errors=self.errors + more.errors,
+            trace=self.trace or more.trace,
             rollout_seconds=self.rollout_seconds + more.rollout_seconds,
             score_seconds=self.score_seconds + more.score_seconds,
         )
@@ -73,9 +76,11 @@ class Collected:
     def of_all(self, ranks: Sharing) -> Collected:
         """Return what all ranks have collected, in the order of the prompts."""
         seconds = ranks.gather((self.rollout_seconds, self.score_seconds))
+        traces = ranks.gather(self.trace)
         return Collected(
             groups=tuple(ranks.unshare(self.groups)),
             errors=tuple(ranks.unshare(self.errors)),
+            trace=next(filter(None, traces), ""),
             rollout_seconds=max(rollout for rollout, _ in seconds),
             score_seconds=max(score for _, score in seconds),
         )
@@ -88,6 +93,7 @@ class Collected:
             part = Collected(
                 groups=self.groups[here],
                 errors=self.errors[here],
+                trace=self.trace,
                 rollout_seconds=self.rollout_seconds * share,
                 score_seconds=self.score_seconds * share,
             )
@@ -201,7 +207,7 @@ class Collector:
             interaction=self.interaction,
         )
         sampled = time.perf_counter()
-        groups, errors = [], []
+        groups, errors, trace = [], [], ""
         for number, group in enumerate(generated):
             pairs = list(zip(group.rollouts, scoring.results(number), strict=True))
             scored = [_scored(rollout, result, self.scorer.identity) for rollout, result in pairs]
@@ -212,9 +218,11 @@ class Collector:
                 if result.score is None
             )
             errors.append(tuple(failed))
+            trace = trace or next((result.trace for _, result in pairs if result.trace), "")
         return Collected(
             groups=tuple(groups),
             errors=tuple(errors),
+            trace=trace,
             rollout_seconds=sampled - started,
             score_seconds=time.perf_counter() - sampled,
         )
@@ -242,7 +250,11 @@ def check_failures(collected: Collected, limit: float) -> None:
     """Stop when too many completions could not be scored."""
     total = len(collected.rollouts)
     if len(collected.failures) > limit * total:
-        raise RewardError(
+        error = RewardError(
             f"reward: {len(collected.failures)} of {total} completions could not be scored, more "
             f"than scoring.max_unscored = {limit} allows; the first: {collected.failures[0]}"
+            + "; its traceback is in the run's failure.txt"
+            * bool(collected.trace)
         )
+        error.details = collected.trace
+        raise error

@@ -111,6 +111,7 @@ def _rollout(encoded: EncodedPrompt, completion: Completion, text: str) -> Rollo
         trained=(True,) * size,
         sampler_logp=completion.logp,
         versions=completion.versions,
+        kept=(completion.kept,) if completion.kept else (),
     )
     return Rollout(
         prompt_id=encoded.prompt.id,

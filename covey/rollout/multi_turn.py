@@ -72,6 +72,7 @@ class _Growing:
     trained: list[bool] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], logp: Sequence[float] | None) -> tuple[int, int]:
         """Append tokens, sampled ones with their log-probabilities; return where they are."""
@@ -88,6 +89,7 @@ class _Growing:
             trained=tuple(self.trained),
             sampler_logp=tuple(self.logp),
             versions=tuple(self.versions) or (VersionSpan(0, 0, version),),
+            kept=tuple(self.kept),
         )
 
 
@@ -127,6 +129,7 @@ class _Conversation:
         segment.versions += [
             VersionSpan(start + a, start + b, version) for a, b, version in completion.versions
         ]
+        segment.kept += [completion.kept] if completion.kept else []
         self.version = completion.versions[-1].version if completion.versions else self.version
         self.messages.append(message)
         calls = tuple(message.get("tool_calls", ()))

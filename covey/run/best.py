@@ -92,7 +92,12 @@ def check_metric(name: str, *, samples: int) -> None:
             raise ConfigError(f"config: save.best: {name!r} depends on the machine; choose another")
         return
     powers = [2**power for power in range(1, samples.bit_length())]
-    known = ["greedy", *([f"mean@{samples}"] if samples else []), *(f"pass@{k}" for k in powers)]
+    known = [
+        "greedy",
+        "reward",
+        *([f"mean@{samples}"] if samples else []),
+        *(f"pass@{k}" for k in powers),
+    ]
     if name not in known:
         raise ConfigError(
             f"config: save.best: {name!r} is neither in evaluations (evaluate.samples = {samples}) "

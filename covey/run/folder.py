@@ -10,6 +10,7 @@
     checkpoints/000050/     a Hugging Face folder with optimizer state, written atomically
     checkpoints.jsonl       one line per checkpoint saved, whether or not it still exists
     failure.txt             the traceback of another process that ended the run
+    changes.jsonl           settings that were changed when the run was resumed
     superseded/1/           records that a resume replaced or left behind: resume.py
 
 No torch here: the web page reads runs on machines without it.
@@ -120,6 +121,10 @@ class RunFolder:
         rows = records.by_step(path, usable_lines(path, records.STEP, note), note)
         return [{current_name(name): value for name, value in row.items()} for row in rows]
 
+    def has_step(self, step: int) -> bool:
+        """Return whether the metrics of a step are recorded."""
+        return any(row["step"] == step for row in self.steps(lambda text: None))
+
     def evaluations(self, note: Note = to_stderr) -> list[dict[str, Any]]:
         """Return every readable evaluation."""
         path = self.path / "eval.jsonl"
@@ -148,6 +153,7 @@ class RunFolder:
                     "tokens": rollout.tokens,
                     "trained": all(rollout.trained) or rollout.trained,
                     "sampler_logp": rollout.sampler_logp,
+                    **({"kept": rollout.segments[0].kept} if rollout.segments[0].kept else {}),
                     "policy_version": rollout.policy_version,
                     "reward_id": rollout.reward_id,
                     # With these a file can be scored again.

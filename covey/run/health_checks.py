@@ -75,6 +75,14 @@ def clip_fraction(history: History) -> str | None:
     return f"{values[-1]:.0%} of ratios are clipped" if values and min(values) > limit else None
 
 
+def large_updates(history: History) -> str | None:
+    """Find optimizer steps that move the policy too far within one training step."""
+    values, limit = history.last("policy/approxkl_avg", 3), high("policy/approxkl_avg")
+    if not values or not fmean(values) > limit:
+        return None
+    return f"KL between the policy before and after a step {fmean(values):.2g} nats per token"
+
+
 def ratio_drift(history: History) -> str | None:
     """Find ratios that stay away from 1."""
     values, bounds = history.last("policy/ratio", 5), METRICS["policy/ratio"].healthy
@@ -282,6 +290,12 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
             steps=3,
             why="the optimizer steps after the first have hardly any gradient left",
             change=(_SLOWER, ("train.mini_batches", 1), ("train.epochs", 1)),
+        ),
+        "large_updates": Check(
+            find=large_updates,
+            steps=3,
+            why="a policy that moves this far in a step soon forgets what it could do",
+            change=(_SLOWER, ("optimizer.warmup_steps", 10)),
         ),
         "ratio_drift": Check(
             find=ratio_drift,

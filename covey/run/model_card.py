@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.escape import printable
+from covey.run.estimate_text import estimate_text
 from covey.run.folder import RunFolder
 
 HUB_NAMES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
@@ -109,19 +110,13 @@ def _results(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> str:
     names = [n for n, v in evaluations[-1].items() if isinstance(v, dict) and "low" in v]
     table = ["| | step | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for label, row in labelled:
-        cells = [_estimate(row.get(name)) for name in names]
+        cells = [estimate_text(name, row[name]) if name in row else "-" for name in names]
         table.append(f"| {label} | {row['step']} | " + " | ".join(cells) + " |")
     return (
         f"## Results\n\nOn {evaluations[-1]['prompts']} held-out prompts, with 95 % intervals. The "
         "best was chosen on these same prompts, so its value is biased upwards.\n\n"
         + "\n".join(table)
     )
-
-
-def _estimate(estimate: Mapping[str, float] | None) -> str:
-    if estimate is None:
-        return "-"
-    return f"{estimate['value']:.1%} [{estimate['low']:.1%}, {estimate['high']:.1%}]"
 
 
 def _data(task: Mapping[str, Any]) -> str:

@@ -104,6 +104,8 @@ class _Item(_Row):
     target: str = Field(validation_alias=AliasChoices("target", "expected"))
     completion: str = Field(validation_alias=AliasChoices("completion", "answer"))
     success: bool | None = Field(validation_alias=AliasChoices("success", "right"))
+    reward: Number | None = None
+    parts: dict[str, Number] = {}
     tokens: Count
     finish: str
 

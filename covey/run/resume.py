@@ -115,8 +115,13 @@ def offer(run: RunFolder, before: int | None = None) -> str:
         if good.checkpoint is None
         else f"the last good checkpoint is of step {good.step}; to resume from it"
     )
-    command = f"covey {'sft' if run.is_sft else 'train'} --resume {shlex.quote(str(run.path))}"
-    return f"{what} (later records are kept in superseded/): {command} --step {good.step}"
+    command = f"{resume_command(run)} --step {good.step}"
+    return f"{what} (later records are kept in superseded/): {command}"
+
+
+def resume_command(run: RunFolder) -> str:
+    """Return the command that resumes a run."""
+    return f"covey {'sft' if run.is_sft else 'train'} --resume {shlex.quote(str(run.path))}"
 
 
 def put_aside_after(run: RunFolder, start: Start) -> Path | None:

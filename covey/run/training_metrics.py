@@ -68,6 +68,7 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             "Mean of r - 1 - log r: the k3 estimate of KL(old, now).",
             "nats",
             PASSES,
+            healthy=(None, 0.1),
         ),
         "policy/approxkl_k1": Metric("Mean of old_logp - logp; may be negative.", "nats", PASSES),
         "policy/approxkl_k2": Metric("Half the mean of (logp - old_logp)^2.", "nats", PASSES),
@@ -209,6 +210,11 @@ TRAINING: Mapping[str, Metric] = MappingProxyType(
             "nats",
             PASSES,
             healthy=(0.0, 0.01),
+        ),
+        "debug/kept_tokens": Metric(
+            "Mean number of tokens that top_k, top_p and min_p kept, with rollout.mask_replay.",
+            "",
+            PASSES,
         ),
         "debug/sampler_chi2": Metric("Mean of rho^2, minus 1.", "", PASSES),
         "debug/sampler_ppl_ratio": Metric(

@@ -19,7 +19,7 @@ from covey.types import Prompt
 
 HELD_OUT_SHARE = 0.2
 REGROUPING = {("-", "+"), ("-", "-"), ("/", "*"), ("/", "/")}
-"""An operator, and an operator on its right side that needs parentheses there."""
+"""Pairs of an operator and an operator that needs parentheses on its right side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,10 @@ def prompt_text(numbers: Sequence[int], target: int) -> str:
 
 
 def is_held_out(numbers: Sequence[int], target: int) -> bool:
-    """Return whether a problem is held out. Neither a seed nor the numbers' order matters."""
+    """Return whether a problem is held out.
+
+    The result does not depend on the seed or on the order of the numbers.
+    """
     return hash_fraction(f"{sorted(numbers)} {target}") < HELD_OUT_SHARE
 
 

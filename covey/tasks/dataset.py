@@ -42,8 +42,8 @@ def dataset_task(
 ) -> DatasetTask:
     """Make a task of rows with `prompt` (text or messages), optionally `target`, and other columns.
 
-    Without `held_out`, one row in ten is held out, chosen by a hash of its number, so that the
-    choice does not depend on the other rows; at least one row is.
+    Without `held_out`, one row in ten is held out, and at least one. A hash of the row's number
+    decides, so the choice does not depend on the other rows.
     """
     prompts = _read("train", dataset)
     if held_out is not None:
@@ -66,7 +66,7 @@ def _read(split: str, rows: Rows | str | Path) -> list[Prompt]:
 
 
 def _with_target(numbered: NumberedRow | tuple[int, str, Mapping[str, Any]]) -> NumberedRow:
-    """Give a row without a target an empty one: a reward may not need any."""
+    """Give a row without a target an empty target, because a reward may not need one."""
     number, where, row = numbered
     if not isinstance(row, Mapping):
         what = row if isinstance(row, str) else f"is not a dict but {type(row).__name__}"

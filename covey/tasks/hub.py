@@ -14,7 +14,7 @@ from covey.types import Prompt
 
 FORMATS = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"csv": {"keep_default_na": False, "na_values": [""]}}
-"""Options of `load_dataset`: in a CSV file an empty cell is missing, while NA or None is text."""
+"""Options of `load_dataset`: in CSV an empty cell is a missing value; NA and None are text."""
 
 
 def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str, Any]:
@@ -34,7 +34,7 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
         return dict(datasets.load_dataset(path, subset or None, revision=revision or None))
     except DataError:
         raise
-    except Exception as error:  # from datasets, the network or any file format
+    except Exception as error:  # errors of datasets, the network or a file format
         raise DataError(
             f"task: cannot load the dataset {path!r}: {_why(error)}; without access to the Hub, "
             "give the path of a local folder or file, or use the task jsonl"
@@ -57,9 +57,9 @@ def rows_of(splits: Mapping[str, Any], split: str, source: str) -> Iterator[Numb
 class Hub(RowReader):
     """Prompts and targets from `path`: the name of a Hub dataset, a folder, or a file.
 
-    `RowReader` documents the columns. For a dataset with one split, leave `held_out_split` empty: a
-    hash of the prompt then holds out the fraction `held_out_share`, always the same prompts. Equal
-    prompts are in the same split.
+    `RowReader` documents the columns. For a dataset with one split, leave `held_out_split` empty:
+    the fraction `held_out_share` is then held out. A hash of the prompt decides, so the same
+    prompts are always held out. Equal prompts are in the same split.
     """
 
     path: str

@@ -33,7 +33,10 @@ class Jsonl(RowReader):
 
 
 def json_lines(path: Path) -> Iterator[NumberedRow]:
-    """Read a file of JSON objects. Blank lines are skipped; other lines give what is wrong."""
+    """Read a file of JSON objects.
+
+    Blank lines are skipped; for a line that is not an object, return what is wrong with it.
+    """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:  # undecodable text, or a path with NUL: ValueError

@@ -19,8 +19,8 @@ LONGEST_BLOCK = 1000
 def quotas(weights: Sequence[float]) -> list[int]:
     """Return how many prompts of each part a block holds.
 
-    The block is the shortest with exact proportions. If no block of up to 1000 prompts has them,
-    the block has about 1000 prompts, with each count rounded and at least 1.
+    The block is the shortest one with exact proportions. If that would exceed 1000 prompts, the
+    block has about 1000 prompts; each count is then rounded and at least 1.
 
     >>> quotas([0.75, 0.25]), quotas([1, 1, 1]), quotas([2, 1e-9])
     ([3, 1], [1, 1, 1], [1000, 1])
@@ -51,7 +51,7 @@ def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """Tasks by weight: `parts` is {KEY: {name, weight, options of that task}}.
+    """Several tasks, mixed by weight: `parts` is {KEY: {name, weight, options of that task}}.
 
     `name` defaults to the key, `weight` to 1. Training prompts come in blocks that hold the parts
     in proportion to their weights. There are enough blocks for every prompt of every part. A part

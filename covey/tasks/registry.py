@@ -67,14 +67,14 @@ def find_task(name: str, where: str = "task.name") -> tuple[Callable[..., Task],
         return import_callable(name, where), {}
     if name == DATASET:
         raise ConfigError(
-            f"config: {where} = {name!r} stands for data that was passed in Python: use "
-            "covey.train(..., dataset=...), with resume=RUN to continue a run"
+            f"config: {where} = {name!r} is data that was passed in Python: call covey.train(..., "
+            "dataset=...), with resume=RUN to continue a run"
         )
     raise ConfigError(f"config: {where} = {name!r} is not known{nearest(name, TASKS)}")
 
 
 def make_task(name: str, options: Mapping[str, Any], where: str = "task.name") -> Task:
-    """Make a task from its name and resolved options, and check that a user's task is one."""
+    """Make a task from its name and resolved options, and check a user's task."""
     maker, _ = find_task(name, where)
     if not is_user_task(name):
         return maker(**options)

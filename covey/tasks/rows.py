@@ -1,4 +1,4 @@
-"""From rows of data to prompts: which column means what, and how bad rows are reported."""
+"""Turns rows of data into prompts: the meaning of each column, and the report of bad rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from covey.types import Message, Prompt
 ROLES = ("system", "user", "assistant", "tool")
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 TARGET_COLUMNS = ("target", "answer")
-"""Columns that are tried by default; the first that a row has is used."""
+"""Columns that are tried by default; the first one that a row has is used."""
 EXACT_FLOAT = 2**53
-"""Below it, a float represents every integer exactly."""
+"""Below this limit a float represents every integer exactly."""
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 """In a template: a doubled brace, a column in braces, or `{}`, which stays as it is."""
 
@@ -27,23 +27,24 @@ NumberedRow = tuple[int, str, Row | str]
 
 
 class BadRow(Exception):
-    """A row that gives no prompt. The message says what it lacks: `has no 'target'`."""
+    """A row that cannot become a prompt. The message says why: `has no 'target'`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowReader:
-    """Makes prompts of rows: the options that say what columns mean.
+    """Turns rows into prompts; its options say what each column means.
 
     `prompt` names the column with the prompt: text, or a list of {role, content} messages. By
     default it is the first of `prompt`, `question` and `messages` that a row has. `template`, if
-    given, is the prompt's text instead, with every `{column}` filled in; `{{` and `}}` are braces,
-    and `{}` stays as it is. `target` names the column with the expected answer; by default `target`
-    or `answer`. All other columns are kept in `info`. `columns` renames columns there, and keeps
-    every column that it names. `system`, if given, is the system message, unless the row's
-    messages have one. `instruction` follows each prompt. `only` is {column: values}: rows with
-    another value there are left out, and are not bad.
+    given, replaces it: it is the prompt's text, with every `{column}` filled in. In it `{{` and
+    `}}` are braces, and `{}` stays as it is. `target` names the column with the expected answer; by
+    default `target` or `answer`. All other columns are kept in `info`. `columns` gives columns
+    other names in `info`, and keeps every column that it names. `system`, if given, is the system
+    message, unless the row's messages have one. `instruction` follows each prompt. `only` is
+    {column: values}: rows with another value in that column are left out, and do not count as bad
+    rows.
 
-    Bad rows are errors, unless `skip_bad_rows`: then they are left out and listed in `bad_rows`, by
+    A bad row is an error. With `skip_bad_rows` it is left out instead, and listed in `bad_rows` by
     split.
     """
 
@@ -136,7 +137,7 @@ def _value(row: Row, column: str) -> Any:
 
 
 def _present(row: Row, column: str, defaults: tuple[str, ...]) -> str:
-    """Return the column that is named or, if none is, the first default that the row has."""
+    """Return the column that is named, else the first default column that the row has."""
     choices = (column,) if column else defaults
     for name in choices:
         if name in row:
@@ -157,7 +158,7 @@ def _replacement(match: re.Match[str], row: Row) -> str:
 
 
 def _written(value: Any) -> str:
-    """Write a value as text. An empty cell turns a column of integers into floats: 4.0 is 4."""
+    """Write a value as text. Write 4.0 as 4: an empty cell turns integers into floats."""
     if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_FLOAT:
         return str(int(value))
     return str(value)

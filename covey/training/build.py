@@ -40,7 +40,9 @@ from covey.training.parallel.ranks import Ranks
 from covey.training.parallel.shard import shard_model
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
+from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
 from covey.training.resolve import (
+    evaluation_config,
     held_out_of,
     objective_of,
     reward_of,
@@ -61,9 +63,12 @@ class Components:
     held_out_prompts: Sequence[Prompt]
     bad_rows: tuple[str, ...]
     """One line for every row of the data that was skipped."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about the data: how many prompts are too long, say."""
     scorer: Scorer
     eval_scorer: Scorer
-    """Scores evaluations. The scorer itself, unless several runs must be measured alike."""
+    """Scores evaluations. The scorer itself, unless evaluate.reward names another reward, or
+    several runs must be measured alike."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
@@ -75,8 +80,10 @@ class Components:
     world: World = field(default_factory=World)
 
     def close(self) -> None:
-        """End the processes of the scorer and of the environment."""
+        """End the processes of the scorers and of the environment."""
         self.scorer.close()
+        if self.eval_scorer is not self.scorer:
+            self.eval_scorer.close()
         if self.interaction is not None:
             self.interaction.host.close()
 
@@ -119,6 +126,12 @@ def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> S
     )
 
 
+def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
+    """Build the scorer of evaluations: that of training, unless evaluate.reward names another."""
+    apart = evaluation_config(config)
+    return scorer if apart is config else scorer_of(apart, ranks=ranks)
+
+
 def assemble(
     config: Config,
     reward: Reward | None = None,
@@ -136,6 +149,8 @@ def assemble(
     model = load_model(config, world.device(config.model.device))
     if world.size > 1:
         check_ranks(config, world, _digest(model, train_prompts, held_out))
+    train_prompts, notes = fitting_prompts(config, model, train_prompts, "training")
+    held_out, more_notes = fitting_prompts(config, model, held_out, "held-out")
     policy = policy_of(config, model, world)
     reference = reference_of(config, policy.model, objective, world)
     engine, sampling = make_engine(config, policy, load_model), sampling_of(config)
@@ -146,8 +161,9 @@ def assemble(
         train_prompts=train_prompts,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
+        notes=(*notes, *more_notes),
         scorer=scorer,
-        eval_scorer=scorer,
+        eval_scorer=eval_scorer_of(config, scorer, world.local_size),
         length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
             **config.length_penalty.options
         ),
@@ -242,6 +258,7 @@ def load_model(config: Config, device: str = "") -> LanguageModel:
         gradient_checkpointing=config.model.gradient_checkpointing,
         template=template_of(config),
     )
+    model = with_prompt_limit(config, model)
     return _with_adapter(config, model if base is None else load_adapter(model, Path(path)))
 
 
@@ -317,7 +334,7 @@ def step_settings_of(
     rollouts may be older than that, they may if the ratio itself has to correct for it.
     """
     source, stale = config.train.old_logp, config.overlap.staleness > 0
-    exact = exact_logp and not sampling.distribution.truncates
+    exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)
     if stale:
         exact = not objective.corrects
     return StepSettings(

@@ -56,6 +56,8 @@ class State:
     """Tokens of these rollouts."""
     beta: float = 0.0
     """Weight of the KL, which an objective may adapt."""
+    evaluation_due: bool = False
+    """Whether an evaluation after this step was planned, and has not been done."""
 
     def used(self, policy: Policy) -> Used:
         """Return how much of its budget the run has used."""
@@ -107,6 +109,7 @@ def load(policy: Policy, reference: Reference | None, folder: Path, step: int) -
             episode=int(saved["episode"]),
             tokens=int(saved.get("tokens", 0)),
             beta=float(saved["beta"]),
+            evaluation_due=bool(saved.get("evaluation_due", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"checkpoint {folder} cannot be read: {STATE_FILE}: {error!r}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from covey.errors import ConfigError, ModelError
+from covey.kept_sets import KeptSets
 from covey.types import TRUNCATED, Batch, Group, Rollout, Segment
 
 
@@ -60,6 +62,7 @@ def collate(
         rollout=column([r.rollout for r in rows], torch.long),
         truncated=column([r.of.finish in TRUNCATED for r in rows], torch.bool),
         parts=None if parts is None else _parts([row.of for row in rows], parts),
+        kept=_kept(rows),
         **_turns(rows),
     )
     _check_sampler_logp(batch, [row.of for row in rows])
@@ -119,6 +122,27 @@ def _turns(rows: Sequence[_Row]) -> dict[str, Any]:
                 ):
                     found[name][number, turn.start : turn.stop] = value
     return found
+
+
+def _kept(rows: Sequence[_Row]) -> KeptSets | None:
+    """Return what each token was drawn from; None: everything. Refuse a set without its token."""
+    if not any(row.segment.kept for row in rows):
+        return None
+    tokens = _padded([row.segment.tokens for row in rows], np.int64).numpy()
+    try:
+        segments = [(row.segment.trained, row.segment.kept) for row in rows]
+        kept = KeptSets.of(segments, tokens.shape[1])
+        wrong = kept.lacking(tokens).any(axis=1)
+        what = "a token is not in its kept set"
+    except (ValueError, zlib.error) as error:
+        wrong, what = np.ones(len(rows), dtype=bool), str(error)
+    if wrong.any():
+        first = rows[int(wrong.argmax())].of
+        raise ModelError(
+            f"engine: {what}, in completion {first.sample} of prompt {first.prompt_id}; "
+            "rollout.mask_replay needs the set that every token was drawn from"
+        )
+    return kept
 
 
 def _check_sampler_logp(batch: Batch, rollouts: Sequence[Rollout]) -> None:

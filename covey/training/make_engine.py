@@ -33,14 +33,20 @@ def check_engine(config: Config) -> None:
         from covey.engines.vllm.check import check_vllm
 
         check_vllm(config)
-    if config.cluster.address:
+    if config.cluster.address and config.cluster.trainers and "RANK" not in os.environ:
+        raise ConfigError(
+            f"config: cluster.trainers = {config.cluster.trainers}: Ray starts ranks for `covey "
+            "train` and `covey sft`; start others with torchrun, or set it to 0"
+        )
+    if config.cluster.any_actors:
         from covey.cluster.ray_client import check_room, connect
 
         connect(config.cluster.address, config.cluster.trainer_gpus)
-        check_room(_needs(config))
+        check_room(actor_needs(config))
 
 
-def _needs(config: Config) -> list[tuple[str, int, Any]]:
+def actor_needs(config: Config) -> list[tuple[str, int, Any]]:
+    """Return the actors of a trainer rank: what they are, how many, and what each takes."""
     from covey.cluster.ray_client import Need
 
     cluster, engine = config.cluster, _engine_need(config)
@@ -63,7 +69,7 @@ def _scoring_workers(config: Config) -> int:
 
 def make_engine(config: Config, policy: Policy, load: Load) -> Engine:
     """Build what generates for a policy."""
-    if config.engine.kind == "native" and not config.cluster.address:
+    if config.engine.kind == "native" and not config.cluster.engine_actors:
         return native_engine(policy)
     engine = _engine_elsewhere(config, policy, load)
     return engine if policy.whole is None else WholeCopy(engine, NativeCopy(policy.whole))
@@ -72,7 +78,7 @@ def make_engine(config: Config, policy: Policy, load: Load) -> Engine:
 def _engine_elsewhere(config: Config, policy: Policy, load: Load) -> Engine:
     """Build an engine with weights of its own."""
     model = policy.model if policy.whole is None else policy.whole
-    if config.cluster.address:
+    if config.cluster.engine_actors:
         return _ray_engine(config, model, load)
     if config.engine.kind == "vllm":
         from covey.engines.vllm.build import vllm_engine

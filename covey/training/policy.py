@@ -55,7 +55,9 @@ class Policy:
             self.passes = train_graphs_for(
                 self.model, temperature=self.temperature, megabytes=self.logits_megabytes
             )
-        taken = None if self.passes is None else self.passes.run(host_rows(batch))
+        # Kept sets have another size in every batch, and a graph has one.
+        graphs = self.passes if batch.kept is None else None
+        taken = None if graphs is None else graphs.run(host_rows(batch))
         if taken is not None:
             return scatter_logp(batch, *taken)
         try:

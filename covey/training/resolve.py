@@ -15,11 +15,13 @@ from covey.config.algorithm_names import check_algorithm_name
 from covey.config.options import choose, resolve_options
 from covey.config.overlap_modes import check_overlap
 from covey.config.reference_kinds import check_reference, check_teacher
+from covey.config.schema import Reward
 from covey.config.section import Named
 from covey.environments.registry import NONE, find_environment, is_user_environment
 from covey.errors import ConfigError, DataError
 from covey.models.chat_template import Template
-from covey.rewards import LENGTH_PENALTIES, Reward
+from covey.rewards import LENGTH_PENALTIES
+from covey.rewards import Reward as RewardFunction
 from covey.rewards.build import check_alone, make_reward, reward_options
 from covey.run.best import check_metric
 from covey.run.health import check_names
@@ -60,6 +62,10 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
         if where not in passed and (imports or not own.get(where))
     }
     named = {where: {**getattr(config, where).settings, **o} for where, o in options.items()}
+    apart = config.evaluate.reward
+    if apart.name and (imports or not is_import_path(apart.name)):
+        reward = {"name": apart.name, **reward_options(apart, "evaluate.reward")}
+        named["evaluate"] = {**config.evaluate.model_dump(), "reward": reward}
     resolved = parse_config({**config.model_dump(), **named})
     check_reference(resolved.reference)
     check_overlap(resolved)
@@ -68,6 +74,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
         objective = objective_of(resolved)
         _check_old_logp(resolved, objective)
         _check_groups(resolved, objective)
+        _check_mask_replay(resolved, objective)
         if "teacher" in objective.needs:
             check_teacher(resolved.teacher)
     return resolved
@@ -95,17 +102,36 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
 def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:
     """Reject what an objective with ratios to the engine's log-probs cannot have."""
     name = resolved.objective.name
-    if sampling_of(resolved).distribution.truncates:
+    if truncates_unseen(resolved):
         raise ConfigError(
             f"config: {name} takes ratios to the engine, which cannot be combined with "
             "rollout.top_k, top_p or min_p: the engine's log-probs are then those of a truncated "
-            "distribution"
+            "distribution; set rollout.mask_replay = true"
         )
     if objective.corrects:
         raise ConfigError(
             f"config: {name} takes ratios to the engine already: objective.correction and "
             "objective.veto have nothing to correct"
         )
+
+
+def truncates_unseen(config: Config) -> bool:
+    """Return whether tokens come from a truncated distribution, and training from the whole."""
+    sampling = sampling_of(config)
+    return sampling.distribution.truncates and not sampling.returns_kept
+
+
+def _check_mask_replay(resolved: Config, objective: Objective) -> None:
+    """Reject kept sets where an engine cannot return them, or a server does not get them."""
+    if not sampling_of(resolved).returns_kept:
+        return
+    what = "config: rollout.mask_replay = true does not work with"
+    if resolved.engine.kind == "vllm":
+        raise ConfigError(f"{what} engine.kind = 'vllm', which does not return the kept tokens")
+    server = "reference" in objective.needs and resolved.reference.kind == "server"
+    if server or ("teacher" in objective.needs and resolved.teacher.url):
+        section = "reference.kind = 'server'" if server else "teacher.url"
+        raise ConfigError(f"{what} {section}: the server does not get the kept tokens")
 
 
 def _check_watching(config: Config) -> None:
@@ -127,11 +153,12 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
     if "sampler_as_old" in objective.needs:
         _check_ratios_to_engine(resolved, objective)
         return
-    truncates = sampling_of(resolved).distribution.truncates
+    truncates = truncates_unseen(resolved)
     if resolved.train.old_logp == "sampler" and truncates:
         raise ConfigError(
             "config: train.old_logp = 'sampler' cannot be combined with rollout.top_k, top_p or "
-            "min_p: the engine's log-probs are then those of a truncated distribution"
+            "min_p: the engine's log-probs are then those of a truncated distribution; set "
+            "rollout.mask_replay = true"
         )
     blind = truncates or resolved.train.old_logp == "recompute" or "old_entropy" in objective.needs
     if resolved.overlap.staleness and blind and not objective.corrects:
@@ -210,10 +237,18 @@ def task_of(config: Config) -> Task:
     return make_task(config.task.name, config.task.options)
 
 
-def reward_of(config: Config) -> Reward:
+def reward_of(config: Config) -> RewardFunction:
     """Build the reward."""
     reward = make_reward(config.reward.name, config.reward.options)
     return check_alone(config.reward.name, reward)
+
+
+def evaluation_config(config: Config) -> Config:
+    """Return the configuration whose [reward] scores evaluations: evaluate.reward, if given."""
+    apart = config.evaluate.reward
+    if not apart.name:
+        return config
+    return config.model_copy(update={"reward": Reward.model_validate(apart.model_dump())})
 
 
 def objective_of(config: Config) -> Objective:
@@ -241,6 +276,7 @@ def sampling_of(config: Config) -> Sampling:
         stop_strings=tuple(rollout.stop),
         max_concurrent=config.engine.max_concurrent,
         seed=config.seed,
+        mask_replay=rollout.mask_replay,
     )
 
 

@@ -24,6 +24,8 @@ def created_run(parts: Components, path: Path, more: Mapping[str, object]) -> Ru
             **describe_environment(parts.config.seed, device, threads),
             "ranks": parts.world.size,
             "reward": parts.scorer.identity,
+            "evaluation_reward": parts.eval_scorer.identity,
+            "notes": list(parts.notes),
             **more,
         }
         return RunFolder.create(path, to_toml(parts.config), environment)

@@ -32,7 +32,7 @@ from covey.run.trackers import Tracker
 from covey.stopping import StopSignal
 from covey.tasks import bad_rows_of
 from covey.training.budget import Budget
-from covey.training.build import Components, load_model, policy_of, scorer_of
+from covey.training.build import Components, eval_scorer_of, load_model, policy_of, scorer_of
 from covey.training.checkpoint import State
 from covey.training.collate import collate
 from covey.training.loop import run_loop
@@ -40,6 +40,7 @@ from covey.training.make_engine import native_engine
 from covey.training.parallel.passes import rank_passes, without_weight
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
+from covey.training.prompt_limit import fitting_prompts
 from covey.training.resolve import held_out_of, sampling_of, task_of
 from covey.training.schedule import sft_schedule_of
 from covey.training.sft_data import Solutions, solutions_of
@@ -79,6 +80,7 @@ def build_sft(
     task = task_of(config)
     solutions, held_out = solutions_of(config, task), held_out_of(config, task)
     model = load_model(config, world.device(config.model.device))
+    held_out, notes = fitting_prompts(config, model, held_out, "held-out")
     policy = policy_of(config, model, world)
     # Cross-entropy is that of the model itself, whatever temperature it will be sampled at.
     policy.temperature = 1.0
@@ -88,8 +90,9 @@ def build_sft(
         solutions=solutions,
         held_out_prompts=held_out,
         bad_rows=tuple(bad_rows_of(task)),
+        notes=tuple(notes),
         scorer=scorer,
-        eval_scorer=scorer,
+        eval_scorer=eval_scorer_of(config, scorer, world.local_size),
         policy=policy,
         engine=native_engine(policy),
         sampling=sampling_of(config),
@@ -98,7 +101,7 @@ def build_sft(
     try:
         _check_lengths(parts)  # before a run folder is made
     except BaseException:
-        scorer.close()
+        parts.close()
         raise
     return parts
 

@@ -262,6 +262,7 @@ def test_scores_of_nothing_are_no_mean_of_zero(
     captured = capfd.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "covey: rows.jsonl: none of the 3 completions could be scored; the first: OSError: offline\n"
+        "covey: rows.jsonl: none of the 3 completions could be scored; the first error: OSError: "
+        "offline\n"
     )
     assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == 3

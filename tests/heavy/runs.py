@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ SETTINGS = {
 class Run:
     """A run in a process of its own."""
 
-    def __init__(self, folder: Path, *words: str, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, *words: str, launcher: Sequence[str] = ("-m", "covey"), **settings: Any
+    ) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
         pairs = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
         pairs = [f"{key}={value}" for key, value in SETTINGS.items()] + pairs
-        command = [sys.executable, "-m", "covey", "train", "arithmetic", "--run", str(folder)]
+        command = [sys.executable, *launcher, "train", "arithmetic", "--run", str(folder)]
         command += [word for pair in pairs for word in ("--set", pair)]
         self.output = folder.with_suffix(".txt")
         environment = {**os.environ, "COVEY_TEST_MARK": self.mark, "OMP_NUM_THREADS": "1"}

@@ -38,7 +38,7 @@ def test_training_through_a_server_that_is_killed_once(tmp_path: Path, native: R
     run.wait_for_step(3)
     run.kill("serve.py")
     check_run(run, native)
-    assert "it was started again" in run.text()
+    assert "it was restarted" in run.text()
     assert run.processes("serve.py") == [], "servers end with the run"
 
 

@@ -336,7 +336,7 @@ def test_a_merged_checkpoint_is_an_ordinary_model_with_the_same_greedy_text(
 
 
 def test_only_an_adapter_can_be_merged(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="holds no adapter"):
+    with pytest.raises(ModelError, match="contains no adapter"):
         merge_adapter(Path(CHECKPOINT), tmp_path)
 
 

@@ -273,7 +273,9 @@ def test_kinds_that_an_adapter_needs_or_forbids(qwen: str, monkeypatch: pytest.M
         with pytest.raises(ConfigError, match="does not work with an adapter"):
             made(kind, adapted)
     monkeypatch.delenv("NO_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match="'NO_TOKEN': the variable holds no valid token"):
+    with pytest.raises(
+        ConfigError, match="'NO_TOKEN': the variable does not contain a valid token"
+    ):
         made("server", plain, "reference.url=http://127.0.0.1:1", "reference.token_env=NO_TOKEN")
 
 

@@ -145,7 +145,7 @@ PKPO, TEACHER = "objective.name=pkpo", "objective.name=opd"
 ONE_TEACHER = (
     "config: this objective learns from a teacher; give one of teacher.path and teacher.url"
 )
-TRUNCATED = "cannot be combined with rollout.top_k, top_p or min_p: the engine's log-probs are then those of a truncated distribution"
+TRUNCATED = "cannot be combined with rollout.top_k, top_p or min_p: the engine's log-probs are then those of a truncated distribution; set rollout.mask_replay = true"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ TRUNCATED = "cannot be combined with rollout.top_k, top_p or min_p: the engine's
         ([PKPO, "objective.k=8", "objective.baseline=centred"], "config: objective.k = 8 needs 9 completions of a prompt, one of them apart; rollout.group_size is 8"),
         (["objective.name=gdpo", "objective.part_weights=[1.0, 2.0]"], "config: objective.part_weights counts on an order; name the parts of the reward in objective.parts"),
         (["objective.name=gdpo", "objective.gate=0"], "config: objective.gate counts on an order; name the parts of the reward in objective.parts"),
-        (["objective.name=gdpo", "objective.beta=0.1", "objective.kl_in=reward"], "objective.kl_in = 'reward' of gdpo: a KL belongs to no part of the reward; set it to 'loss'"),
+        (["objective.name=gdpo", "objective.beta=0.1", "objective.kl_in=reward"], "objective.kl_in = 'reward' of gdpo: the KL belongs to no part of the reward; set objective.kl_in = 'loss'"),
         (["objective.name=bapo", "rollout.top_p=0.9"], f"config: bapo takes ratios to the engine, which {TRUNCATED}"),
         (["objective.name=m2po", "objective.veto=0.1"], "config: m2po takes ratios to the engine already: objective.correction and objective.veto have nothing to correct"),
         ([TEACHER], ONE_TEACHER),
@@ -186,6 +186,6 @@ def test_a_teacher_with_other_tokens_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         make_teacher(config, policy=policy, load=lambda path: other)
     assert str(raised.value) == (
-        "config: teacher.path = 'other' has another tokenizer than model.path = 'embedded'; a "
+        "config: teacher.path = 'other' has a different tokenizer than model.path = 'embedded'; a "
         "teacher must give the same ids to the same tokens"
     )

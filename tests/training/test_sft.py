@@ -394,7 +394,7 @@ def test_the_two_kinds_of_runs_are_not_mixed_up(
     assert covey(["train", "--resume", str(whole)]) == 1
     assert "is an SFT run; resume it with: covey sft --resume" in capsys.readouterr().err
     assert covey(["sft", "--resume", str(whole), "--set", "seed=1"]) == 2
-    assert "give it alone" in capsys.readouterr().err
+    assert "cannot change seed" in capsys.readouterr().err
     assert covey(["runs", str(whole.parent), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["steps"], row["reward"]) == (6, None)

@@ -3,7 +3,7 @@
 The residual stream is float32; the result has the type that the products take. Everything in
 between is float32 and rounded once.
 
-Shapes: N tokens, D size. A program handles several rows, so that short ones fill it too.
+Shapes: N tokens, D size. A program handles several rows, so that short rows also fill it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 512
-"""Programs of the backward pass: each sums the gain's gradient over its own rows."""
+"""The number of programs of the backward pass; each sums the gain's gradient over its own rows."""
 TILE = 2048
-"""Elements that a program holds at once."""
+"""The number of elements that a program processes at once."""
 
 
 @triton.jit

@@ -5,12 +5,14 @@ No torch here: a report can be written on a machine without it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 State = Literal["done", "failed", "unfinished"]
 BudgetKind = Literal["steps", "tokens", "updates"]
+Metric = Literal["success", "reward"]
+"""What decides which arm is better: the share of correct completions, or the mean reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +50,29 @@ class Point:
     correct: Mapping[str, bool]
     """Prompt id -> whether the greedy completion is correct. All runs have the same prompts in the
     same order."""
+    rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Prompt id -> `reward` and `parts/NAME` of that completion, if it was scored."""
+    distinct_answers: int | None = None
+    """Different final answers among the greedy completions."""
+    by: Metric = "success"
 
     @property
     def accuracy(self) -> float:
         """Share of the prompts with a correct completion."""
         return sum(self.correct.values()) / len(self.correct)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """What is compared, by prompt. Unscored counts as the lowest reward of the evaluation."""
+        if self.by == "success":
+            return tuple(map(float, self.correct.values()))
+        lowest = min(row["reward"] for row in self.rewards.values())
+        return tuple(self.rewards.get(name, {"reward": lowest})["reward"] for name in self.correct)
+
+    @property
+    def value(self) -> float:
+        """The mean of `values`: the accuracy, or the mean reward."""
+        return sum(self.values) / len(self.correct)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +115,8 @@ class Comparison:
     environment: Mapping[str, Any] = field(default_factory=dict)
     config_toml: str = ""
     """The common configuration."""
+    best_constant: float | None = None
+    """The accuracy of the best constant answer on the held-out prompts, if they have answers."""
 
     def runs_of(self, arm: str) -> tuple[RunResult, ...]:
         """Return the runs of an arm, by seed."""
@@ -106,3 +128,22 @@ class Comparison:
             arm.name: tuple(run for run in self.runs_of(arm.name) if run.finished)
             for arm in self.arms
         }
+
+
+def compared_by(runs: Iterable[RunResult]) -> Metric:
+    """Return what a comparison decides by: success, unless the reward has none.
+
+    A reward that only grades never calls a completion correct. If no completion of any evaluation
+    is correct, and rewards differ, the mean reward is compared.
+    """
+    points = [point for run in runs for point in run.points]
+    if any(any(point.correct.values()) for point in points):
+        return "success"
+    rewards = {row["reward"] for point in points for row in point.rewards.values()}
+    scored = all(point.rewards for point in points)
+    return "reward" if len(rewards) > 1 and scored else "success"
+
+
+def with_metric(run: RunResult, by: Metric) -> RunResult:
+    """Return a run whose points are compared by this metric."""
+    return replace(run, points=tuple(replace(point, by=by) for point in run.points))

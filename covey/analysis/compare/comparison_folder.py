@@ -16,14 +16,23 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from covey.analysis.compare.comparison import Arm, BudgetKind, Comparison, Point, RunResult, State
+from covey.analysis.compare.comparison import (
+    Arm,
+    BudgetKind,
+    Comparison,
+    Point,
+    RunResult,
+    State,
+    compared_by,
+    with_metric,
+)
 from covey.config import parse_config, to_toml, toml_lines, toml_value
 from covey.config.renamed import check_names, new_setting, translated
 from covey.errors import RunError
@@ -174,15 +183,25 @@ def load_comparison(folder: Path) -> Comparison:
     design = read_design(folder)
     environment = folder / "environment.json"
     shared = ("command", "arms", "seeds", "budget", "amount", "findings")
+    runs = [_load_run(folder, arm.name, seed) for arm in design.arms for seed in design.seeds]
+    by = compared_by(runs)
     return Comparison(
         **{name: getattr(design, name) for name in shared},
         name=folder.resolve().name,
-        runs=tuple(
-            _load_run(folder, arm.name, seed) for arm in design.arms for seed in design.seeds
-        ),
+        runs=tuple(with_metric(run, by) for run in runs),
+        best_constant=_best_constant(folder, runs),
         environment=RunFolder(folder).environment() if environment.exists() else {},
         config_toml=to_toml(parse_config(design.common)),
     )
+
+
+def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
+    """Return the accuracy of the best constant answer, as the first evaluation knows it."""
+    for run in runs:
+        for row in RunFolder(folder / run.folder).evaluations(note=lambda text: None):
+            value = row.get("best_constant")
+            return None if value is None else float(value)
+    return None
 
 
 def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
@@ -201,7 +220,8 @@ def _points(run: RunFolder) -> tuple[Point, ...]:
     for row in run.evaluations():
         items = run.items(row["step"])
         if len(items) == row["prompts"]:
-            points.append(_point(row["step"], steps, items))
+            point = _point(row["step"], steps, items)
+            points.append(replace(point, distinct_answers=row.get("distinct_answers")))
         else:
             to_stderr(
                 f"{run.path}: the evaluation of step {row['step']} is left out, because only "
@@ -220,4 +240,12 @@ def _point(step: int, steps: list[dict[str, Any]], items: list[dict[str, Any]]) 
         seconds=sum(row.get("time/total") or 0.0 for row in done if row["step"] > 1),
         # A completion that could not be scored counts as incorrect.
         correct={row["prompt_id"]: bool(row["success"]) for row in items},
+        rewards={
+            row["prompt_id"]: {
+                "reward": row["reward"],
+                **{f"parts/{name}": value for name, value in row.get("parts", {}).items()},
+            }
+            for row in items
+            if row.get("reward") is not None
+        },
     )

@@ -90,7 +90,8 @@ def known_beforehand(design: Design, configs: Mapping[str, Config]) -> tuple[Row
 def _differing_arms(design: Design) -> Iterator[Row]:
     """Yield conditions that arms do not share, although they usually do."""
     arms = design.arms if len(design.arms) > 1 else ()
-    reward = design.common["reward"]["name"]
+    common = design.common
+    reward = common["evaluate"].get("reward", {}).get("name") or common["reward"]["name"]
     yield from _finding(
         [arm for arm in arms if not shares_first_rollouts(arm)],
         title="some arms sample the first step's rollouts for themselves",
@@ -103,7 +104,7 @@ def _differing_arms(design: Design) -> Iterator[Row]:
         title="some arms are trained on another reward than the one that evaluates them",
         why="The common reward scores the held-out completions of all arms, so that accuracies "
         "mean the same; an arm that is not trained on it may be at a disadvantage.",
-        remedy=f"choose the evaluation reward with --set reward.name; now it is {reward}",
+        remedy=f"choose it with --set evaluate.reward.name=NAME; now it is {reward}",
     )
     yield from _finding(
         [arm for arm in arms if any(key in GENERATION for key in arm.differences)],

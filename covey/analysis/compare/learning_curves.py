@@ -50,7 +50,7 @@ def learning_curve(comparison: Comparison, arm: str) -> Curve:
     """Return the learning curve of an arm. Unfinished runs have lines, but no mean."""
     runs = [run for run in comparison.runs_of(arm) if run.points]
     columns = _columns([run for run in runs if run.finished])
-    values = [[point.accuracy for point in column] for column in columns]
+    values = [[point.value for point in column] for column in columns]
     return Curve(
         arm=arm,
         lines=tuple(
@@ -58,7 +58,7 @@ def learning_curve(comparison: Comparison, arm: str) -> Curve:
                 seed=run.seed,
                 state=run.state,
                 x={axis: tuple(map(of, run.points)) for axis, (_, of) in AXES.items()},
-                accuracy=tuple(point.accuracy for point in run.points),
+                accuracy=tuple(point.value for point in run.points),
             )
             for run in runs
         ),
@@ -75,9 +75,9 @@ def learning_curve(comparison: Comparison, arm: str) -> Curve:
 
 def _at(run: RunResult, columns: Sequence[Sequence[Point]]) -> tuple[float | None, ...]:
     """Return the accuracies of a run by column; the last column is the end of the run."""
-    by_step = {point.step: point.accuracy for point in run.points}
+    by_step = {point.step: point.value for point in run.points}
     earlier = (by_step.get(column[0].step) for column in columns[:-1])
-    return (*earlier, run.points[-1].accuracy if run.finished else None)
+    return (*earlier, run.points[-1].value if run.finished else None)
 
 
 def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:

@@ -75,7 +75,7 @@ class ReportContents:
     conclusion: Conclusion
     curves: tuple[Curve, ...]
     agreement: Agreement | None
-    """None without a finished run."""
+    """None without a finished run, and where no completion counts as correct."""
     texts: Mapping[str, tuple[str, str]]
     """Prompt id -> prompt and target. Empty if no run kept its completions."""
     example_seed: int | None
@@ -99,12 +99,16 @@ def report_contents(folder: Path, comparison: Comparison) -> ReportContents:
         comparison=comparison,
         conclusion=conclude(comparison),
         curves=tuple(learning_curve(comparison, arm.name) for arm in comparison.arms),
-        agreement=prompt_agreement(comparison),
+        agreement=None if _graded(comparison) else prompt_agreement(comparison),
         texts={i: (r["prompt"], r["target"]) for a in rows.values() for i, r in a.items()},
         example_seed=seed if rows else None,
         examples=choose_examples(rows),
         health=_health(folder, comparison),
     )
+
+
+def _graded(comparison: Comparison) -> bool:
+    return any(point.by == "reward" for run in comparison.runs for point in run.points)
 
 
 def _common_seed(comparison: Comparison) -> int | None:

@@ -64,18 +64,21 @@ def render_page(
 ) -> str:
     """Render a template of the page folder; `finalize` escapes what is not markup."""
     about = json.dumps(dict(contents.comparison.environment), indent=2, default=str)
-    return (
-        environment(finalize)
-        .from_string(page_file(template, HERE))
-        .render(
-            contents=contents,
-            comparison=contents.comparison,
-            conclusion=contents.conclusion,
-            tables=tables,
-            environment=about,
-            **values,
-        )
+    made = environment(finalize).from_string(page_file(template, HERE))
+    return made.render(
+        contents=contents,
+        comparison=contents.comparison,
+        conclusion=contents.conclusion,
+        tables=tables,
+        by=compared(contents),
+        environment=about,
+        **values,
     )
+
+
+def compared(contents: ReportContents) -> str:
+    """Return what the arms are compared by: success or reward."""
+    return next((arm.by for arm in contents.conclusion.arms if arm.seeds), "success")
 
 
 def _plotly_source() -> str | None:
@@ -91,6 +94,7 @@ def _chart_data(contents: ReportContents) -> dict[str, Any]:
     """Return the data that page/report.js draws."""
     return {
         "arms": [arm.name for arm in contents.comparison.arms],
+        "by": compared(contents),
         "axes": {name: label for name, (label, _) in AXES.items()},
         "curves": [asdict(curve) for curve in contents.curves],
         "health": {panel: [asdict(t) for t in trends] for panel, trends in contents.health.items()},

@@ -98,7 +98,8 @@ def run_job(job: Job) -> int:
     with ExitStack() as stack:
         stack.enter_context(closing(parts))
         # The common reward scores evaluations, whatever reward the arm is trained on.
-        if (config.reward, config.scoring) != (common.reward, common.scoring):
+        apart = bool(common.evaluate.reward.name)  # every arm has it: [evaluate] is common
+        if not apart and (config.reward, config.scoring) != (common.reward, common.scoring):
             parts = replace(parts, eval_scorer=stack.enter_context(closing(scorer_of(common))))
         folder = _run_folder(job, config, parts)
         engine = SharedEngine(

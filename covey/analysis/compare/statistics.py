@@ -19,7 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
-from covey.evaluation.intervals import CONFIDENCE, ROUNDING, Estimate, paired_difference, proportion
+from covey.evaluation.intervals import (
+    CONFIDENCE,
+    ROUNDING,
+    Estimate,
+    mean_over_prompts,
+    of_equal_values,
+    paired_difference,
+    proportion,
+)
 
 Array = NDArray[Any]
 
@@ -29,6 +37,8 @@ MOST_SEEDS = 1000
 """Upper end of the search for the number of seeds needed."""
 EXACT_FLIPS = 16
 """Seeds up to which all 2^seeds sign flips are tried; above, a random sample of 2^16."""
+FEW_SEEDS = 3
+"""With fewer seeds arms are not ranked: the interval of two covers nearly every difference."""
 FLIP_SEEDS = 6
 """With fewer seeds the sign flip test cannot reach 5 %: 2 / 2^5 is 6.25 %."""
 COLLAPSE_LEVEL = 0.01
@@ -112,43 +122,56 @@ def accuracy(correct: Array) -> Estimate:
     return Estimate(*(float(value) for value in accuracy_bounds(correct)))
 
 
-def change(values: Array) -> Estimate:
-    """Estimate a mean of differences [seeds, prompts], for new seeds and new prompts."""
+def change(values: Array, limit: float = 1.0) -> Estimate:
+    """Estimate a mean of differences [seeds, prompts], for new seeds and new prompts.
+
+    `limit` is the largest possible difference: 1 of accuracies, infinite of rewards.
+    """
+    bounds = (-limit, limit) if math.isfinite(limit) else None
     if len(values) == 1:
-        return paired_difference(values[0].tolist(), [0.0] * values.shape[1]).estimate
+        return mean_over_prompts(values[0].tolist(), bounds=bounds)
     parts = crossed(values)
     mean, half = float(parts.mean), float(half_width(parts, *values.shape))
-    return Estimate(mean, max(-1.0, mean - half), min(1.0, mean + half))
+    if half <= ROUNDING:
+        return of_equal_values(mean, values.shape[1], bounds)
+    return Estimate(mean, max(-limit, mean - half), min(limit, mean + half))
 
 
-def seed_deviation(differences: Array, items: int) -> Array:
+def mean_reward(values: Array) -> Estimate:
+    """Estimate a mean of rewards [seeds, prompts], for new seeds and new prompts."""
+    return change(values, limit=math.inf)
+
+
+def seed_deviation(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the standard deviation of per-seed differences [..., seeds].
 
     Accuracies are multiples of 1 / items, so equal differences are equal only up to rounding. The
     result is at least the deviation of that rounding: a smaller one, as of two equal differences,
-    would make any difference significant.
+    would make any difference significant. Rewards may differ by `span` instead of 1.
     """
-    least = 1 / (items * math.sqrt(12))
+    least = span / (items * math.sqrt(12))
     return np.asarray(np.maximum(np.std(differences, axis=-1, ddof=1), least))
 
 
-def seed_test(differences: Array, items: int) -> Array:
+def seed_test(differences: Array, items: int, span: float = 1.0) -> Array:
     """Return the two-sided p-value of the paired t-test over seeds; differences [..., seeds].
 
     >>> float(seed_test(np.array([0.10, 0.14, 0.12]), items=200).round(4))
     0.0091
     """
     seeds = differences.shape[-1]
-    error = seed_deviation(differences, items) / math.sqrt(seeds)
+    error = seed_deviation(differences, items, span) / math.sqrt(seeds)
     return np.asarray(2 * stats.t.sf(np.abs(differences.mean(axis=-1)) / error, seeds - 1))
 
 
-def seed_interval(differences: Array, items: int) -> Estimate:
+def seed_interval(
+    differences: Array, items: int, span: float = 1.0, limit: float = 1.0
+) -> Estimate:
     """Return the mean difference with the interval that matches `seed_test`."""
     seeds = len(differences)
-    error = float(seed_deviation(differences, items)) / math.sqrt(seeds)
+    error = float(seed_deviation(differences, items, span)) / math.sqrt(seeds)
     mean, half = float(differences.mean()), _quantile(seeds - 1) * error
-    return Estimate(mean, max(-1.0, mean - half), min(1.0, mean + half))
+    return Estimate(mean, max(-limit, mean - half), min(limit, mean + half))
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:

@@ -137,6 +137,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         values[name] = tuple(row[name])
     trained = row["trained"]
     values["trained"] = (True,) * len(row["tokens"]) if trained is True else tuple(trained)
+    values["kept"] = tuple(row.get("kept", ()))
     return Rollout.single_turn(**values)
 
 

@@ -12,7 +12,7 @@ from covey.analysis.plan.task_facts import TaskFacts
 from covey.config import Config
 from covey.objective import Objective
 from covey.objective.compose import function_of
-from covey.training.resolve import objective_of, sampling_of
+from covey.training.resolve import objective_of, truncates_unseen
 
 Kind = Literal["same", "idle", "risk"]
 PAGE = "docs/plan.md"
@@ -83,8 +83,9 @@ class Setup:
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k, top-p or min-p truncate the distribution that completions come from."""
-        return sampling_of(self.config).distribution.truncates
+        """Whether top-k, top-p or min-p truncate the distribution that completions come from, and
+        training does not know."""
+        return truncates_unseen(self.config)
 
     @property
     def exact(self) -> bool:

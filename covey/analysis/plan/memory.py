@@ -24,7 +24,7 @@ from covey.analysis.plan.forecast import (
 )
 from covey.analysis.plan.model_shape import Shape, shape_of
 from covey.analysis.plan.sharded_memory import sharded_parts
-from covey.analysis.plan.task_facts import TaskFacts, task_facts
+from covey.analysis.plan.task_facts import TaskFacts, task_facts, usable_prompt
 from covey.config import Config
 from covey.models.adapter import adapter_base
 from covey.objective import Objective
@@ -133,7 +133,7 @@ class _Run:
     @property
     def prompt(self) -> int:
         """Tokens of the longest prompt."""
-        return self.facts.longest_prompt or ASSUMED_PROMPT
+        return usable_prompt(self.config, self.facts) or ASSUMED_PROMPT
 
     @property
     def row_tokens(self) -> int:
@@ -196,7 +196,7 @@ class _Run:
             prompt=self.prompt,
             completion=self.config.rollout.max_tokens,
         )
-        elsewhere = self.config.engine.kind == "vllm" or self.config.cluster.address
+        elsewhere = self.config.engine.kind == "vllm" or self.config.cluster.engine_actors
         return (
             Part("framework", framework, ALWAYS, why),
             *self._model_parts(),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from covey.errors import CoveyError
@@ -42,9 +43,22 @@ def measure(job: Job) -> Mapping[str, Any]:
         ]
         renderer = make_renderer(tokenizer, Template(**job["template"]), job["path"])
         found["prompts"] = [len(renderer.tokens(messages)) for messages in job["prompts"]]
+        found["context"] = _context(job["source"])
     except UNREADABLE as error:
         found["problem"] = first_line(error)
     return found
+
+
+def _context(source: str) -> int | None:
+    """Return the model's context length; None where only its weights file says it."""
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return None
+    data = json.loads(Path(file).read_text(encoding="utf-8"))
+    length: int | None = data.get("max_position_embeddings") or data.get("n_positions")
+    return length
 
 
 def _tokenizer(source: str, options: Mapping[str, str]) -> Any:

@@ -9,6 +9,7 @@ from covey.analysis.plan.equivalence import active_penalty
 from covey.analysis.plan.finding import Said, Setup, rule
 from covey.objective import advantage, penalty, ratio
 from covey.objective import surrogate as surrogates
+from covey.training.prompt_limit import longest_prompt
 from covey.training.schedule import total_updates
 
 COLD = 0.3
@@ -82,12 +83,18 @@ def truncated_sampling(setup: Setup) -> Iterator[Said]:
     """Completions from one distribution, trained on as if they came from another."""
     if setup.truncates and setup.objective.correction is None and setup.config.rollout.top_k != 1:
         yield Said(
-            ("rollout.top_k", "rollout.top_p", "rollout.min_p", "objective.correction"),
+            (
+                "rollout.top_k",
+                "rollout.top_p",
+                "rollout.min_p",
+                "rollout.mask_replay",
+                "objective.correction",
+            ),
             title="rollout.top_k, top_p or min_p truncate the distribution without a correction",
             why="Tokens come from a truncated distribution, and the loss treats them as samples of "
             "the whole one, so the gradient is biased towards likely tokens.",
-            remedy="sample from the whole distribution, or set objective.correction = "
-            "'token_truncate'",
+            remedy="set rollout.mask_replay = true, which trains the truncated distribution, or "
+            "sample from the whole one",
         )
 
 
@@ -187,6 +194,31 @@ def few_held_out(setup: Setup) -> Iterator[Said]:
             f"exact test calls it significant: here that is {shown:.0%}.",
             remedy=f"set evaluate.prompts to {FEWEST_PROMPTS} or more; 500 are better",
         )
+
+
+@rule("risk", "sampling")
+def long_prompts(setup: Setup) -> Iterator[Said]:
+    """Prompts that leave no room for a completion in the model's context."""
+    facts, rollout = setup.facts, setup.config.rollout
+    if facts.context is None:
+        return
+    limit = longest_prompt(setup.config, facts.context)
+    lengths = facts.long_prompts or facts.prompt_tokens
+    count = sum(length > limit for length in lengths)
+    if not count:
+        return
+    what = {"error": "the run stops before it begins", "skip": "they are left out",
+            "truncate": "their first tokens are cut off"}[rollout.long_prompts]  # fmt: skip
+    yield Said(
+        ("rollout.max_tokens", "rollout.max_prompt_tokens", "rollout.long_prompts"),
+        title=f"{count} of {len(lengths)} prompts that were measured have more than {limit} "
+        f"tokens: {what}",
+        why=f"The longest has {facts.longest_prompt:,} tokens; the model's context is "
+        f"{facts.context:,} and rollout.max_tokens = {rollout.max_tokens}.",
+        remedy="set rollout.long_prompts = 'skip' or 'truncate', or shorten the data"
+        if rollout.long_prompts == "error"
+        else "look at what is lost",
+    )
 
 
 @rule("risk", "sampling")

@@ -54,6 +54,8 @@ class Plan:
     evaluations: int
     """With a token budget, the most there can be."""
     evaluation_samples: int
+    prompt_lengths: str = ""
+    """Distribution of the prompts' tokens. Empty: not known."""
     staleness: int = 0
     """Training steps that generation may be ahead."""
 
@@ -97,6 +99,7 @@ class Plan:
                 f"{self.prompts_per_step} prompts and generates {self.group_size} completions per "
                 f"prompt: {self.completions:,} completions of at most {self.max_tokens:,} "
                 f"tokens{again}.",
+                *([self.prompt_lengths] if self.prompt_lengths else []),
                 self._updates_text(),
                 f"In total: {least}{self.total_updates:,} optimizer steps and at most "
                 f"{self.total_tokens:,} generated tokens.",
@@ -166,7 +169,19 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
         held_out=(facts and facts.held_out) or config.evaluate.prompts or None,
         evaluations=most_evaluations(config),
         evaluation_samples=config.evaluate.samples,
+        prompt_lengths=_prompt_lengths(facts),
         staleness=config.overlap.staleness,
+    )
+
+
+def _prompt_lengths(facts: TaskFacts | None) -> str:
+    if facts is None or not facts.prompt_tokens:
+        return ""
+    lengths = facts.prompt_tokens
+    tenth, median, tail = (lengths[int(q * (len(lengths) - 1))] for q in (0.1, 0.5, 0.95))
+    return (
+        f"Prompts have {median:,} tokens in the median, 10 % at most {tenth:,}, 95 % at most "
+        f"{tail:,}; the longest of {facts.measured} measured has {facts.longest_prompt:,}."
     )
 
 

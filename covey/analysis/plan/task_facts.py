@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from heapq import nlargest
 
 from covey.analysis.plan.model_shape import source_of
 from covey.analysis.plan.prompt_lengths import UNREADABLE, Measure, first_line, measure
 from covey.config import Config
 from covey.errors import DataError
+from covey.training.prompt_limit import longest_prompt
 from covey.training.resolve import held_out_of, task_of, template_of
 from covey.training.sft_data import write_solution
 from covey.types import Prompt
 
 SAMPLE = 64
-"""Prompts that are measured."""
+"""Prompts that are measured, from the whole task."""
+LONGEST = 32
+"""Prompts that are measured beside them: those with the most characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +29,18 @@ class TaskFacts:
     """Held-out prompts of an evaluation."""
     solution_tokens: tuple[int, ...] = ()
     """Tokens of the solutions of some training prompts, each with its end token."""
+    prompt_tokens: tuple[int, ...] = ()
+    """Tokens of some prompts of the whole task, rendered by the chat template, shortest first."""
+    long_prompts: tuple[int, ...] = ()
+    """Tokens of the prompts with the most characters, where all prompts are in memory."""
+    context: int | None = None
+    """The model's context length."""
     longest_prompt: int | None = None
-    """Tokens of the longest of these prompts, rendered by the chat template."""
+    """Tokens of the longest of all these prompts."""
     measured: int = 0
-    """Number of prompts that were rendered."""
+    """Number of prompts that were rendered, of all."""
+    prompts: int = 0
+    """Training prompts of the task."""
     problem: str = ""
     """Why prompts could not be measured."""
 
@@ -40,7 +52,7 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
         prompts, held_out = task.train(), len(held_out_of(config, task))
     except UNREADABLE as error:
         return TaskFacts(problem=first_line(error))
-    some = _sample(prompts)
+    some, long = _sample(prompts), _longest(prompts)
     try:
         source, options = source_of(config.model.path)
         job = {
@@ -49,16 +61,21 @@ def task_facts(config: Config, measure: Measure = measure) -> TaskFacts:
             "options": options,
             "template": asdict(template_of(config)),
             "solutions": _solutions(config, some),
-            "prompts": [prompt.messages for prompt in some],
+            "prompts": [prompt.messages for prompt in (*some, *long)],
         }
         found = measure(job)
     except UNREADABLE as error:
         return TaskFacts(held_out=held_out, problem=first_line(error))
+    lengths = found.get("prompts", ())
     return TaskFacts(
         held_out=held_out,
         solution_tokens=_with_end(found.get("solutions", ())),
-        longest_prompt=max(found.get("prompts", ()), default=None),
-        measured=len(found.get("prompts", ())),
+        prompt_tokens=tuple(sorted(lengths[: len(some)])),
+        long_prompts=tuple(lengths[len(some) :]),
+        context=found.get("context"),
+        longest_prompt=max(lengths, default=None),
+        measured=len(lengths),
+        prompts=len(prompts),
         problem=found.get("problem", ""),
     )
 
@@ -72,6 +89,13 @@ def facts_of(
     return TaskFacts(held_out=held_out, solution_tokens=lengths)
 
 
+def usable_prompt(config: Config, facts: TaskFacts) -> int | None:
+    """Return the tokens of the longest prompt that the run can use: longer ones are not trained."""
+    if facts.longest_prompt is None or facts.context is None:
+        return facts.longest_prompt
+    return min(facts.longest_prompt, longest_prompt(config, facts.context))
+
+
 def _with_end(lengths: Iterable[int]) -> tuple[int, ...]:
     return tuple(length + 1 for length in lengths)  # the end token is generated too
 
@@ -80,6 +104,13 @@ def _sample(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return prompts from the whole task: a data file may be sorted by length."""
     stride = max(1, len(prompts) // SAMPLE)
     return [prompts[at] for at in range(0, len(prompts), stride)][:SAMPLE]
+
+
+def _longest(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts with the most characters; none of a task that makes them on demand."""
+    if not isinstance(prompts, list | tuple) or len(prompts) <= SAMPLE:
+        return []
+    return nlargest(LONGEST, prompts, key=lambda prompt: len(prompt.text))
 
 
 def _solutions(config: Config, prompts: Sequence[Prompt]) -> list[str]:

@@ -27,7 +27,7 @@ _EQUALS = re.compile(r":=|==|\\equiv(?![A-Za-z])")
 def sides(formula: str) -> list[str]:
     """Split a formula at its equals signs.
 
-    Brackets are not split. Neither are lists, nor formulas with another relation.
+    Brackets, lists and formulas with another relation are not split.
 
     >>> sides("x = 6*7 = 42"), sides("x = 3, y = 4"), sides("= 42")
     (['x', '6*7', '42'], ['x = 3, y = 4'], ['42'])

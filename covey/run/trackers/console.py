@@ -13,6 +13,7 @@ from rich.text import Text
 
 from covey.escape import printable
 from covey.run.best import best_of
+from covey.run.estimate_text import change_text, estimate_text, is_reward
 from covey.run.folder import RunFolder
 from covey.run.trackers.protocol import Tracker
 
@@ -47,10 +48,11 @@ def summary(metrics: Mapping[str, Any]) -> str:
 
 
 def evaluation_line(evaluation: Evaluation) -> str:
-    """Return an evaluation in one line."""
+    """Return an evaluation in one line; the mean reward, where it is more than the accuracy."""
     numbers = "  ".join(
-        f"{name} {e.value:.1%} [{e.low:.1%}, {e.high:.1%}]"
-        for name, e in evaluation.estimates.items()
+        f"{name} {estimate_text(name, estimate.row())}"
+        for name, estimate in evaluation.estimates.items()
+        if not is_reward(name) or (name == "reward" and evaluation.graded)
     )
     lost = f", {evaluation.unscored} completions not scored" if evaluation.unscored else ""
     constant = evaluation.best_constant
@@ -177,25 +179,17 @@ def before_and_after(run: RunFolder) -> Table | None:
     for name in [n for n in estimates if n in last]:
         a, b = first[name], last[name]
         table.add_row(
-            _cell(name),
-            _interval(a),
-            _interval(b),
-            f"{100 * (b['value'] - a['value']):+.1f} points",
+            _cell(f"greedy: {name}" if is_reward(name) else name),
+            estimate_text(name, a),
+            estimate_text(name, b),
+            change_text(name, b["value"] - a["value"]),
         )
-    for part in [p for p in first["parts"] if p in last["parts"]]:
-        a, b = first["parts"][part], last["parts"][part]
-        change = f"{100 * (b - a):+.1f} points"
-        table.add_row(_cell(f"greedy: {part}"), f"{a:.1%}", f"{b:.1%}", change)
     if "distinct_answers" in first and "distinct_answers" in last:
         counts = [row["distinct_answers"] for row in (first, last)]
         table.add_row("distinct answers", *map(str, counts), f"{counts[1] - counts[0]:+d}")
     if "best_constant" in last:
         table.caption = f"always the same answer: at best {last['best_constant']:.1%} correct"
     return table
-
-
-def _interval(e: Mapping[str, float]) -> str:
-    return f"{e['value']:.1%} [{e['low']:.1%}, {e['high']:.1%}]"
 
 
 def _cell(text: str) -> Text:

@@ -57,8 +57,6 @@ class ExternalTracker(Tracker):
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Log all numbers of an evaluation, estimates without their intervals."""
         row = {f"evaluation/{name}": value for name, value in evaluation.row().items()}
-        parts = row.pop("evaluation/parts", {})
-        row |= {f"evaluation/parts/{name}": value for name, value in parts.items()}
         self._log("evaluation", step, finite_numbers(row))
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -120,7 +120,7 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
              ["rollout.temperature=0.6"]),
     "greedy": (["rollout.top_k=1"], "risk", "rollout.top_k = 1 makes the completions of a group equal", []),
     "truncated": (["rollout.top_p=0.9"], "risk", "rollout.top_k, top_p or min_p truncate the distribution",
-                  ["rollout.top_p=0.9", "objective.correction=token_truncate"]),
+                  ["rollout.top_p=0.9", "rollout.mask_replay=true"]),
     "form": (
         ["reward.name=think_answer_form", "filter.dynamic_sampling=true"], "risk",
         "filter.dynamic_sampling = True needs correct completions", ["reward.name=think_answer_form"],
@@ -162,6 +162,9 @@ def test_settings_without_effect_and_harmful_settings_are_found(case: str) -> No
 def test_every_rule_has_a_case() -> None:
     setups = [setup_of(config_of(*settings)) for settings, *_ in CASES.values()]
     setups.append(setup_of(config_of(), TaskFacts(solution_tokens=(999,))))
+    setups.append(
+        setup_of(config_of(), TaskFacts(context=99, prompt_tokens=(99,), longest_prompt=99))
+    )
     silent = [rule.__name__ for rule in RULES if not any(list(rule(setup)) for setup in setups)]
     assert silent == []
 

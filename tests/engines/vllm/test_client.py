@@ -96,7 +96,7 @@ def test_garbage_and_failures_are_one_line() -> None:
     }
     with serving(lambda path: replies[path]) as url:
         client = Client(url, 5.0)
-        with pytest.raises(EngineError, match=r"sent something that is not JSON from /garbage"):
+        with pytest.raises(EngineError, match=r"sent a reply that is not JSON from /garbage"):
             client.get("/garbage")
         with pytest.raises(EngineError, match=r"replied 404 to /missing: Not Found"):
             client.get("/missing")
@@ -151,6 +151,6 @@ def test_a_server_is_checked_before_a_model_is_loaded() -> None:
 
 def test_servers_without_room_are_refused_before_a_model_is_loaded() -> None:
     check_memory(load_config(overrides=["engine.vllm.memory=0.5"]))
-    wanted = r"the vLLM servers need about 100\d\d\.\d GiB, and this machine has"
+    wanted = r"the vLLM servers need about 100\d\d\.\d GiB, but this machine has"
     with pytest.raises(EngineError, match=wanted):
         check_memory(load_config(overrides=["engine.vllm.memory=10000"]))
