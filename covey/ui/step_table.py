@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,12 +23,13 @@ from covey.run.folder import RunFolder
 from covey.run.metric_names import current_name
 from covey.run.records import STEP, Row, open_file, parse_line
 
-CHUNK = 2**21
+CHUNK = 2**20
 """Bytes that are read at a time."""
-SAMPLED = 250
+SAMPLED = 200
 """Steps that stand for the part of a file that is not read yet."""
 Columns = dict[str, np.ndarray]
 """Metric -> float32 [rows], NaN where a step has no number; `step` is float64."""
+name_now = lru_cache(maxsize=4096)(current_name)
 
 
 @dataclass(slots=True)
@@ -36,7 +38,8 @@ class StepTable:
 
     path: Path
     """steps.jsonl."""
-    columns: Columns = field(default_factory=dict)
+    pieces: list[Columns] = field(default_factory=list)
+    """Steps in order. Each piece has more than the next, so that few are joined often."""
     notes: list[str] = field(default_factory=list)
     done: bool = False
     _offset: int = 0
@@ -47,23 +50,23 @@ class StepTable:
     @property
     def bytes(self) -> int:
         """Memory of the columns."""
-        return sum(column.nbytes for column in self.columns.values())
+        return sum(column.nbytes for piece in self.pieces for column in piece.values())
 
-    def update(self, seconds: float) -> Columns:
-        """Read what was added, for some time; return the columns, sampled where not read yet."""
+    def update(self, seconds: float) -> list[Columns]:
+        """Read what was added, for some time; return all steps, sampled where not read yet."""
         with self._lock:
             try:
                 with open_file(self.path) as file:
                     return self._read(file, time.monotonic() + seconds)
             except RunError as error:
                 self.done, self.notes = True, [str(error)]
-                return self.columns
+                return list(self.pieces)
 
-    def _read(self, file: BinaryIO, until: float) -> Columns:
+    def _read(self, file: BinaryIO, until: float) -> list[Columns]:
         found = os.fstat(file.fileno())
         if found.st_size < self._offset or found.st_ino != self._inode:
             # A resume cut the file or wrote another one.
-            self.columns, self.notes, self._offset, self._lines = {}, [], 0, 0
+            self.pieces, self.notes, self._offset, self._lines = [], [], 0, 0
             self._inode = found.st_ino
         self.done = False
         while not self.done and time.monotonic() < until:
@@ -75,9 +78,8 @@ class StepTable:
             self.done = self._offset + len(whole) >= found.st_size or not whole
             self._add(whole.split(b"\n")[:-1])
             self._offset += len(whole)
-        if self.done:
-            return self.columns
-        return joined(self.columns, columns_of(sampled(file, self._offset, found.st_size)))
+        rest = [] if self.done else sampled(file, self._offset, found.st_size)
+        return [*self.pieces, *([columns_of(rest)] if rest else [])]
 
     def _add(self, lines: Sequence[bytes]) -> None:
         rows = []
@@ -88,12 +90,19 @@ class StepTable:
             else:
                 rows.append(row)
         self._lines += len(lines)
-        if rows:
-            self.columns = joined(self.columns, columns_of(rows))
-        steps = self.columns.get("step", np.zeros(0))
-        if (np.diff(steps) <= 0).any():  # rare: read it as other commands do
+        if not rows:
+            return
+        new = columns_of(rows)
+        before = self.pieces[-1]["step"][-1:] if self.pieces else new["step"][:0]
+        if (np.diff(np.concatenate([before, new["step"]])) <= 0).any():
+            # Rare: read it as other commands do.
             self.notes = []
-            self.columns = columns_of(RunFolder(self.path.parent).steps(self._note))
+            self.pieces = [columns_of(RunFolder(self.path.parent).steps(self._note))]
+            return
+        self.pieces.append(new)
+        while len(self.pieces) > 1 and len(self.pieces[-2]["step"]) < 2 * len(new["step"]):
+            new = joined(self.pieces[-2], new)
+            self.pieces[-2:] = [new]
 
     def _note(self, text: str) -> None:
         if text and len(self.notes) < 5:
@@ -108,7 +117,7 @@ def step_row(raw: bytes) -> Row | None:
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
-    return {current_name(name): value for name, value in row.items()}
+    return {name_now(name): value for name, value in row.items()}
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> Columns:
@@ -128,24 +137,22 @@ def _number(value: Any) -> float:
 
 def joined(first: Columns, then: Columns) -> Columns:
     """Return the rows of both; a metric that one of them lacks is NaN there."""
-    if not first or not then:
-        return first or then
-    sizes = len(first["step"]), len(then["step"])
-    return {
-        name: np.concatenate(
-            [
-                part[name] if name in part else np.full(size, np.nan, dtype=np.float32)
-                for part, size in zip((first, then), sizes, strict=True)
-            ]
-        )
-        for name in {**first, **then}
-    }
+    return {name: column([first, then], name) for name in {**first, **then}}
+
+
+def column(pieces: Sequence[Columns], name: str) -> np.ndarray:
+    """Return a metric of all steps."""
+    parts = [
+        piece[name] if name in piece else np.full(len(piece["step"]), np.nan, dtype=np.float32)
+        for piece in pieces
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def sampled(file: BinaryIO, start: int, stop: int) -> list[Row]:
     """Return some steps of the rest of a file, evenly spaced and in order, the last among them."""
     rows: dict[int, Row] = {}
-    for place in np.linspace(start, max(start, stop - CHUNK // 32), SAMPLED).astype(int):
+    for place in np.linspace(start, max(start, stop - CHUNK // 16), SAMPLED).astype(int):
         file.seek(place)
         if place != start:
             file.readline(CHUNK)
@@ -156,7 +163,7 @@ def sampled(file: BinaryIO, start: int, stop: int) -> list[Row]:
 
 
 def curve(
-    columns: Columns,
+    pieces: Sequence[Columns],
     name: str,
     points: int,
     *,
@@ -164,7 +171,7 @@ def curve(
     between: tuple[float, float] = (-np.inf, np.inf),
 ) -> dict[str, Any]:
     """Return a metric as at most `points` points: mean, lowest and highest of each interval."""
-    steps, values = columns[axis].astype(np.float64), columns[name].astype(np.float64)
+    steps, values = (column(pieces, each).astype(np.float64) for each in (axis, name))
     keep = ~np.isnan(values) & (steps >= between[0]) & (steps <= between[1])
     steps, values = steps[keep], values[keep]
     if not len(steps):

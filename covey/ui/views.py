@@ -27,7 +27,7 @@ from covey.ui.find_runs import (
 from covey.ui.processes import Explorer, Jobs, covey_json
 from covey.ui.step_table import StepTables, curve
 
-READ_SECONDS = 0.1
+READ_SECONDS = 0.06
 """Time that one request may read a file for. The page asks again until everything is read."""
 TABLE_BYTES = 150 * 2**20
 SEARCHED_SECONDS = 2.0
@@ -37,6 +37,10 @@ HEALTH_SECONDS = 15
 """A growing run is checked again after this time."""
 LONGEST = 20_000
 """Characters of a text that are sent at first."""
+EVALUATION = (
+    "step", "prompts", "greedy", "reward", "mean_tokens", "best_constant", "distinct_answers",
+)  # fmt: skip
+"""Fields of an evaluation that the page shows."""
 Query = Mapping[str, str]
 
 
@@ -108,29 +112,27 @@ def series(site: Site, query: Query) -> dict[str, Any]:
     """Curves of a run: the metrics that `metrics` names, or the names of all without it."""
     place = site.place(query)
     table = site.tables[place.path]
-    columns = table.update(READ_SECONDS)
+    pieces = table.update(READ_SECONDS)
+    known = {name for piece in pieces for name in piece}
     asked = [name for name in query.get("metrics", "").split(",") if name]
     axis = query.get("axis", "step")
-    names = [name for name in asked if name in columns and axis in columns]
+    names = [name for name in asked if name in known and axis in known]
     between = (_number(query, "from", -1.0), _number(query, "to", float("inf")))
     points = int(min(4000, max(2, _number(query, "points", 600))))
     evaluations, notes = evaluations_cached(RunFolder(place.path))
     return {
         "run": place.id,
-        "names": sorted(columns),
-        "curves": {
-            name: curve(columns, name, points, axis=axis, between=between) for name in names
-        },
+        "names": sorted(known),
+        "curves": {name: curve(pieces, name, points, axis=axis, between=between) for name in names},
         "evaluations": [_evaluation(row) for row in evaluations],
-        "rows": len(columns["step"]) if columns else 0,
+        "rows": sum(len(piece["step"]) for piece in pieces),
         "partial": not table.done,
         "notes": [*problems(place), *table.notes, *notes],
     }
 
 
 def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
-    kept = ("step", "prompts", "greedy", "mean_tokens", "best_constant", "distinct_answers")
-    return {name: row[name] for name in kept if name in row}
+    return {name: row[name] for name in EVALUATION if name in row}
 
 
 def details(site: Site, query: Query) -> dict[str, Any]:

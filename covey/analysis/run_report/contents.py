@@ -20,6 +20,7 @@ from covey.analysis.compare.report_contents import (
 )
 from covey.analysis.page.text_table import TextTable
 from covey.errors import RunError
+from covey.run.estimate_text import change_text, estimate_text, value_text
 from covey.run.folder import RunFolder, settings_of
 from covey.run.health import Finding, timeline
 from covey.run.history import is_number
@@ -98,19 +99,30 @@ def run_report(run: RunFolder) -> RunReport:
 def headline(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
     """Return the result of the run in one sentence."""
     if len(evaluations) > 1:
-        first, last = evaluations[0]["greedy"], evaluations[-1]["greedy"]
-        gain = 100 * (last["value"] - first["value"])
-        sure = (
-            "" if last["low"] > first["high"] or last["high"] < first["low"] else ", within noise"
-        )
+        name, what = decided_by(evaluations)
+        first, last = evaluations[0][name], evaluations[-1][name]
+        clear = last["low"] > first["high"] or last["high"] < first["low"]
+        change = change_text(name, last["value"] - first["value"])
         return (
-            f"Held-out accuracy went from {first['value']:.1%} to {last['value']:.1%} in "
-            f"{evaluations[-1]['step']} steps ({gain:+.1f} points{sure})"
+            f"{what} went from {value_text(name, first['value'])} to "
+            f"{value_text(name, last['value'])} in {evaluations[-1]['step']} steps "
+            f"({change}{'' if clear else ', within noise'})"
         )
     rewards = [row["objective/scores"] for row in steps if is_number(row.get("objective/scores"))]
     if rewards:
         return f"Mean reward went from {rewards[0]:.3g} to {rewards[-1]:.3g} in {len(steps)} steps"
     return f"{len(steps)} steps, and no evaluation"
+
+
+def decided_by(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return the estimate that a run is judged by, and its name in words.
+
+    It is accuracy, unless no completion was ever correct and there are rewards.
+    """
+    correct = any(row["greedy"]["value"] for row in evaluations)
+    if correct or not all("reward" in row for row in evaluations):
+        return "greedy", "Held-out accuracy"
+    return "reward", "Held-out mean reward"
 
 
 def _about(
@@ -144,19 +156,20 @@ def evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> TextTable:
     """Return accuracy by step, beside what the best constant answer would get."""
     return TextTable(
         title="Accuracy by step",
-        head=["step", "greedy", "95 % interval", "best constant", "distinct answers", "prompts"],
+        head=["step", "greedy", "reward", "best constant", "distinct answers", "prompts"],
         rows=[
             [
                 str(row["step"]),
-                f"{row['greedy']['value']:.1%}",
-                f"{row['greedy']['low']:.1%} to {row['greedy']['high']:.1%}",
+                estimate_text("greedy", row["greedy"]),
+                estimate_text("reward", row["reward"]) if "reward" in row else "-",
                 "-" if row.get("best_constant") is None else f"{row['best_constant']:.1%}",
                 "-" if row.get("distinct_answers") is None else str(row["distinct_answers"]),
                 str(row["prompts"]),
             ]
             for row in evaluations
         ],
-        note="Best constant: accuracy of the one answer that is right most often.",
+        note="Means with 95 % intervals over prompts. Best constant: accuracy of the one answer "
+        "that is right most often.",
     )
 
 

@@ -1,13 +1,14 @@
 // The view of curves: panels of metrics, overlaid for all selected runs.
 import { Chart } from "./chart.js";
-import { api, colour, dash, debounce, el, fill, percent, select, state } from "./dom.js";
+import { api, colour, dash, debounce, el, fill, number, percent, select, state } from "./dom.js";
 
 const USUAL = ["objective/scores", "objective/success", "policy/entropy_avg", "rollout/lengths", "objective/kl_avg",
   "policy/approxkl_avg", "policy/clipfrac_avg", "optim/grad_norm", "rollout/zero_variance_groups", "loss/policy_avg",
   "rollout/stop_rate", "time/total"];
 const SHARES = new Set(["objective/success", "policy/clipfrac_avg", "rollout/zero_variance_groups", "rollout/stop_rate"]);
 const AXES = { step: "steps", tokens: "sampled tokens", "time/from_scratch": "seconds" };
-const HELD_OUT = "held-out accuracy";
+const HELD_OUT = "held-out accuracy", HELD_OUT_REWARD = "held-out reward";
+const ESTIMATES = { [HELD_OUT]: "greedy", [HELD_OUT_REWARD]: "reward" };
 
 export class Curves {
   constructor(app) {
@@ -77,14 +78,14 @@ export class Curves {
     const names = [...new Set(found.flatMap((data) => data.names))].sort();
     fill(this.names, names.map((name) => el("option", { value: name })));
     const shown = [...new Set([...state.all("metric"), ...USUAL, "sft/loss", ...this.parts()])].filter((name) => found.some((data) => data.curves[name]));
-    if (found.some((data) => data.evaluations.length) && state.get("x", "step") === "step") shown.unshift(HELD_OUT);
+    if (found.some((data) => data.evaluations.length) && state.get("x", "step") === "step") shown.unshift(HELD_OUT, ...(found.some((data) => data.evaluations.some((row) => row.reward)) ? [HELD_OUT_REWARD] : []));
     if (this.drawn !== shown.join()) {
       this.charts = new Map(shown.map((name) => [name, this.chart(name)]));
       fill(this.panels, [...this.charts.values()].map((chart) => chart.node));
       this.drawn = shown.join();
     }
     const between = state.get("from") ? [Number(state.get("from")), Number(state.get("to"))] : null;
-    for (const [name, chart] of this.charts) chart.set(name === HELD_OUT ? this.heldOut(runs) : this.lines(runs, name), { log: state.get("log") === "1" && name !== HELD_OUT, between });
+    for (const [name, chart] of this.charts) chart.set(ESTIMATES[name] ? this.heldOut(runs, ESTIMATES[name]) : this.lines(runs, name), { log: state.get("log") === "1" && !ESTIMATES[name], between });
     this.app.notes(runs.flatMap((run) => (this.data.get(run.id)?.notes ?? []).map((note) => `${run.id}: ${note}`)));
     fill(this.legend, runs.length > 1 ? this.groups(runs).map((group) => el("li", {}, el("span", { class: "key", style: { background: colour(group.place) } }), group.name)) : []);
     this.table(runs);
@@ -92,7 +93,7 @@ export class Curves {
 
   chart(name) {
     const entry = this.app.metric(name);
-    const help = name === HELD_OUT ? "Greedy accuracy on held-out prompts, with its interval" : [entry?.definition, entry?.unit && `Unit: ${entry.unit}`].filter(Boolean).join("\n");
+    const help = ESTIMATES[name] ? `${name} of greedy completions, with its 95 % interval` : [entry?.definition, entry?.unit && `Unit: ${entry.unit}`].filter(Boolean).join("\n");
     return new Chart({ title: name, help, percent: name === HELD_OUT || SHARES.has(name), healthy: entry?.healthy,
       onZoom: (from, to) => this.zoom(from, to), onReset: () => this.zoom("", "") });
   }
@@ -119,24 +120,24 @@ export class Curves {
     });
   }
 
-  heldOut(runs) {
+  heldOut(runs, key) {
     return runs.flatMap((run) => {
-      const rows = (this.data.get(run.id)?.evaluations ?? []).filter((row) => row.greedy);
+      const rows = (this.data.get(run.id)?.evaluations ?? []).filter((row) => row[key]);
       if (!rows.length) return [];
       const few = runs.length <= 4;
-      return [{ name: run.id, colour: colour(run.place), dash: dash(run.place), dots: true, x: rows.map((row) => row.step), y: rows.map((row) => row.greedy.value),
-        low: few ? rows.map((row) => row.greedy.low) : undefined, high: rows.map((row) => row.greedy.high) }];
+      return [{ name: run.id, colour: colour(run.place), dash: dash(run.place), dots: true, x: rows.map((row) => row.step), y: rows.map((row) => row[key].value),
+        low: few ? rows.map((row) => row[key].low) : undefined, high: rows.map((row) => row[key].high) }];
     });
   }
 
   table(runs) {
     const rows = runs.flatMap((run) => (this.data.get(run.id)?.evaluations ?? []).slice(runs.length > 1 ? -1 : -12).map((row) => [run.id, row]));
     if (!rows.length) { fill(this.evaluations); return; }
-    const head = ["run", "step", "greedy accuracy", "95 % interval", "best constant", "distinct answers", "tokens"];
+    const head = ["run", "step", "greedy accuracy", "95 % interval", "reward", "best constant", "distinct answers", "tokens"];
     fill(this.evaluations, el("h2", { text: runs.length > 1 ? "Last evaluation of each run" : "Evaluations" }), el("div", { class: "scroll", tabindex: "0" }, el("table", {},
       el("thead", {}, el("tr", {}, head.map((text) => el("th", { text })))),
       el("tbody", {}, rows.map(([id, row]) => el("tr", {}, el("th", { text: id }), el("td", { text: row.step }), el("td", { text: percent(row.greedy.value) }),
-        el("td", { text: `${percent(row.greedy.low)} to ${percent(row.greedy.high)}` }), el("td", { text: percent(row.best_constant) }),
+        el("td", { text: `${percent(row.greedy.low)} to ${percent(row.greedy.high)}` }), el("td", { text: number(row.reward?.value, 3) }), el("td", { text: percent(row.best_constant) }),
         el("td", { text: row.distinct_answers ?? "–" }), el("td", { text: row.mean_tokens?.toFixed(1) ?? "–" })))))));
   }
 }

@@ -23,7 +23,10 @@ export class Groups {
   async show() {
     const run = this.run;
     if (!run) { fill(this.controls); fill(this.columns, el("p", { class: "quiet", text: "There is no run to show." })); return; }
-    try { this.details = await api("details", { run: run.id }); } catch (error) { this.app.notes([error.message]); return; }
+    if (this.known !== `${run.id} ${run.changed}`) {
+      try { this.details = await api("details", { run: run.id }); } catch (error) { this.app.notes([error.message]); return; }
+      this.known = `${run.id} ${run.changed}`;
+    }
     this.app.notes(this.details.notes.map((note) => `${run.id}: ${note}`));
     this.steps = this.details.steps;
     const step = this.step = Number(state.get("step")) || this.steps[this.steps.length - 1];
@@ -32,7 +35,7 @@ export class Groups {
     this.columns.hidden = Boolean(line) || !this.steps.length; this.tokens.node.hidden = !line;
     if (!this.steps.length) { this.app.notes([...this.details.notes, "This run kept no rollouts: save.rollouts is false, or it has not finished a step."]); return; }
     if (line) { this.tokens.show(run.id, step, Number(line)); return; }
-    await this.load();
+    this.load();
     if (state.get("group")) this.open(state.get("group")); else fill(this.detail, el("p", { class: "quiet", text: "Choose a group to read its completions." }));
   }
 

@@ -83,12 +83,14 @@ export class Tokens {
 // Blue for above the middle, orange for below it; one hue for what has no middle.
 function painter(by, values, trained) {
   const known = values.filter((value, i) => typeof value === "number" && trained[i]);
-  if (by === "clipped") return (value) => (value ? `color-mix(in srgb, ${style("--arm-3")} 55%, transparent)` : "transparent");
+  const mark = `color-mix(in srgb, ${style("--arm-3")} 55%, transparent)`;
+  if (by === "clipped") return (value) => (value ? mark : "transparent");
   const middle = CENTRE[by], most = known.reduce((a, b) => Math.max(a, Math.abs(b - (middle ?? 0))), 1e-9);
+  const hues = ["--arm-7", "--arm-0", "--arm-1"].map(style);
   return (value) => {
     if (typeof value !== "number") return "transparent";
     const away = value - (middle ?? 0), share = Math.round(65 * Math.min(1, Math.abs(away) / most));
     const positive = by === "gradient" ? away < 0 : away > 0;
-    return `color-mix(in srgb, ${style(middle === undefined ? "--arm-7" : positive ? "--arm-0" : "--arm-1")} ${share}%, transparent)`;
+    return `color-mix(in srgb, ${hues[middle === undefined ? 0 : positive ? 1 : 2]} ${share}%, transparent)`;
   };
 }

@@ -43,7 +43,10 @@ def report(tmp_path: Path) -> RunReport:
 def test_a_report_shows_what_the_run_recorded(report: RunReport) -> None:
     assert report.trends["reward"].steps == (1, 2, 3, 4)
     assert report.trends["correct"].values == report.trends["reward"].values
-    assert [row[:2] for row in report.evaluations.rows] == [["0", "40.0%"], ["4", "40.0%"]]
+    assert [row[:2] for row in report.evaluations.rows] == [
+        ["0", "40.0% [30.0%, 90.0%]"],
+        ["4", "40.0% [30.0%, 90.0%]"],
+    ]
     assert [row[3:5] for row in report.evaluations.rows] == [["12.5%", "7"]] * 2
     kinds = [(example.prompt_id, example.kind) for example in report.examples]
     assert kinds == [
@@ -76,6 +79,13 @@ def test_the_headline_says_when_a_gain_is_within_noise() -> None:
         == "Held-out accuracy went from 10.0% to 60.0% in 9 steps (+50.0 points)"
     )
     assert "(+10.0 points, within noise)" in headline([], [first, unclear])
+    graded = [
+        {**evaluation(n, 0.0, 0.0, 0.1), "reward": evaluation(n, 0.5 + n, n, n)["greedy"]}
+        for n in (0, 9)
+    ]
+    assert (
+        headline([], graded) == "Held-out mean reward went from 0.500 to 9.500 in 9 steps (+9.000)"
+    )
     assert (
         headline([{"objective/scores": 0.25}, {"objective/scores": None}], [])
         == "Mean reward went from 0.25 to 0.25 in 2 steps"
