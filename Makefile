@@ -10,6 +10,7 @@ STAMP := .venv/.installed
 demo: $(STAMP)  ## compare four algorithms on the embedded model, two seeds each: five minutes
 	$(BIN)/covey compare demo --algorithms grpo,dr_grpo,dapo --seeds 2 \
 		--arm "gspo: objective.name=gspo, objective.clip_low=0.03, objective.clip_high=0.04"
+	@echo "See it in a browser: $(BIN)/covey ui"
 
 # Cached bytecode halves the start of the processes that tests start; worksteal keeps the tests of
 # a file on one worker, so that what they share is made once.
@@ -33,6 +34,7 @@ fix: $(STAMP)  ## format, and repair what can be repaired
 docs: $(STAMP)  ## write the pages that are generated from the code
 	$(BIN)/python -m covey.objective.describe docs/algorithms
 	$(BIN)/python -m covey.run.metric_page docs/metrics.md
+	$(BIN)/python docs/images/step_explorer.py docs/step-explorer.html
 
 site: $(STAMP)  ## build the documentation site into site/; a broken link is an error
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"

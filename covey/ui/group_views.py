@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from statistics import fmean, pstdev
 from typing import Any
 
 from covey.errors import RunError
@@ -64,6 +64,11 @@ def groups(site: Site, query: Query) -> dict[str, Any]:
 def summary(group: Sequence[Entry]) -> dict[str, Any]:
     """Return what the list shows of a group."""
     rewards = [entry.reward for entry in group if entry.reward is not None]
+    # Plain sums: a step may have thousands of groups.
+    mean = sum(rewards) / len(rewards) if rewards else None
+    spread = None
+    if mean is not None:
+        spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
     return {
         "prompt_id": group[0].prompt_id,
         "prompt": group[0].prompt,
@@ -71,10 +76,10 @@ def summary(group: Sequence[Entry]) -> dict[str, Any]:
         "line": group[0].line,
         "size": len(group),
         "correct": sum(entry.success is True for entry in group),
-        "mean": fmean(rewards) if rewards else None,
-        "spread": pstdev(rewards) if rewards else None,
+        "mean": mean,
+        "spread": spread,
         "rewards": [entry.reward for entry in group][:SHOWN],
-        "length": fmean(entry.tokens for entry in group),
+        "length": sum(entry.tokens for entry in group) / len(group),
         "cut": sum(entry.finish == "length" for entry in group),
     }
 

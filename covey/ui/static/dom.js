@@ -79,7 +79,8 @@ export function textBlock(cut, props = {}) {
   return el("pre", { class: "text", dir: "auto", ...props, text: (cut.text || "(nothing)") + more });
 }
 
+// Choices are { value: text }, or pairs where values look like numbers, which objects would sort.
 export function select(label, choices, value, act) {
-  const options = Object.entries(choices).map(([key, text]) => el("option", { value: key, selected: key === value, text }));
+  const options = (Array.isArray(choices) ? choices : Object.entries(choices)).map(([key, text]) => el("option", { value: key, selected: key === value, text }));
   return el("label", { class: "field" }, el("span", { text: label }), el("select", { on: { change: (event) => act(event.target.value) } }, options));
 }

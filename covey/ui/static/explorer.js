@@ -6,9 +6,11 @@ const MOST = 16, LONGEST = 16;
 const CLIP = { low: "clipped at the low bound", high: "clipped at the high bound", dual: "clipped by the dual bound" };
 const WORDS = { clip_low: "Clip below 1 −", clip_high: "Clip above 1 +", beta: "KL coefficient β", drift: "Policy moved since sampling" };
 
+// `fixed` lists the choices of a page whose answers are a table: name -> label and pairs.
 export class Explorer {
   constructor(compute = (query) => api("explore", query), fixed = null) {
     this.compute = compute; this.fixed = fixed; this.asked = structuredClone(START); this.given = {};
+    this.chosen = Object.fromEntries(Object.entries(fixed ?? {}).map(([name, { choices }]) => [name, choices[0][0]]));
     this.controls = el("div", { class: "controls" }); this.picture = el("div", { class: "step-picture" });
     this.status = el("p", { class: "quiet", role: "status" });
     this.node = el("div", { class: "explorer" },
@@ -20,7 +22,7 @@ export class Explorer {
 
   show() { if (!this.answer) this.ask(); }
 
-  question() { return { algorithm: this.asked.algorithm, rewards: this.asked.rewards.join(), lengths: this.asked.lengths.join(), drift: this.asked.drift, ...this.given }; }
+  question() { return this.fixed ? { ...this.chosen } : { algorithm: this.asked.algorithm, rewards: this.asked.rewards.join(), lengths: this.asked.lengths.join(), drift: this.asked.drift, ...this.given }; }
 
   async ask() {
     if (!this.answer) this.status.textContent = "starting torch …";
@@ -34,6 +36,10 @@ export class Explorer {
   }
 
   bar() {
+    if (this.fixed) {
+      fill(this.controls, Object.entries(this.fixed).map(([name, { label, choices }]) => select(label, choices, this.chosen[name], (value) => { this.chosen[name] = value; this.update(); })));
+      return;
+    }
     const { algorithms, options } = this.answer, key = JSON.stringify([this.answer.algorithm, this.asked.rewards.length]);
     if (key === this.drawn) return;
     this.drawn = key;
@@ -61,12 +67,12 @@ export class Explorer {
     const focus = document.activeElement?.dataset?.focus;
     fill(this.picture, el("div", { class: "step-row head" }, el("span", { text: "reward" }), el("span", { text: "advantage" }), el("span", { text: "tokens" })), rows.map((row, i) => {
       const mean = row.advantage.reduce((a, b) => a + b, 0) / row.advantage.length;
-      const reward = el("input", { type: "number", min: 0, max: 1, step: 0.1, value: row.reward, "aria-label": `Reward of completion ${i + 1}`, "data-focus": `r${i}`, on: { input: (event) => { if (event.target.value === "") return; this.asked.rewards[i] = Number(event.target.value); this.update(); } } });
+      const reward = el("input", { type: "number", min: 0, max: 1, step: 0.1, value: row.reward, disabled: Boolean(this.fixed), "aria-label": `Reward of completion ${i + 1}`, "data-focus": `r${i}`, on: { input: (event) => { if (event.target.value === "") return; this.asked.rewards[i] = Number(event.target.value); this.update(); } } });
       const length = (turn) => { this.asked.lengths[i] = Math.min(LONGEST, Math.max(1, this.asked.lengths[i] + turn)); this.update(); };
       return el("div", { class: "step-row" }, el("span", { class: "reward" }, reward),
         el("span", { class: mean >= 0 ? "correct" : "incorrect", text: `${mean >= 0 ? "+" : ""}${number(mean, 3)}` }),
         el("span", { class: "step-tokens" }, row.gradient.map((slope, t) => this.token(row, slope, t, most)),
-          el("button", { type: "button", class: "small", text: "−", "aria-label": `Shorten completion ${i + 1}`, on: { click: () => length(-1) } }), el("button", { type: "button", class: "small", text: "+", "aria-label": `Lengthen completion ${i + 1}`, on: { click: () => length(1) } })));
+          this.fixed ? null : el("button", { type: "button", class: "small", text: "−", "aria-label": `Shorten completion ${i + 1}`, on: { click: () => length(-1) } }), this.fixed ? null : el("button", { type: "button", class: "small", text: "+", "aria-label": `Lengthen completion ${i + 1}`, on: { click: () => length(1) } })));
     }));
     if (focus) this.picture.querySelector(`[data-focus="${focus}"]`)?.focus();
   }

@@ -75,7 +75,7 @@ export class Groups {
     this.found = found.groups;
     const chosen = state.get("group");
     fill(this.list, found.groups.map((group) => this.row(group, group.prompt_id === chosen)), this.pages(found));
-    if (found.partial && this.node.isConnected && !state.get("line")) this.timer = setTimeout(() => this.load(), 80);
+    if (found.partial && this.node.isConnected && !state.get("line")) this.timer = setTimeout(() => this.load(), 30);
   }
 
   pages(found) {
