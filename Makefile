@@ -35,6 +35,7 @@ docs: $(STAMP)  ## write the pages that are generated from the code
 	$(BIN)/python -m covey.objective.describe docs/algorithms
 	$(BIN)/python -m covey.run.metric_page docs/metrics.md
 	$(BIN)/python docs/images/step_explorer.py docs/step-explorer.html
+	$(BIN)/python -m covey.config.settings_page docs/settings.md
 
 site: $(STAMP)  ## build the documentation site into site/; a broken link is an error
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"

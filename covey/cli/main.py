@@ -11,7 +11,9 @@ import typer
 
 from covey._version import __version__
 from covey.cli.algorithms import algorithms_command
+from covey.cli.catalog import recipes_command, tasks_command
 from covey.cli.compare import compare_command
+from covey.cli.doctor import doctor_command
 from covey.cli.eval import eval_command
 from covey.cli.explain import explain_command
 from covey.cli.export import export_command
@@ -47,7 +49,10 @@ app.command("compare")(compare_command)
 app.command("export")(export_command)
 app.command("explain")(explain_command)
 app.command("numerics")(numerics_command)
+app.command("doctor")(doctor_command)
 app.command("algorithms")(algorithms_command)
+app.command("tasks")(tasks_command)
+app.command("recipes")(recipes_command)
 app.add_typer(runs_app, name="runs")
 app.command("ui")(ui_command)
 app.add_typer(rewards_app, name="rewards")

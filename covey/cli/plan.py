@@ -17,6 +17,7 @@ from covey.cli.startup import (
     Trust,
     resolved,
     settings_of,
+    source_of,
     waiting,
 )
 from covey.config import Config
@@ -75,15 +76,18 @@ def plan_command(
     settings = settings_of(overrides, model)
     from covey.analysis.plan.prompt_lengths import measuring
 
+    label = source_of(source, settings)
     with waiting(STARTING) as say, measuring() as measure:
-        config = resolved(source or "arithmetic", settings, model=False)
+        config = resolved(label, settings, model=False)
 
         from covey.analysis.plan.findings import findings
         from covey.analysis.plan.summary import summarize
         from covey.analysis.plan.task_facts import task_facts
+        from covey.training.build import over_epochs
 
         say("reading the task")
         facts = task_facts(config, measure)
+        config = over_epochs(config, facts.prompts)
         if cluster or measure_steps:
             return _show_scale(config, facts, cluster=cluster, as_json=as_json)
         plan, found = summarize(config, facts), findings(config, facts)

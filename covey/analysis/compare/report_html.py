@@ -28,7 +28,7 @@ HERE = "covey.analysis.compare"
 COLOURS = 8
 """Colours of arms in the style sheet; further arms reuse them with other dashes."""
 LONGEST_COMPLETION = 3000
-"""Characters of a completion that are shown."""
+"""How many characters of a completion are shown."""
 MISSING = "Charts are left out: they need plotly, from pip install 'covey[ui]'."
 
 
@@ -77,7 +77,7 @@ def render_page(
 
 
 def compared(contents: ReportContents) -> str:
-    """Return what the arms are compared by: success or reward."""
+    """Return the metric by which arms are compared: success or reward."""
     return next((arm.by for arm in contents.conclusion.arms if arm.seeds), "success")
 
 

@@ -77,14 +77,14 @@ def _result(arm: ArmResult, constant: bool, distinct: bool) -> list[str]:
 
 
 def _improvement_interval(arm: ArmResult, change: Estimate) -> str:
-    """Return the interval; with two seeds, which have none worth showing, the value of each."""
+    """Return the interval; with two seeds, whose interval says little, the value of each seed."""
     if arm.seeds == 2:
         return f"by seed: {', '.join(points(each, arm.by) for each in arm.improvements)}"
     return _interval(change, arm.by)
 
 
 def reward_table(found: Conclusion) -> TextTable:
-    """Return mean reward and its parts of each arm, where they say more than success."""
+    """Return the mean reward and its parts of each arm, if they differ from success."""
     return TextTable(
         title="Mean reward and its parts, greedy",
         head=["arm", "", "initial", "final", "improvement", "95 % interval"],
@@ -105,7 +105,7 @@ def reward_table(found: Conclusion) -> TextTable:
 
 
 def training_table(found: Conclusion) -> TextTable:
-    """Return the course of training of each arm: best, mean, and collapsed seeds."""
+    """Return best accuracy, mean accuracy and collapsed seeds of each arm."""
     return TextTable(
         title="Over training",
         head=["arm", "final, 95 % interval", "best", "mean over training", "collapsed"],
@@ -255,7 +255,7 @@ def runs_table(comparison: Comparison) -> TextTable:
 
 
 def _shared(comparison: Comparison) -> str:
-    """Say whether the arms of a seed learned from the same rollouts in their first step."""
+    """Return whether the arms of a seed learned from the same rollouts in their first step."""
     names: dict[int, set[str]] = {}
     for run in comparison.runs:
         if run.first_rollouts:
@@ -281,7 +281,7 @@ def _run(run: RunResult) -> list[str]:
 
 
 def solved_table(found: Agreement) -> TextTable:
-    """Return how many prompts every arm solves, none, or only one."""
+    """Return how many prompts are solved by all arms, none, or only one."""
     counts = {
         "every arm": found.solved_by_all,
         "no arm": found.solved_by_none,
@@ -299,7 +299,7 @@ def solved_table(found: Agreement) -> TextTable:
 
 
 def _disagreement(found: Agreement) -> str:
-    """Relate the disagreement between arms to that between seeds of one arm."""
+    """Compare the disagreement between arms with that between seeds of one arm."""
     if found.disagreement_between_arms is None:
         return "No two arms have a finished run of the same seed."
     arms = (
@@ -307,7 +307,7 @@ def _disagreement(found: Agreement) -> str:
         f"{found.disagreement_between_arms:.1%} of the prompts"
     )
     if found.disagreement_between_seeds is None:
-        return f"{arms}; one seed does not show how much of that is chance."
+        return f"{arms}; one seed cannot show how much of that is chance."
     return f"{arms}, two seeds of the same arm on {found.disagreement_between_seeds:.1%}."
 
 

@@ -1,6 +1,6 @@
 """HTML that opens offline and in which nothing that a model wrote can act. All reports use it.
 
-Jinja escapes all text in a template; `Markup` is what is HTML, CSS or a script already.
+Jinja escapes all text in a template, except `Markup`, which is already HTML, CSS or a script.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def script(source: str) -> Markup:
 def security_policy(scripts: Iterable[str]) -> Markup:
     """Return a Content-Security-Policy that loads nothing and runs only these scripts.
 
-    A completion that got into the page unescaped could still not do anything.
+    So even a completion that got into the page unescaped could not run anything.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

@@ -35,7 +35,7 @@ export class Health {
       const lead = `steps ${finding.since} to ${finding.until ?? "now"}`;
       return el("article", { class: finding.until === null ? "finding" : "finding over" },
         el("div", { class: "finding-head" }, el("strong", { text: finding.name.replaceAll("_", " ") }), el("span", { class: "quiet", text: lead }), el("span", { class: finding.problem && finding.until === null ? "incorrect" : "quiet", text: finding.until !== null ? "over" : finding.problem ? "now" : "good to know" })),
-        bar, el("p", { text: `${finding.what}. ${finding.why}.` }),
+        bar, el("p", { text: `${finding.what}; ${finding.why}.` }),
         finding.change.length || finding.also ? el("p", {}, el("span", { class: "quiet", text: "Try " }), finding.change.flatMap((line, i) => [i ? " or " : "", el("code", { text: line })]), finding.also ? `${finding.change.length ? "; " : ""}${finding.also}` : "") : null);
     });
     return el("div", { class: "findings" }, el("p", { class: "quiet", text: `${step} steps, from left to right` }), rows);

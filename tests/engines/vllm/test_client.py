@@ -109,7 +109,10 @@ def test_a_silent_server_is_unavailable_after_its_timeout() -> None:
         time.sleep(1.0)
         return 200, b"{}"
 
-    with serving(slow) as url, pytest.raises(Unavailable, match=r"no answer to /x for 0.2 s"):
+    with (
+        serving(slow) as url,
+        pytest.raises(Unavailable, match=r"did not reply to /x within 0.2 s"),
+    ):
         Client(url, 0.2).get("/x")
 
 
