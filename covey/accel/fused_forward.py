@@ -88,7 +88,7 @@ def _layer(
     place: _Place,
     collect: KeysAndValues | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the residual stream after attention, and what the MLP adds to it."""
+    """Return the residual stream after attention, and the output of the MLP."""
     weight_and_eps = gain(layer.input_layernorm)
     if delta is None:
         normed = norm(hidden, *weight_and_eps)
@@ -126,7 +126,7 @@ def _attend(
 def _normed_heads(
     module: Any, products: Sequence[torch.Tensor], shape: tuple[int, int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Normalize each head of queries and keys; float32, because RoPE rounds them afterwards."""
+    """Normalize each head of queries and keys in float32, because RoPE rounds them afterwards."""
     heads, key_heads, size = shape
     if len(products) == 1:
         widths = [heads * size, key_heads * size, key_heads * size]
@@ -169,7 +169,7 @@ def rope_table(
 
 
 def _active(module: Any) -> Any:
-    """Return a module, or the copy in use of one that an adapter trains in full."""
+    """Return a module, or its trained copy if an adapter trains the module in full."""
     if not hasattr(module, "modules_to_save"):
         return module
     if module.disable_adapters:

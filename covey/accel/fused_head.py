@@ -1,8 +1,8 @@
 """Fused head on a GPU: float32 logits, and one kernel each for forward and backward of a chunk.
 
-Logits are never rounded to bfloat16, whose steps are a sixteenth at the usual size of logits. Their
-gradient is rounded for the two products that use it; the weight's gradient is summed over chunks in
-float32.
+Logits are never rounded to bfloat16, whose steps are a sixteenth at the usual size of logits. The
+gradient of logits is rounded for the two products that use it; the weight's gradient is summed over
+chunks in float32.
 
 Shapes: M chosen tokens, D hidden size, V vocabulary.
 """

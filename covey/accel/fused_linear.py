@@ -21,14 +21,14 @@ from covey.accel.parity import is_silu
 
 
 def plain(module: Any) -> nn.Linear:
-    """Return a linear layer, or the one inside a layer with an adapter or a trained copy."""
+    """Return a linear layer, or the linear layer inside an adapter or a trained copy."""
     found = getattr(module, "base_layer", getattr(module, "original_module", module))
     assert isinstance(found, nn.Linear)
     return found
 
 
 def fused_linear(modules: Sequence[Any], values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Apply linear layers to the same values; return one fused result, or one for each."""
+    """Apply linear layers to the same values; return one fused result, or one per layer."""
     weights = _fused_weights(modules)
     if weights is None:
         return tuple(module(values) for module in modules)
@@ -118,7 +118,7 @@ def _bias_grads(biases: Sequence[torch.Tensor], total: torch.Tensor) -> list[tor
 
 
 def _fused_weights(modules: Sequence[Any]) -> _Weights | None:
-    """Return the fused weights of plain linear layers. None: they are not fused."""
+    """Return the fused weights of plain linear layers, or None if they are not fused."""
     if any(type(m) is not nn.Linear or m._forward_hooks for m in modules):
         return None
     weight = fused_view([m.weight for m in modules])

@@ -70,8 +70,8 @@ def token_logp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probability [M] of `tokens` [M] and entropy [M] (nats) after `hidden` [M, D].
 
-    Both belong to the distribution at `temperature`, over the kept sets alone if there are any.
-    Both are differentiable: logits outside of a set have no gradient.
+    Both results belong to the distribution at `temperature`, restricted to the kept sets if there
+    are any. Both are differentiable: logits outside of a set have no gradient.
     """
     weight = head.linear.weight
     if weight.is_cuda and weight.dtype != torch.float64 and _kernels():
@@ -138,7 +138,7 @@ class _Chunks:
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield each chunk of tokens with its logits and a buffer of the same shape.
 
-        Logits outside of kept sets are far below all others, and finite: 0 times them is 0.
+        Logits outside of kept sets are far below all others, but finite, so that 0 times them is 0.
         """
         scale, softcap, chunk = self.settings
         for at in range(0, len(self.hidden), chunk):

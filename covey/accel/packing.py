@@ -106,7 +106,7 @@ class PackedTables(NamedTuple):
     """A batch for flash attention as index tables; every row has its own key positions."""
 
     input_ids: torch.Tensor
-    """[N] int64; this and the next four are as in PackedBatch."""
+    """[N] int64; this field and the next four have the same meaning as in PackedBatch."""
     position_ids: torch.Tensor
     predictor: torch.Tensor
     chosen: torch.Tensor
@@ -175,7 +175,7 @@ def packed_batch(tables: PackedTables, longest: MaxLengths, *, shared: bool) -> 
 
 
 def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> PackedBatch:
-    """Pack prompts one after another, without sharing; the last token of each predicts."""
+    """Pack prompts one after another, without sharing; the last token of each prompt predicts."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     ends = lengths.cumsum(0)
     ids = torch.from_numpy(np.array(list(chain.from_iterable(prompts)), dtype=np.int64))
@@ -200,12 +200,15 @@ def pack_prompts(prompts: list[tuple[int, ...]], device: torch.device) -> Packed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowIndex:
-    """The place of each row's tokens among the packed tokens. All [B] int64, on the CPU."""
+    """The place of each row's tokens among the packed tokens.
+
+    All fields are [B] int64, on the CPU.
+    """
 
     prompt: torch.Tensor
     """Prompt tokens."""
     length: torch.Tensor
-    """Completion tokens that are read: the last one predicts nothing."""
+    """The number of completion tokens that the model reads; the last token predicts nothing."""
     number: torch.Tensor
     """Number of the prompt."""
     queries: torch.Tensor

@@ -20,7 +20,7 @@ LAYERS = 2
 TOKENS = 32
 """Checks use token ids below this."""
 NUMBERS = ("layer_idx", "layer_id", "layer_num", "layer_number")
-"""Attributes for a layer's index, in which layers of one type differ."""
+"""Attributes that contain a layer's index; only in these do layers of one type differ."""
 FLOAT32_TOLERANCE = 1e-4
 FAILURES: tuple[type[Exception], ...] = (
     AttributeError,
@@ -86,7 +86,7 @@ def _settings(layer: nn.Module) -> frozenset[tuple[str, type, str, float | str]]
 
 
 def attempt(compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Return what another implementation computes, without gradient. None: it fails."""
+    """Return the result of another implementation, without gradient; None if it fails."""
     try:
         with torch.no_grad():
             return compute()

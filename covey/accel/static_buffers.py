@@ -62,12 +62,12 @@ class Size(NamedTuple):
         )
 
     def with_room_for(self, other: Size) -> Size:
-        """Return a size that holds both."""
+        """Return a size that is large enough for both."""
         return Size(*(max(pair) for pair in zip(self, other, strict=True)))
 
 
 def bucket(count: int) -> int:
-    """Round a token count up to one that graphs are captured for, by a sixteenth at most."""
+    """Round a token count up, by at most a sixteenth, to a count for which graphs are captured."""
     return _round_up(count, 16)
 
 

@@ -1,9 +1,9 @@
 """CUDA graphs for training: forward and backward of a micro-batch in one launch each.
 
 A pass over a small model is thousands of short kernels, and launching them from Python takes
-several times as long as running them. A CUDA graph launches them all at once. It is captured for a
-bucket: a size that micro-batches are padded to. Everything that it reads or writes stays at the
-same address: the packed micro-batch (static_buffers.py), the parameters, and the gradient sums.
+several times as long as running them. A CUDA graph launches them all at once. A graph is captured
+for a bucket: a size to which micro-batches are padded. Everything that it reads or writes stays at
+the same address: the packed micro-batch (static_buffers.py), the parameters, and the gradient sums.
 
 The first micro-batch of a bucket runs eagerly, so that a size that occurs only once costs nothing.
 The second runs on the bucket's own buffers, which compiles kernels. The third is captured, and from
@@ -57,8 +57,8 @@ class GraphResult(NamedTuple):
 class GradientSums:
     """Gradient sums at fixed addresses.
 
-    An optimizer step clears gradients by setting them to None. The next backward pass takes them
-    from here, zeroed.
+    An optimizer step clears gradients by setting them to None. The next backward pass takes the
+    zeroed gradients from here.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -35,7 +35,9 @@ Source = Annotated[
         "Default: arithmetic.",
     ),
 ]
-Algorithms = Annotated[str, typer.Option(metavar="A,B", help="One arm per algorithm.")]
+Algorithms = Annotated[
+    str, typer.Option(metavar="A,B", help="Algorithms to compare; each becomes an arm.")
+]
 Arms = Annotated[
     list[str] | None,
     typer.Option(
@@ -48,7 +50,7 @@ Arms = Annotated[
 Seeds = Annotated[
     int | None,
     typer.Option(
-        min=1, max=1000, help=f"Runs of each arm, with consecutive seeds. Default: {SEEDS}."
+        min=1, max=1000, help=f"Number of runs per arm, with consecutive seeds. Default: {SEEDS}."
     ),
 ]
 Kind = Annotated[
@@ -137,10 +139,7 @@ def compare_command(
     if folder is not None and (folder / "comparison.toml").is_file() and not new:
         prepared = extend(folder, _names(add), request.arms, seeds, request.threads)
     elif add:
-        raise ConfigError(
-            "--add extends the comparison in --folder, which keeps its settings: give --folder, "
-            "and no recipe or other settings"
-        )
+        raise ConfigError("--add needs the --folder of a comparison, and no recipe or settings")
     else:
         prepared = prepare(request, PARENT, folder)
     _run(checked(prepared), parallel, plan_only)

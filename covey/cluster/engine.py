@@ -129,7 +129,10 @@ class RayEngine:
             raise
 
     def _grow(self) -> None:
-        """Add an engine if the cluster has room for it. It joins when its model is loaded."""
+        """Add an engine if the cluster has room for it.
+
+        The new engine joins when its model is loaded.
+        """
         import ray
 
         if not self.members:
@@ -137,7 +140,9 @@ class RayEngine:
         if self.coming is not None and ray.wait([self.coming.ready], timeout=0)[0]:
             self._wait(self.coming)
             self.members.append(self.coming)
-            self.happened.append(f"engine {self.coming.number} has joined: {len(self.members)} now")
+            self.happened.append(
+                f"engine {self.coming.number} has joined; engines: {len(self.members)}"
+            )
             self.coming = None
         if self.coming is None and len(self.members) < self.most:
             free = ray.available_resources()
@@ -253,7 +258,7 @@ class _Run:
             thread.join()
 
     def _hear(self) -> None:
-        """Wait for completions, or until it is time to ask the source for requests."""
+        """Wait for completions, or until the source must be asked for requests."""
         try:
             found = self.out.get(timeout=self.source.limits.poll_seconds)
         except Empty:

@@ -1,4 +1,4 @@
-"""Names and titles of the algorithms, known without torch, which their formulas need."""
+"""Names and titles of the algorithms, available without importing torch."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ ALGORITHM_TITLES: Mapping[str, str] = MappingProxyType(
         "gigpo": "Group-in-Group Policy Optimization, arXiv 2505.10978",
     }
 )
-"""Keys as in covey.objective.ALGORITHMS, in the same order."""
+"""Title of each algorithm. The keys are those of covey.objective.ALGORITHMS, in the same order."""
 ALGORITHM_NAMES = tuple(ALGORITHM_TITLES)
 COMPOSED = "composed"
 """An objective composed of pieces that the configuration names."""
 
 
 def check_algorithm_name(name: str) -> None:
-    """Reject a name that is no algorithm."""
+    """Reject a name that is not an algorithm."""
     if name != COMPOSED and name not in ALGORITHM_NAMES:
         hint = nearest(name, [*ALGORITHM_NAMES, COMPOSED])
         raise ConfigError(f"config: objective.name = {name!r} is not known{hint}")

@@ -29,7 +29,10 @@ class Sampling:
     distribution: Distribution = field(default_factory=Distribution)
     max_tokens: int
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a completion. They stay part of it, because rewards look for closing tags."""
+    """Texts that end a completion.
+
+    The text stays part of the completion, because rewards look for closing tags.
+    """
     max_concurrent: int = 128
     """How many completions are generated at once."""
     seed: int = 0
@@ -38,7 +41,7 @@ class Sampling:
 
     @property
     def returns_kept(self) -> bool:
-        """Whether completions come with kept sets. Greedy ones never do."""
+        """Whether completions come with kept sets, which greedy completions never do."""
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
         )
@@ -88,14 +91,14 @@ class Limits:
     prompt_tokens: int
     """The number of tokens of the longest prompt."""
     steady: bool = False
-    """Whether requests arrive while others run, at times that must not change the result. If it
-    can, an engine then computes every completion as if it were alone."""
+    """Whether requests arrive while others run, at times that must not change the result. An engine
+    that can do so then computes every completion as if it were the only one."""
 
     @property
     def poll_seconds(self) -> float | None:
         """How long an engine may wait for a completion before it asks for new requests.
 
-        None: without a limit, since new requests follow completions only.
+        None means that there is no limit, because new requests only follow completions.
         """
         return POLL_SECONDS if self.steady else None
 
@@ -126,7 +129,7 @@ class EngineInfo:
     """A line for the user: how the engine generates, and why not faster."""
     exact_logp: bool
     """Whether its log-probabilities may serve as `old_logp`, because they equal the trainer's up to
-    float32 rounding. Those of a truncated distribution never do."""
+    float32 rounding. Log-probabilities of a truncated distribution never qualify."""
     shares_weights: bool
     """Whether it generates with the trainer's own tensors."""
     loads_in_flight: bool = False
@@ -134,7 +137,7 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """Generates completions. It knows nothing of rewards or training."""
+    """Generates completions. An engine knows nothing about rewards or training."""
 
     @property
     def info(self) -> EngineInfo:

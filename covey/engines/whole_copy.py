@@ -1,7 +1,7 @@
 """An engine with its own weights for a sharded policy, plus a whole copy of the weights here.
 
 Checkpoints of a sharded policy are written from a whole copy of its weights. The native engine
-updates that copy, because it generates with it. With another engine this class updates it.
+updates that copy, because it generates with it. With another engine this class updates the copy.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 TRL's contract (`environment_factory`): a class with `reset(**row)`, which may return a text to add
 to the prompt, public methods as tools, and optionally `get_reward()`. Differences here:
 
-- One instance serves one rollout. TRL uses an instance again after `reset`.
+- Each rollout has its own instance. TRL uses an instance again after `reset`.
 - Tools are listed in the order of the class, not in alphabetical order.
 - If `reset` returns images, the adapter raises an error.
 - Random numbers that the class draws itself are not repeated when a run is resumed. If `reset` has

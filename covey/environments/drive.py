@@ -40,7 +40,7 @@ class Reply:
     outcome: Mapping[str, float] | None = None
     """The parts of the environment's own reward, if it has one and the episode is done."""
     error: str = ""
-    """What went wrong: the episode has ended and has no reward."""
+    """The error that ended the episode, which then has no reward."""
 
 
 def read_reply(data: Mapping[str, Any]) -> Reply:

@@ -1,6 +1,6 @@
 """The environment contract: the methods with which a class turns a prompt into an episode.
 
-An environment sees messages and never token ids. One instance serves one rollout. All methods may
+An environment sees messages and never token ids. Each rollout has its own instance. All methods may
 be plain or async. An exception in one of them ends the rollout with the finish `error` and no
 reward.
 
@@ -32,7 +32,7 @@ from covey.types import Message, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How an episode begins. `reset` may return the messages alone instead."""
+    """How an episode begins. Instead of a Start, `reset` may return only the messages."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -43,10 +43,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What follows a message of the policy. `step` may return the messages, or None, instead."""
+    """The reply to a message of the policy.
+
+    Instead of a Step, `step` may return messages or None.
+    """
 
     messages: Sequence[Message] = ()
-    """What the policy sees next. None: the episode is done."""
+    """The messages that the policy sees next; None if the episode is done."""
     reward: float | None = None
     """The reward of this turn."""
     done: bool = False
@@ -66,7 +69,7 @@ class Environment(Protocol):
     def step(
         self, message: Message
     ) -> Step | Sequence[Message] | Awaitable[Step | Sequence[Message] | None] | None:
-        """Take a message of the policy, and return the next messages. None: the episode is done.
+        """Take a message of the policy, and return the next messages; None ends the episode.
 
         The message has `role`, `content` and, if the text has calls of tools, `tool_calls`: each a
         mapping {"type": "function", "function": {"name": ..., "arguments": {...}}}, or, for a call
@@ -75,14 +78,17 @@ class Environment(Protocol):
 
 
 class Rewarding(Protocol):
-    """An optional method of environments. The reward called `environment` reads it."""
+    """An environment with its own reward, which the reward function `environment` reads."""
 
     def reward(self) -> float | Mapping[str, float] | None:
         """Return the reward of the ended episode, or its parts, which add up to the reward."""
 
 
 Factory = Callable[[], Any]
-"""Makes the environment of one rollout. It must pickle, unless the environment is `quick`."""
+"""Makes the environment of one rollout.
+
+The factory must pickle, unless the environment is `quick`.
+"""
 
 
 def prepare(factory: Factory) -> None:

@@ -20,7 +20,7 @@ class Played:
 
     messages: tuple[Message, ...]
     outcome: Mapping[str, float] | None
-    """The parts of the environment's reward. None: it has no reward."""
+    """The parts of the environment's reward; None if it has no reward."""
     error: str = ""
     """The error in the environment."""
 

@@ -113,7 +113,7 @@ class ProcessHost:
         self._episodes.clear()
 
     def replies(self, *, wait: bool) -> Replies:
-        """Return the replies that have come; with `wait`, wait for at least one."""
+        """Return the replies that have arrived; with `wait`, wait for at least one."""
         while True:
             self._receive(self._patience() if wait and not self._ready else 0.0)
             self._give_up_overdue()
@@ -130,7 +130,7 @@ class ProcessHost:
         self._send(lane)
 
     def _send(self, lane: _Lane) -> None:
-        """Send the commands that may run now: all, or one at a time while some are suspects."""
+        """Send the commands that may run now: all, or one at a time while there are suspects."""
         while (lane.alone and not lane.running) or (lane.queue and not lane.alone):
             key = (lane.alone or lane.queue).popleft()
             episode = self._episodes[key]

@@ -20,7 +20,7 @@ from covey.errors import ConfigError, nearest
 from covey.trust import import_callable, is_import_path
 
 NONE = "none"
-"""No environment: one prompt, one completion."""
+"""The name for no environment: one prompt, one completion."""
 PASSED = "class"
 """The name of an environment that was passed to the Python API."""
 

@@ -1,9 +1,10 @@
 """Runs environment packages of verifiers (0.1), which have `load_environment()`, without changes.
 
-The package's own rollout loop runs. Where it asks a model for a response, it waits for the policy's
-next turn. Its rubric is the environment's reward. The rows of its dataset come with the task of the
-same name. Not supported, and refused with an error: rubrics that score a whole group at once,
-conversations that change earlier messages, images, and the tasksets of verifiers 0.2 and later.
+The package's own rollout loop runs. When the loop asks a model for a response, it waits for the
+policy's next turn. The package's rubric is the environment's reward. The rows of its dataset come
+with the task of the same name. Not supported, and refused with an error: rubrics that score a whole
+group at once, conversations that change earlier messages, images, and the tasksets of verifiers 0.2
+and later.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Verifiers:
         return {"rubric": float(state["reward"])}
 
     async def _next(self) -> list[Message] | None:
-        """Wait until the package asks for a response; None: its rollout has ended."""
+        """Wait until the package asks for a response; return None if its rollout has ended."""
         asked = await self._asked.get()
         if asked is not None:
             return [_message(message) for message in asked]

@@ -55,7 +55,7 @@ class Server:
 
 
 def serve(connection: Connection) -> None:
-    """Run commands until the connection closes. None: forget all episodes."""
+    """Run commands until the connection closes; the command None forgets all episodes."""
     factory, _ = loaded(connection, prepare_factory)
     server = Server(connection, factory)
     pool = ThreadPoolExecutor(THREADS)

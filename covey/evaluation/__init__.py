@@ -1,6 +1,7 @@
 """Evaluation of policies on held-out prompts, with confidence intervals.
 
-`covey.evaluation.evaluate` generates. The names exported here need no torch, so reports use them.
+`covey.evaluation.evaluate` generates completions. The names exported here do not import torch, so
+that reports can use them.
 """
 
 from covey.evaluation.intervals import Difference, Estimate

@@ -12,7 +12,7 @@ from scipy import stats
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 ROUNDING = 1e-9
-"""Means of k samples that differ by less than this are equal: they are multiples of 1 / k."""
+"""Means that differ by less than this count as equal, because they are multiples of 1 / k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Estimate:
 
 
 def proportion(successes: int, trials: int) -> Estimate:
-    """Estimate a probability from independent trials; Wilson's interval."""
+    """Estimate a probability from independent trials, with Wilson's interval."""
     interval = stats.binomtest(successes, trials).proportion_ci(CONFIDENCE, method="wilson")
     return Estimate(successes / trials, float(interval.low), float(interval.high))
 
@@ -37,8 +37,8 @@ def proportion(successes: int, trials: int) -> Estimate:
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return the unbiased estimate of the probability that one of k samples is correct.
 
-    1 - C(n - c, k) / C(n, k), arXiv 2107.03374: the share of the k-subsets of the samples
-    that hold a correct one.
+    The estimate is 1 - C(n - c, k) / C(n, k), arXiv 2107.03374: the share of the k-subsets of the
+    samples that contain a correct one.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"k = {k} must lie between 1 and the {samples} samples")
@@ -50,9 +50,10 @@ def mean_over_prompts(
 ) -> Estimate:
     """Estimate a mean over prompts, with a bootstrap over prompts; `bounds`: of possible values.
 
-    Percentiles are expanded (Hesterberg, arXiv 1411.5279). Plain ones are too narrow: their
-    standard deviation divides by n and not n - 1, and their tails are normal and not Student's.
-    With a dozen prompts plain ones cover the true mean 91 times in 100, expanded ones 94 times.
+    The interval has expanded percentiles (Hesterberg, arXiv 1411.5279). Plain percentiles are too
+    narrow: their standard deviation divides by n instead of n - 1, and their tails are normal
+    instead of Student's. With a dozen prompts, plain percentiles cover the true mean 91 times in
+    100, and expanded ones 94 times.
     """
     data = np.asarray(values, dtype=float)
     mean = float(data.mean())
@@ -89,7 +90,7 @@ def _expanded_tail(size: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How two policies differ on the same prompts."""
+    """The difference between two policies on the same prompts."""
 
     estimate: Estimate
     """The mean of first - second over prompts, with the interval of a bootstrap over pairs."""
@@ -111,9 +112,9 @@ def paired_difference(
 ) -> Difference:
     """Compare two policies prompt by prompt; `span`: the largest possible difference, if known.
 
-    Prompts differ much in difficulty. A difference on the same prompts is free of that variance, so
-    its interval is much narrower than those of the two values. The p-value is that of the sign test
-    over prompts that differ; for correct and wrong, that is McNemar's exact test.
+    Prompts differ much in difficulty. Differences on the same prompts do not contain that variance,
+    so their interval is much narrower than those of the two values. The p-value is that of the sign
+    test over prompts with a difference; for correct and incorrect, this is McNemar's exact test.
 
     >>> d = paired_difference([1, 1, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0])
     >>> d.estimate.value, d.gained, d.lost, d.p_value

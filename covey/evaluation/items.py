@@ -1,4 +1,4 @@
-"""Evaluation items: the results of each prompt, which all numbers are computed from."""
+"""Evaluation items: the results of each prompt, from which all numbers are computed."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ NO_CATEGORY = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemCompletion:
-    """What an evaluation keeps of a completion."""
+    """The fields of a completion that an evaluation records."""
 
     text: str
     reward: float | None
     tokens: int
     finish: str
     success: bool | None
-    """None if it could not be scored. It then counts as wrong."""
+    """None if the completion could not be scored. It then counts as incorrect."""
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(rollout: Rollout) -> ItemCompletion:
-        """Take the fields from a rollout."""
+        """Return the completion of a rollout."""
         return ItemCompletion(
             text=rollout.text,
             reward=rollout.reward,
@@ -68,14 +68,14 @@ class Item:
         return values
 
     def rewards(self) -> dict[str, float]:
-        """Return the reward of the greedy completion and its parts; nothing if it has no score."""
+        """Return the reward of the greedy completion and its parts; empty if it has no score."""
         if self.greedy.reward is None:
             return {}
         parts = {f"{PART}{name}": value for name, value in self.greedy.parts.items()}
         return {REWARD: self.greedy.reward, **parts}
 
     def row(self) -> dict[str, Any]:
-        """Return plain data, one line of a file."""
+        """Return plain data for one line of a JSON Lines file."""
         return {
             "prompt_id": self.prompt.id,
             "prompt": self.prompt.text,
@@ -89,7 +89,7 @@ class Item:
 
 
 def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
-    """Return every metric over these prompts: Wilson's interval for greedy, else a bootstrap.
+    """Return each metric over the prompts, with Wilson's interval for greedy, else a bootstrap.
 
     The mean reward and its parts are over the completions that were scored.
     """
@@ -111,7 +111,7 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
 
 
 def is_graded(items: Sequence[Item]) -> bool:
-    """Whether rewards say more than success: some reward is not 1 for a success and 0 otherwise."""
+    """Whether some reward is not 1 for a success and 0 otherwise."""
     scored = [item.greedy for item in items if item.greedy.reward is not None]
     return any(one.reward != float(bool(one.success)) for one in scored)
 
@@ -120,7 +120,7 @@ def check_category(prompts: Sequence[Prompt], key: str) -> None:
     """Refuse a key that no prompt has."""
     known = {"task"}.union(*(prompt.info for prompt in prompts))
     if key not in known:
-        raise ConfigError(f"--by {key}: no prompt has it in its info{nearest(key, known)}")
+        raise ConfigError(f"--by {key}: no prompt has this key in its info{nearest(key, known)}")
 
 
 def by_category(items: Sequence[Item], key: str) -> dict[str, tuple[Item, ...]]:
@@ -146,9 +146,9 @@ class Comparison:
 
     differences: Mapping[str, Difference]
     gained: tuple[str, ...]
-    """Ids of prompts on which only the first is correct, greedily."""
+    """Ids of prompts on which only the first policy's greedy completion is correct."""
     lost: tuple[str, ...]
-    """Ids of prompts on which only the second is correct."""
+    """Ids of prompts on which only the second policy's greedy completion is correct."""
 
     def row(self) -> dict[str, Any]:
         """Return plain data."""

@@ -4,8 +4,9 @@ An adapted linear layer computes W x + (alpha / rank) B A x. peft's layers are i
 model in place, so its backbone, attention and packed rows work as before. B starts at zero, so a
 new adapter changes nothing.
 
-There is no dropout. With peft's dropout between x and A, the policy that is trained would not be
-the one that sampled, and ratios would be noise from the first optimizer step on.
+Dropout between x and A has an effect only in passes with a gradient. Generation, old_logp and
+evaluations use the whole adapter. So with dropout, the policy that is trained is not the policy
+that sampled.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def add_adapter(
     """Freeze a model and add a LoRA adapter, whose initial weights depend only on the seed.
 
     `also_train` names modules that are trained in full, as copies of the frozen ones. `base` is the
-    path from which the frozen model can be loaded again; empty: the model's own `name_or_path`.
+    path from which the frozen model can be loaded again; if empty, the model's own `name_or_path`.
     """
     peft, all_linear = _peft(), list(targets) == ["all-linear"]
     if not all_linear:
@@ -72,7 +73,7 @@ def add_adapter(
 
 
 def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
-    """Freeze a model and load an adapter from a folder in peft's format."""
+    """Freeze a model and load an adapter from a folder in peft's format, without dropout."""
     try:
         config = _peft().PeftConfig.from_pretrained(str(folder))
         saved = load_file(folder / WEIGHTS_FILE)
@@ -99,6 +100,22 @@ def load_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
                 )
             parameter.copy_(weights[name])
     return model
+
+
+class GradientDropout(nn.Dropout):
+    """Dropout in passes with a gradient, and nowhere else."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Drop a share of the inputs, by torch's default generator, which a training pass seeds."""
+        return super().forward(input) if torch.is_grad_enabled() else input
+
+
+def set_dropout(model: LanguageModel, share: float) -> None:
+    """Let training passes drop a share of the inputs of an adapter's layers."""
+    model.adapter.lora_dropout = share
+    for module in model.model.modules():
+        if isinstance(drops := getattr(module, "lora_dropout", None), nn.ModuleDict):
+            drops[NAME] = GradientDropout(share) if share else nn.Identity()
 
 
 def _peft() -> Any:
@@ -216,7 +233,7 @@ def _initialize(layer: Any, address: str) -> None:
 def adapter_off(model: LanguageModel) -> Iterator[LanguageModel]:
     """Yield the model without its adapter: the weights that training started from, without a copy.
 
-    It is the same model, so the adapter is also off outside until the block ends.
+    The yielded model is the same object, so its adapter is off everywhere until the block ends.
     """
     layers = [
         m

@@ -5,7 +5,8 @@
     plain    the messages' contents, joined by newlines
     a text   with {question}, and with {system} if the task has a system message
 
-The prefill is text with which every completion begins. It is part of the prompt and never trained.
+The prefill is text with which every completion begins. The prefill is part of the prompt and never
+trained.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ class Renderer:
         return _filled(self.template.form, messages) + self.template.prefill
 
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the prompt's tokens. Chat templates write their own BOS token; other formats get
-        it here.
+        """Return the prompt's tokens. Chat templates write their own BOS token; for other formats
+        it is added here.
         """
         ids = self.tokenizer.encode(self.text(messages), add_special_tokens=False)
         return tuple(ids) if self.chat else self.with_start(ids)

@@ -148,7 +148,7 @@ class Conversations:
         return self._spelled(special=False)
 
     def _spelled(self, *, special: bool) -> re.Pattern[str] | None:
-        """Return a pattern for the texts of control tokens: the special ones, or all.
+        """Return a pattern for the texts of control tokens: only the special ones, or all of them.
 
         Some vocabularies also add runs of spaces and line breaks, which are not control tokens.
         """

@@ -195,8 +195,8 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _repaired_tokenizer(tokenizer: Any, header: _Header, file: Path) -> Any:
-    """Return a tokenizer that splits and stops as the file says; the one transformers reads may
-    not.
+    """Return a tokenizer with the file's splitting rule and stop token; transformers' own may
+    differ.
     """
     if not header.stop_ids:
         raise ModelError(f"model: {file} does not name an end-of-text token")

@@ -41,9 +41,9 @@ class LanguageModel:
     renderer: Renderer | None = None
     """Renders conversations as prompts."""
     adapter: Any = None
-    """peft's configuration of the trained adapter. None: all weights are trained."""
+    """peft's configuration of the trained adapter; None if all weights are trained."""
     longest_prompt: int | None = None
-    """Longer prompts lose their first tokens. None: prompts are whole."""
+    """Longer prompts lose their first tokens; None if prompts are never cut."""
     sharded: bool = False
     """Whether its parameters are divided among ranks (training/parallel/shard.py)."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,13 @@ from covey.embedded import MODELS
 from covey.errors import ModelError
 from covey.models.chat_template import Template, make_renderer
 from covey.models.device import device_of
-from covey.models.from_pretrained import make_savable, read_pretrained, read_tokenizer
+from covey.models.from_pretrained import (
+    four_bit_options,
+    keep_gradients,
+    make_savable,
+    read_pretrained,
+    read_tokenizer,
+)
 from covey.models.gguf import find_gguf, import_gguf
 from covey.models.language_model import LanguageModel, packed_forward
 from covey.models.model_path import check_model_path, missing_folder_note
@@ -35,6 +42,7 @@ logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 ROUNDED_TOLERANCE = 0.05
 """The tolerance: rounding changes a few 16-bit layers by a percent, wrong attention by far more."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -45,25 +53,49 @@ def load_language_model(
     device: str = "auto",
     gradient_checkpointing: bool = False,
     template: Template = Template(),  # noqa: B008 - immutable
+    four_bit: bool = False,
 ) -> LanguageModel:
-    """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`."""
+    """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`.
+
+    With `four_bit`, the weights of linear layers are kept in 4 bits and cannot be trained.
+    """
     where = device_of(device)
     wanted = _dtype(dtype, where)
     source = _source(path)
+    more = four_bit_options(wanted, where) if four_bit else {}
     try:
-        tokenizer = read_tokenizer(source)
+        tokenizer = _tokenizer(source)
         if tokenizer.chat_template and template.form in ("auto", "chat"):
             start_rendering()
-        model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted)
+        model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted, **more)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"model: cannot load {path!r}: {_first_line(error)}{missing_folder_note(source)}"
         ) from None
     make_savable(model)
-    model.to(where)
+    if four_bit:
+        keep_gradients(model)
+    else:
+        model.to(where)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return wrap(model, tokenizer, name=path, template=template)
+
+
+def _tokenizer(source: str) -> Any:
+    """Load the tokenizer; transformers does not say that its files are missing."""
+    try:
+        return read_tokenizer(source)
+    except (OSError, ValueError, TypeError) as error:
+        folder = Path(source)
+        if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+            raise ValueError(
+                "the folder has no tokenizer (tokenizer.json or another of its files); save it "
+                "there with tokenizer.save_pretrained(FOLDER)"
+            ) from error
+        if isinstance(error, TypeError):
+            raise ValueError(f"the tokenizer cannot be read: {error}") from error
+        raise
 
 
 def _source(path: str) -> str:
@@ -138,8 +170,8 @@ def _disable_dropout(model: Any) -> None:
 def _matching_head(model: Any, linear: nn.Linear, name: str) -> Head:
     """Find the scale and soft cap that reproduce the model's own logits.
 
-    Architectures name them differently, and some multiply where others divide. A wrong guess would
-    silently train on wrong probabilities, so every guess is compared with the model.
+    Architectures use different names for them, and some multiply where others divide. A wrong guess
+    would silently train on wrong probabilities, so every guess is compared with the model.
     """
     config = model.config
     scales = [1.0]
@@ -255,4 +287,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0][:300].rstrip(".") if lines else type(error).__name__
+    first = lines[0] if lines else type(error).__name__
+    if first.endswith(":"):  # a list follows, which the first line alone does not show
+        first = " ".join(" ".join(lines[:4]).split())
+    return first[:300].rstrip(".")

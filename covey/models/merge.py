@@ -1,4 +1,4 @@
-"""Merging an adapter into its base model."""
+"""Merges an adapter into its base model."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def balanced_parts(batch: Batch, micro_batch_tokens: int) -> list[torch.Tensor]:
     """Return the rows of micro-batches of similar size, of at most `micro_batch_tokens` packed
     tokens.
 
-    Rows that share a prompt stay together where the limit allows, so that it is read once. A
-    single row may exceed the limit, since it cannot be split.
+    Rows that share a prompt stay together if the limit allows, so that the model reads the prompt
+    once. A single row may exceed the limit, because it cannot be split.
     """
     host = host_rows(batch)
     number, prompt = prompt_numbers(host), host.prompt_lengths.tolist()

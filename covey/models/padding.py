@@ -1,6 +1,7 @@
 """Padded batches: one prompt and its completion per row.
 
-accel/packing.py lays a batch out without padding. Both return which position predicts each token.
+accel/packing.py lays a batch out without padding. Both layouts say which position predicts each
+token.
 
 Shapes: B rows, P prompt tokens, T completion tokens, S columns of a row.
 """

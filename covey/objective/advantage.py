@@ -197,8 +197,9 @@ def parts_standardized(
     weights = [float(weight) for weight in part_weights] or [1.0] * count
     if len(weights) != count or not -1 <= gate < count:
         raise ConfigError(
-            f"gdpo: the reward has {count} parts; objective.part_weights has {len(weights)} "
-            f"numbers and objective.gate is {gate}"
+            f"gdpo: the reward has {count} parts, but objective.part_weights has {len(weights)} "
+            f"numbers and objective.gate is {gate}; give one weight per part and a gate below "
+            f"{count}"
         )
     if gate >= 0:
         shut = (parts[:, gate] < gate_at)[:, None] & (torch.arange(count) != gate).to(parts.device)

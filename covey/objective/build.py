@@ -178,5 +178,5 @@ def _checked(name: str, objective: Objective) -> Objective:
             "'loss', or objective.task above 0"
         )
     if objective.kl_target and not objective.beta:
-        raise ConfigError("objective.kl_target adapts beta, which is 0; start with a beta above 0")
+        raise ConfigError("objective.kl_target adapts beta, which is 0; set objective.beta above 0")
     return objective

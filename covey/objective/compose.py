@@ -73,14 +73,14 @@ READS: Mapping[Callable[..., Any], frozenset[Need]] = MappingProxyType(
         towards_teacher: TEACHER,
     }
 )
-"""What an advantage reads; those not listed here compare the rewards of a group."""
+"""What each advantage reads; advantages that are not listed compare the rewards of a group."""
 
 
 def takes(*names: str) -> Callable[[Algorithm], Algorithm]:
     """Turn a function that returns an algorithm's pieces into a function of its options.
 
-    `names` are the options, in the order in which they are shown. Each belongs to a piece, to the
-    KL, or to the function itself. An option is set in every piece that has it.
+    `names` are the options, in the order in which they are shown. Each option belongs to a piece,
+    to the KL, or to the function itself. An option is set in every piece that has it.
     """
 
     def decorate(pieces: Algorithm) -> Algorithm:

@@ -1,14 +1,14 @@
 """Corrections for a sampler whose numerics differ from the trainer's.
 
-Each takes log rho = old_logp - sampler_logp, [B, T] and 0 outside the mask, and the mask. It
-returns a constant factor [B, T] for the gain of every token. The factors have no gradient and do
-not change the denominators, so dropped tokens make the step smaller. The native engine samples from
-the trainer's weights, so the default is no correction.
+Each correction takes log rho = old_logp - sampler_logp, [B, T] and 0 outside the mask, and the
+mask. It returns a constant factor [B, T] for the gain of every token. The factors have no gradient
+and do not change the denominators, so dropped tokens make the step smaller. The native engine
+samples from the trainer's weights, so the default is no correction.
 
 Token weights are biased for long completions. The product over a completion is unbiased, but its
 variance explodes with length, so truncation punishes long completions and masking drops them. The
-geometric mean does not depend on length. It is not an importance weight, but it is a good criterion
-for rejection.
+geometric mean does not depend on length. The geometric mean is not an importance weight, but a good
+criterion for rejection.
 """
 
 from __future__ import annotations

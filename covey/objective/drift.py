@@ -68,7 +68,7 @@ def balanced_bounds(
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> float:
     """Return the share of r |A| with A > 0 among tokens that are not clipped; 1 if there are none.
 
-    It grows with both bounds.
+    The share grows with both bounds.
     """
     moving = torch.where(advantage > 0, ratio < high, ratio > low) & (advantage != 0)
     size = (ratio * advantage).where(moving, 0.0)

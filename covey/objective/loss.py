@@ -3,9 +3,9 @@
     gain   = correction * surrogate(ratio, advantage) - beta * penalty + entropy_bonus * entropy
     loss   = - sum over tokens of weight * gain
 
-Nothing here knows about models, configuration, micro-batches or ranks. Advantages are computed over
-the batch of a training step; weights, corrections and marks over an optimizer step. The loss of a
-micro-batch is then a plain sum.
+This module knows nothing about models, configuration, micro-batches or ranks. Advantages are
+computed over the batch of a training step; weights, corrections and marks over an optimizer step.
+The loss of a micro-batch is then a plain sum.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from covey.errors import ConfigError
 from covey.objective.correction import mean_one, no_veto
 from covey.objective.masked import bounded, difference, row_mean
 from covey.objective.penalty import Penalty, adapted_beta, k3
@@ -58,13 +59,14 @@ class Objective:
     weights: Callable[[Batch, Totals], torch.Tensor]
     """[B, T] from rows of one optimizer step and the totals of the whole step."""
     correction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """Constant factor [B, T] from old_logp - sampler_logp and mask. None: 1."""
+    """Constant factor [B, T] from old_logp - sampler_logp and mask; None means a factor of 1."""
     penalty: Penalty = k3
     beta: float = 0.0
 
     marks: Callable[[Batch, torch.Tensor], torch.Tensor] | None = None
     """What the surrogate needs to know about the whole optimizer step, [B, T]: marked tokens, or
-    bounds. It is computed from a batch with advantages and the step's logp. None: nothing."""
+    bounds. It is computed from a batch with advantages and the step's logp; None if it needs
+    nothing."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where beta times the penalty is subtracted: from each token's gain, or from the reward."""
     kl_target: float = 0.0
@@ -135,9 +137,9 @@ class PolicyLoss(NamedTuple):
     log_ratio: torch.Tensor
     gain: Gain
     penalty: torch.Tensor | None
-    """The KL estimate in the loss. None: the loss has no KL."""
+    """The KL estimate in the loss; None if the loss has no KL."""
     kept: torch.Tensor | None
-    """bool [B, T]: the token was not dropped by `off_policy_limit`. None: nothing is."""
+    """bool [B, T]: the token was not dropped by `off_policy_limit`; None if that is off."""
 
 
 def with_advantage(objective: Objective, batch: Batch) -> Batch:
@@ -151,10 +153,25 @@ def with_advantage(objective: Objective, batch: Batch) -> Batch:
         penalty = objective.beta * objective.penalty(d, torch.zeros_like(d), whole.mask)
         whole = replace(whole, token_penalty=penalty)
         batch = replace(batch, token_penalty=rollouts.split(penalty))
-    advantage = objective.advantage(whole)
+    advantage = _tensor(objective.advantage(whole), "advantage", whole.mask)
     if objective.top_entropy < 1.0:
         advantage = advantage.where(_uncertain(whole, objective.top_entropy), 0.0)
     return replace(batch, advantage=rollouts.split(advantage))
+
+
+def _tensor(value: object, piece: str, mask: torch.Tensor) -> torch.Tensor:
+    """Check what a piece of an objective, perhaps a user's, has returned."""
+    if isinstance(value, torch.Tensor) and value.shape == mask.shape:
+        return value
+    shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    raise ConfigError(
+        f"objective: its {piece} returned {shape}; it must return a tensor of shape "
+        f"{list(mask.shape)}, one value for each token of each completion"
+    )
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _uncertain(batch: Batch, share: float) -> torch.Tensor:
@@ -262,6 +279,11 @@ def _loss(
         marked=batch.marked,
     )
     gain = objective.surrogate(tokens)
+    if not isinstance(gain, Gain):
+        raise ConfigError(
+            f"objective: the surrogate {_name(objective.surrogate)} returned "
+            f"{type(gain).__name__}; it must return covey.objective.surrogate.Gain"
+        )
     value = gain.value if batch.correction is None else gain.value * batch.correction
     kept = _kept(objective, batch, tokens)
     if kept is not None:

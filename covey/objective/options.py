@@ -17,7 +17,7 @@ from covey.errors import ConfigError, nearest
 
 
 class Option(NamedTuple):
-    """What an option means, and its bounds if it is a number."""
+    """The meaning of an option, and its bounds if it is a number."""
 
     meaning: str
     at_least: float = -math.inf
@@ -33,8 +33,8 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "dual": Option("Bound on the ratio of tokens with A < 0, above 1 + clip_high; 0: none.", 0),
         "max_weight": Option("The largest weight, as an absolute number.", 0),
         "min_weight": Option("The smallest weight, as an absolute number.", 0),
-        "tau_pos": Option("Steepness of the gate for good tokens.", 1e-9),
-        "tau_neg": Option("Steepness of the gate for the others.", 1e-9),
+        "tau_pos": Option("Steepness of the gate for tokens with A > 0.", 1e-9),
+        "tau_neg": Option("Steepness of the gate for tokens with A <= 0.", 1e-9),
         "power_pos": Option("Power of the weight for good completions.", 0),
         "rate_pos": Option("Decay of the weight for good completions.", 0),
         "power_neg": Option("Power of the weight for bad completions.", 0),
@@ -74,8 +74,8 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "cov_low": Option("Tokens with a covariance above this are candidates."),
         "cov_high": Option("Tokens with a covariance below this are candidates."),
         "coefficient": Option("Weight of |logp - old_logp| on the tokens that were picked.", 0),
-        "parts": Option("Names of the parts of the reward that count; empty: all."),
-        "part_weights": Option("Weight of each part's advantage; empty: 1 each."),
+        "parts": Option("Names of the parts of the reward that count; if empty, all parts count."),
+        "part_weights": Option("Weight of each part's advantage; if empty, each weight is 1."),
         "gate": Option("Index, from 0, of the part that the other parts depend on; -1: none.", -1),
         "gate_at": Option("Value that the gating part must reach for the others to count."),
         "all_wrong": Option("Advantage of groups without success: `zero` or `minus_one`."),

@@ -1,7 +1,7 @@
 """Estimators of KL(policy || reference) from sampled tokens.
 
-Each takes d = logp - ref_logp and the log-ratio log r = logp - old_logp of each token, both [B, T]
-and clamped to +-20, and the mask. A good value is not a good gradient:
+Each estimator takes d = logp - ref_logp and the log-ratio log r = logp - old_logp of each token,
+both [B, T] and clamped to +-20, and the mask. A good value is not a good gradient:
 
 | name       | value            | gradient    | expected gradient, on policy             |
 |------------|------------------|-------------|------------------------------------------|

@@ -1,6 +1,6 @@
 """Log-ratios between the current policy and the policy that collected the batch.
 
-Each takes x = logp - old_logp, [B, T] and 0 outside the mask, and the mask. It returns the
+Each function takes x = logp - old_logp, [B, T] and 0 outside the mask, and the mask. It returns the
 log-ratio [B, T], clamped to +-20 and 0 outside the mask.
 """
 

@@ -21,7 +21,7 @@ class Joined(NamedTuple):
 
     batch: Batch
     row: torch.Tensor | None = None
-    """[B, T] int64: the joined row of each token. None: each rollout is one row already."""
+    """[B, T] int64: the joined row of each token; None if each rollout is one row already."""
     column: torch.Tensor | None = None
     """[B, T] int64: the joined column of each token."""
     cells: torch.Tensor | None = None

@@ -26,7 +26,7 @@ class Tokens(NamedTuple):
     advantage: torch.Tensor
     mask: torch.Tensor
     marked: torch.Tensor | None = None
-    """The result of the objective's `marks`: tokens (bool) or bounds. None: it has no `marks`."""
+    """The result of the objective's `marks`: tokens (bool) or bounds; None without `marks`."""
 
 
 class Gain(NamedTuple):
@@ -38,10 +38,7 @@ class Gain(NamedTuple):
     clipped_high: torch.Tensor
     """bool: the ratio is above its upper bound, so the gradient is 0 or reduced."""
     clipped_dual: torch.Tensor | None = None
-    """bool: the ratio of a token with A < 0 is above the dual bound.
-
-    None: there is no such bound.
-    """
+    """bool: the ratio of a token with A < 0 is above the dual bound; None without such a bound."""
 
 
 def clipped(
@@ -74,7 +71,7 @@ def unclipped(tokens: Tokens) -> Gain:
 
 
 def log_likelihood(tokens: Tokens) -> Gain:
-    """A logp: REINFORCE, without a ratio. Its gradient is A however far the policy has moved."""
+    """A logp: REINFORCE, without a ratio. The gradient is A, however far the policy has moved."""
     return _unbounded(tokens.advantage * tokens.logp, tokens)
 
 
@@ -95,8 +92,8 @@ def truncated_weight(tokens: Tokens, *, max_weight: float = 5.0, min_weight: flo
 def geometric_clipped(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Gain:
     """A exp(mean_t z), z = log r clipped to [-clip_low, clip_high] on the side of A's sign. GMPO.
 
-    arXiv 2507.20673. Only the bound on the side of A's sign acts. The bounds apply to the
-    logarithm: 0.4 allows ratios from 0.67 to 1.49.
+    arXiv 2507.20673. Only one bound has an effect: the upper one where A > 0, else the lower one.
+    The bounds apply to the logarithm: 0.4 allows ratios from 0.67 to 1.49.
     """
     x, advantage = tokens.log_ratio, tokens.advantage
     held = x.clamp(-clip_low, clip_high)
@@ -184,7 +181,7 @@ def unclipped_without_marked(tokens: Tokens) -> Gain:
 def clipped_at_marks(tokens: Tokens) -> Gain:
     """min(r A, clip(r) A), where `marks` gives the bound of each token's ratio. BAPO, 2510.18927.
 
-    Only the bound on the side of A's sign acts: the upper one where A > 0, else the lower one.
+    Only one bound has an effect: the upper bound where A > 0, else the lower bound.
     """
     assert tokens.marked is not None
     ratio, advantage, bound = (

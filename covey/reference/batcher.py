@@ -27,7 +27,7 @@ class QueuedRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Counters of finished work. Only the batcher's thread writes them."""
+    """Counters of finished work. Only the batcher's thread writes the counters."""
 
     batches: int = 0
     tokens: int = 0

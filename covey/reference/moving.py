@@ -2,7 +2,8 @@
 
     every n optimizer steps:  reference = alpha * policy + (1 - alpha) * reference
 
-With alpha = 1 it becomes a copy of the policy, as in the outer iterations of the first GRPO paper.
+With alpha = 1 the reference becomes a copy of the policy, as in the outer iterations of the first
+GRPO paper.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ServerSettings:
     name: str
     """The model's name, as given by the user."""
     token: str = ""
-    """The bearer token of clients; empty: none is required."""
+    """The bearer token of clients; if empty, no token is required."""
     max_megabytes: float = 64.0
     max_tokens: int = 131_072
     timeout: float = 120.0

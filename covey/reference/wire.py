@@ -1,8 +1,9 @@
 """The wire format between a run and a reference server: safetensors, never pickle.
 
-A request holds rows of a batch, with the temperature and the client's tokenizer digest as metadata.
-A reply holds log-probabilities and entropies, with the digest of the server's weights. Both sides
-check all received data here; a request is checked before the model sees it.
+A request contains rows of a batch, with the temperature and the client's tokenizer digest as
+metadata. A reply contains log-probabilities and entropies, with the digest of the server's weights.
+Both sides use this module to check all received data; a request is checked before the model sees
+it.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ HEADER_BYTES = 4096
 SLACK = 1e-4
 """The largest log-probability above 0, or entropy below 0, that rounding can explain.
 
-Both are differences of logits and their logsumexp in float32. With logits up to 2^9, either is
-rounded by at most 2^-15 = 3e-5. At a temperature below 1, logits are larger, and so is the
-tolerance.
+Log-probability and entropy are differences of logits and their logsumexp in float32. With logits up
+to 2^9, either is rounded by at most 2^-15 = 3e-5. At a temperature below 1, logits are larger, and
+so is the tolerance.
 """
 
 
 class WireError(ValueError):
-    """Invalid data was received. The message is one line for the sender."""
+    """Invalid data was received. The error message is one line for the sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

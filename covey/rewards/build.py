@@ -144,11 +144,16 @@ def reward_options(section: Named, where: str = "reward") -> dict[str, Any]:
 
 
 def _function_options(function: Callable[..., Any], section: Named, where: str) -> dict[str, Any]:
-    """Validate the options of a user's function against its keyword-only arguments."""
+    """Validate the options of a user's function against its keyword-only arguments.
+
+    In TRL's style, arguments without a default are columns of the data.
+    """
+    parameters = inspect.signature(function).parameters
     known = {
         name: p.default
-        for name, p in inspect.signature(function).parameters.items()
+        for name, p in parameters.items()
         if p.kind is p.KEYWORD_ONLY
+        and ("completions" not in parameters or p.default is not p.empty)
     }
     known |= {"success_at": 1.0, "conversational": False}
     for key in section.options:
@@ -169,7 +174,7 @@ def make_reward(name: str, options: Mapping[str, Any], where: str = "reward") ->
 
 
 def check_alone(name: str, reward: Reward, where: str = "reward") -> Reward:
-    """Raise ConfigError for a reward that must not be the only one."""
+    """Raise ConfigError for a reward that must not be used alone."""
     if getattr(reward, "needs_rule", False):
         raise ConfigError(
             f"config: {where}.name = {name!r}: an LLM judge can be manipulated and never decides "

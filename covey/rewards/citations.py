@@ -147,8 +147,9 @@ class Citations(Reward):
     refers to. A repeated source counts once.
 
     If the prompt's info has `sources`, a list of addresses or ids such as `doc3`, only those count;
-    an id is cited by its mark `[doc3]`. Every other address costs `unknown_penalty`. So does every
-    mark that differs from a listed id only in its digits. Success: at least `minimum` sources.
+    an id is cited by its mark `[doc3]`. Every other address costs `unknown_penalty`. Every mark
+    that differs from a listed id only in its digits costs the same. Success: at least `minimum`
+    sources.
     """
 
     minimum: int = 2
@@ -186,7 +187,7 @@ def _allowed(prompt: Prompt, listed: object) -> set[str]:
 
 
 def _count_cited(text: str, allowed: set[str]) -> tuple[int, int]:
-    """Return the number of allowed sources that are cited, and of others."""
+    """Return the number of cited sources that are allowed, and the number of other sources."""
     body, _ = _split_entries(text)
     shapes = {_shape(name) for name in allowed}
     marks = {mark for mark in _marks(body) if _shape(mark) in shapes}

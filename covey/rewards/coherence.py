@@ -1,8 +1,9 @@
 """The coherence measure: whether a text looks like language, mathematics or code, or is noise.
 
-It uses statistics only: which letters follow each other in Latin script, which characters are
-common in other scripts, and which signs are neighbours in formulas and programs. Keyboard mashing
-and random characters differ in these. It cannot detect nonsense made of real words.
+The measure uses statistics only: which letters follow each other in Latin script, which characters
+are common in other scripts, and which signs are neighbours in formulas and programs. Keyboard
+mashing and random characters differ in these. The measure cannot detect nonsense made of real
+words.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def _pieces(word: str) -> list[str]:
 
 
 def _levels(word: str) -> list[int]:
-    """Return the level of each letter pair, word edges included; 0 for a third repeat."""
+    """Return the level of each letter pair, with word edges; the level of a third repeat is 0."""
     letters = [ord(c) - 96 if "a" <= c <= "z" else ord(_base(c)) - 96 for c in word.lower()]
     edged = [0, *letters, 0]
     levels = [ord(_FOLLOWS[a][b]) - 48 for a, b in pairwise(edged)]

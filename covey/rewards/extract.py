@@ -150,7 +150,7 @@ def check_styles(styles: Sequence[str]) -> None:
 
 
 def extract_answer(text: str, styles: Sequence[str] = STYLES) -> str | None:
-    r"""Return the final answer by the first style that finds one, or None.
+    r"""Return the final answer that the first matching style finds, or None.
 
     | style | final answer |
     |---|---|

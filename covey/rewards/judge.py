@@ -135,7 +135,7 @@ class Judge(Reward):
     """For example http://localhost:8000/v1."""
     model: str
     criteria: str = "The answer is correct and complete, and says nothing false."
-    """What the judge grades."""
+    """The criteria of the grade."""
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable that holds the API key; empty for no key."""
     scale: int = 10
@@ -143,7 +143,7 @@ class Judge(Reward):
     show_reference: bool = True
     """Whether the judge sees the target."""
     strip_appeals: bool = True
-    """Whether sentences that address the grader are removed. They are counted in the parts."""
+    """Whether sentences that address the grader are removed; the parts count them."""
     max_chars: int = 20_000
     """The longest completion that is shown in full; longer ones lose their middle."""
     max_tokens: int = 64

@@ -26,14 +26,15 @@ class Mix(Reward):
     part without bounds, as the smaller of 0 and its reward. Without the gate both parts add up.
 
     `early` are the weights at the start of a run. They change linearly into `weights` over the
-    first `early_until` of its steps. `robust` multiplies the reward above the lower bound by
-    `robust_factor`.
+    first part of the run, which is the share `early_until` of its steps. `robust` multiplies the
+    reward above the lower bound by `robust_factor`.
 
-    `correct_first`: a correct completion scores higher than any incorrect one, for any weights.
-    Correct completions use the upper half of the range: half of it plus half of the weighted mean;
-    if the gate is closed, only the format counts there. Incorrect ones use the lower half: half of
-    the weighted mean of accuracy, judges and, if `gated`, the format. Other parts do not count. A
-    completion without a final answer, or one that is not language, has the lowest reward.
+    `correct_first`: a correct completion scores higher than any incorrect one, for any weights. A
+    correct completion scores in the upper half of the range: half the range plus half of the
+    weighted mean; if the gate is closed, only the format counts in that mean. An incorrect
+    completion scores in the lower half: half of the weighted mean of accuracy, judges and, if
+    `gated`, the format. Other parts do not count. A completion without a final answer, or one that
+    is not language, has the lowest reward.
     """
 
     parts: Mapping[str, Reward]
@@ -70,7 +71,7 @@ class Mix(Reward):
         return [n for n, p in self.parts.items() if getattr(p, "needs_rule", False)]
 
     def _check_judges(self) -> None:
-        """An LLM judge can be manipulated, so rules hold at least half of the weight."""
+        """An LLM judge can be manipulated, so rules must have at least half of the weight."""
         judges = self._judges()
         for weights in filter(None, (self.weights, self.early)):
             total = sum(weights[name] for name in judges)
@@ -173,7 +174,7 @@ def _is_noise(text: str, robust: bool) -> bool:
 
 
 def _least(bound: float, reward: float) -> float:
-    """Return the lower bound, or the smaller of 0 and the reward if there is none."""
+    """Return the lower bound; for a part without bounds, the smaller of 0 and the reward."""
     return bound if math.isfinite(bound) else min(reward, 0.0)
 
 

@@ -2,8 +2,8 @@
 
 Some scorers pass an answer to Python's `eval`, or to sympy, which evaluates it too. They never get
 the text that a model wrote. The text is parsed, only the node types listed here are allowed, and
-the evaluator gets text that is printed from the tree. This runs in the sandbox, so that a crash of
-Python's parser on odd text does no harm.
+the evaluator gets text that is printed from the tree. The parser runs in the sandbox, so that its
+crash on odd text does no harm.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def plain_data(text: str) -> str:
 
 
 def plain_formula(text: str, names: Collection[str] = ()) -> str:
-    """Parse and print arithmetic with functions and powers. Names are letters, or in `names`.
+    """Parse and print arithmetic with functions and powers; names must be letters, or in `names`.
 
     >>> plain_formula("x**3/3+sin( 2*x ) + C")
     'x ** 3 / 3 + sin(2 * x) + C'
@@ -106,7 +106,10 @@ class _Sum:
     operators: tuple[type[ast.operator], ...] = SUMS
 
     def bits(self, node: ast.expr, depth: int) -> int:
-        """Return a bound on the bits of the value. Raises NotPlainError for other nodes."""
+        """Return a bound on the bits of the value.
+
+        Raises NotPlainError for a node that is not allowed.
+        """
         if depth < 0:
             raise NotPlainError("nested too deep")
         if isinstance(node, ast.BinOp) and isinstance(node.op, self.operators):

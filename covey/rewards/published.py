@@ -170,8 +170,8 @@ class GrpoZero(Reward):
     | | think part and 0.5 for an answer part |
     | answer | 1: the first answer part uses each number exactly once and equals the target |
 
-    Its README describes a flat 0.1 for the format; its code gives shares of that, and so does this
-    one. The published code uses `eval`, and its format allows further tags inside.
+    Its README describes a flat 0.1 for the format; its code, like this reward, gives shares of 0.1.
+    The published code uses `eval`, and its format allows further tags inside.
 
     Gamed by: repeated padding; 3,000 words of filler; gibberish thinking; 50 useless calls;
     answer before unclosed think; correct then wrong.
@@ -250,9 +250,9 @@ class OpenInstruct(Reward):
     | true | `verification_reward` for a correct answer + `r1_style_format_reward` for the format |
 
     Without the format the whole text is searched for the answer. The published code tests whether
-    the format reward equals 1, so that with any other value every score was 0. This one tests
+    the format reward equals 1, so that with any other value every score was 0. This reward tests
     whether the format holds. The published number pattern drops the minus sign of whole numbers;
-    this one does not.
+    this reward keeps it.
 
     Gamed by: empty think; blank think; repeated padding; 3,000 words of filler; gibberish
     thinking; 50 useless calls; answer before unclosed think; whole format many times; correct then

@@ -6,8 +6,8 @@ all of it is on the lists below: instructions, builtins, functions of `math` and
 `re`, and names of methods. There is no list of forbidden things: anything unknown makes a scorer
 impure, and an impure scorer runs in the sandbox.
 
-A pure scorer also finishes quickly. It has no `while`, no powers, no shifts, and no `range`
-together with whole numbers that it reads from text. It keeps no state between completions: it sets
+A pure scorer also finishes quickly. It has no `while`, no powers and no shifts. It does not combine
+`range` with whole numbers that it reads from text. It keeps no state between completions: it sets
 no attributes, and it cannot change values that it shares with other calls.
 
 The proof assumes that the entry and the options of the dataset are plain data.
@@ -228,7 +228,10 @@ class _Proof:
 
 
 def _looked_up(following: Iterator[dis.Instruction]) -> str:
-    """Return the attribute that is looked up next. Raises ImpureError if none is."""
+    """Return the attribute that the next instruction looks up.
+
+    Raises ImpureError if it looks up none.
+    """
     step = next(following)
     if step.opname not in LOOKUPS:
         raise ImpureError("an object that is more than its attributes")

@@ -6,8 +6,8 @@ Patterns alone would penalise `model.eval()` and warnings, so each match is chec
   on a literal, which anyone can read, do not count.
 - A command does not count in a warning: a negation ("never", "do not", "avoid") earlier in the
   sentence, without a turn ("but", "just", ", then") between the two.
-- DELETE FROM with a WHERE clause removes selected rows. Without one, or with one that is always
-  true, it empties the table.
+- DELETE FROM with a WHERE clause removes selected rows. Without a WHERE clause, or with one that is
+  always true, it empties the table.
 - Placeholders and values reserved for documentation (example.com, 555 numbers) do not count.
 - Text from the prompt is not a leak. A number in a calculation is not a telephone number.
 

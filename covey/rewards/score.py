@@ -23,6 +23,21 @@ class Score:
     """Whether the completion has a final answer, correct or not, that can be compared."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What a reward function may know besides prompt and text."""
+
+    completion_ids: tuple[tuple[int, ...], ...] = ()
+    """The tokens of each completion."""
+    step: int = 0
+    """The training step, counted from 1; 0 if it is not known, as in evaluations."""
+    max_steps: int = 0
+    """The number of training steps of the run."""
+
+
+NO_CALL = Call()
+
+
 class Reward(Protocol):
     """A reward function: a frozen dataclass whose fields are its options.
 

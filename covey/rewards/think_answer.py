@@ -42,7 +42,7 @@ def same_answer(answer: str, target: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkAnswer(Reward):
-    """`correct` for a correct answer in the right format, plus `format` for the format alone.
+    """`correct` for a correct answer in the right format, plus `format` for the format.
 
     The format is a gate: without it no answer is correct. `robust`: a correct answer counts less if
     the thinking is padding or is not language; see `robust_factor`.

@@ -145,7 +145,7 @@ def same_value(given: Any, expected: Any) -> bool:
 
 
 def _named(call: Call, order: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return all arguments by name, or None if the order of parameters does not name them."""
+    """Return all arguments by name; None if a positional argument has no parameter name."""
     names = order[: len(call.positional)]
     if len(names) < len(call.positional) or set(names) & set(call.arguments):
         return None

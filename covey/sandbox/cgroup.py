@@ -161,7 +161,7 @@ def _move_down(folder: Path) -> bool:
 
 
 def _is_of_our_session(pid: str) -> bool:
-    """Return whether a process is in our session, or gone. Pid 0 is outside our namespace."""
+    """Return whether a process is in our session, or has ended. Pid 0 is outside our namespace."""
     try:
         return pid != "0" and os.getsid(int(pid)) == os.getsid(0)
     except ProcessLookupError:

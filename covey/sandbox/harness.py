@@ -98,7 +98,7 @@ class Watch:
         self.poll.register(self.stdin, select.POLLOUT)
 
     def step(self, milliseconds: float) -> bool:
-        """Move available data, after waiting for it; return whether there was any."""
+        """Wait for data and move it; return whether there was any."""
         events = self.poll.poll(milliseconds)
         for file, _ in events:
             if file == self.report:
@@ -221,7 +221,8 @@ def uses_too_much(job: dict[str, Any]) -> bool:
 def held_by(process: str) -> tuple[int, int]:
     """Return a process's memory in bytes and the number of all sockets; (0, 0) if it has ended.
 
-    All threads report the same, except one that has ended, which may be the main thread.
+    All threads report the same numbers, except a thread that has ended, which may be the main
+    thread.
     """
     _, threads, _ = next(os.walk(f"{process}/task"), ("", [], []))  # none if it is gone
     for thread in threads:
@@ -233,7 +234,7 @@ def held_by(process: str) -> tuple[int, int]:
 
 
 def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> list[int]:
-    """Return a column of the lines with these starts; nothing if the file is gone."""
+    """Return a column of the lines with these starts; empty if the file is gone."""
     try:
         with open(path, "rb") as file:
             return [int(line.split()[column]) for line in file if line.startswith(starts)]
@@ -244,7 +245,7 @@ def numbers_in(path: str, starts: bytes | tuple[bytes, ...], column: int) -> lis
 def empty(place: str) -> None:
     """Remove the files of a case before the next one.
 
-    Nested directories are moved up first: paths to deep ones can be too long to use.
+    Nested directories are moved up first, because paths to deep directories can be too long to use.
     """
     moved = 0
     try:

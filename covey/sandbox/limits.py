@@ -12,7 +12,10 @@ Ended = Literal["exited", "timed out", "output limit", "killed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Resource limits. Limits on time and output hold per case, the others at any moment."""
+    """Resource limits.
+
+    Limits on time and output apply to each case, the other limits at any moment.
+    """
 
     cpu_seconds: int = 4
     """The limit on CPU time of each process."""

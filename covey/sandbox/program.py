@@ -184,7 +184,7 @@ def _receive(process: subprocess.Popen[bytes], seconds: float, most: int) -> tup
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the sandbox. All its processes die with the first one."""
+    """Kill the sandbox. All processes of the sandbox die with the first one."""
     for pipe in (process.stdout, process.stderr):
         if pipe:
             pipe.close()  # a harness that is still alive then exits

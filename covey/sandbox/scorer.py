@@ -35,7 +35,7 @@ LONGEST = LIMITS.wall_seconds + 1.0
 _START_SECONDS = 60.0
 _HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Huge pages of 2 MiB make a fork faster: it copies the page table, which is then much smaller.
-Only glibc's own allocator requests them. Without huge pages nothing changes."""
+Only glibc's own allocator requests them. On a machine without huge pages this has no effect."""
 _ABOUT_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage"
 """The folder that glibc reads before it requests huge pages."""
 _BOOTSTRAP = """

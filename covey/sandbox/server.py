@@ -4,7 +4,7 @@
 slow packages once. For each request it forks: the child scores one text and ends. So every text is
 scored in the same fresh state, and changes that a text makes to its process end with the process.
 
-The server itself never reads a text. A child cannot reach it: the server is process 1 of its
+The server itself never reads a text. A child cannot reach the server: it is process 1 of its
 namespace, its directory in /proc is hidden, and the child has only the pipe for its own score.
 """
 
@@ -52,7 +52,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def read_frame(file: int) -> bytes:
-    """Read a frame: a length in four bytes, then the data. Return nothing at end of file."""
+    """Read a frame: a length in four bytes, then the data. Return empty data at end of file."""
     size = int.from_bytes(_read(file, 4), "big")
     return _read(file, size)
 

@@ -2,7 +2,7 @@
 
 A problem starts with a two-digit number and adds or subtracts single digits (3 to 9); every partial
 result lies between 0 and 99. One sum in six is held out: no training problem contains it at any
-step, and held-out problems contain no other sums. So held-out accuracy measures arithmetic on
+step, and held-out problems contain only such sums. So held-out accuracy measures arithmetic on
 number pairs that no training problem contains. The embedded model was trained for this task.
 """
 
@@ -124,7 +124,7 @@ def problem(split: str, operations: tuple[int, int], index: int) -> Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic(GeneratedTask):
-    """Chains of additions and subtractions. More operations are harder."""
+    """Chains of additions and subtractions. Problems with more operations are harder."""
 
     min_operations: int = 2
     max_operations: int = 4

@@ -102,7 +102,7 @@ def documents() -> dict[str, str]:
 class Library:
     """Questions of up to `max_hops` hops about 400 towns; a fixed quarter of towns is held out.
 
-    `info["sources"]` lists the documents that hold the answer.
+    `info["sources"]` lists the documents that contain the answer.
     """
 
     max_hops: int = 2

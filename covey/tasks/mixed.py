@@ -17,7 +17,7 @@ LONGEST_BLOCK = 1000
 
 
 def quotas(weights: Sequence[float]) -> list[int]:
-    """Return how many prompts of each part a block holds.
+    """Return how many prompts of each part a block contains.
 
     The block is the shortest one with exact proportions. If that would exceed 1000 prompts, the
     block has about 1000 prompts; each count is then rounded and at least 1.
@@ -53,13 +53,13 @@ def pattern(counts: Sequence[int]) -> list[tuple[int, int]]:
 class Mixed:
     """Several tasks, mixed by weight: `parts` is {KEY: {name, weight, options of that task}}.
 
-    `name` defaults to the key, `weight` to 1. Training prompts come in blocks that hold the parts
-    in proportion to their weights. There are enough blocks for every prompt of every part. A part
-    that runs out earlier starts again, and its ids then end in `~1`, `~2` and so on. The held-out
-    prompts are those of all parts, one part after the other.
+    `name` defaults to the key, `weight` to 1. Training prompts come in blocks that contain the
+    parts in proportion to their weights. There are enough blocks for every prompt of every part. A
+    part that runs out earlier starts again, and its ids then end in `~1`, `~2` and so on. The
+    held-out prompts are those of all parts, one part after the other.
 
-    Prompts keep the name of their task, so rewards can depend on it. Their ids start with the
-    part's key if they do not already.
+    Prompts keep the name of their task, so rewards can depend on it. Their ids get the part's key
+    as a prefix, unless they already have it.
     """
 
     parts: Mapping[str, Mapping[str, Any]]

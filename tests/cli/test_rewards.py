@@ -192,7 +192,7 @@ def test_no_process_is_left_when_the_run_folder_cannot_be_used(
     (here / "run").mkdir()
     (here / "run/precious").write_text("data")
     assert train("run", "reward.name=mine:reward") == 1
-    assert "already holds files" in one_line(capfd)
+    assert "already contains files" in one_line(capfd)
     assert scorers_of(os.getpid()) == []
 
 

@@ -195,7 +195,7 @@ def test_a_failed_export_is_a_one_line_error_and_leaves_nothing(
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     assert run(["export", str(finished), str(tmp_path / "full")]) == 1
-    assert "already holds files" in capsys.readouterr().err
+    assert "already contains files" in capsys.readouterr().err
     with pytest.raises(ModelError, match="cannot load"):
         export_model(
             str(tmp_path / "none"), tmp_path / "a", dtype="float32", template=Template(),

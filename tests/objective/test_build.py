@@ -262,7 +262,7 @@ def test_a_resolved_algorithm_reads_back_as_the_same(name: str, tmp_path: Path) 
         ("ratio = [1]", "config: objective.ratio = [1] is not known; choose from arithmetic, one, product, sequence, sequence_token, token"),
         ('ratio = "token"\nmin_weight = 1.0', "config: objective.min_weight is not an option of composed; did you mean 'weights'?"),
         ('ratio = "token"\nclip_low = "x"', "config: objective.clip_low = 'x': input should be a valid number"),
-        ('name = "gspo"\nratio = "token"', "config: objective.ratio needs objective.name = 'composed'; 'gspo' has pieces of its own"),
+        ('name = "gspo"\nratio = "token"', "config: objective.ratio needs objective.name = 'composed'; the pieces of 'gspo' are fixed"),
         ('name = "gspo"\nclip_low = -0.1', "objective.clip_low = -0.1 of gspo must be at least 0"),
         ('name = "gspo"\ntop_entropy = 0.2', "objective.top_entropy of gspo: its gain belongs to whole completions, so single tokens cannot be left out; use gspo_token, which has a gain per token"),
         ('name = "composd"', "config: objective.name = 'composd' is not known; did you mean 'composed'?"),
@@ -443,7 +443,7 @@ def test_what_a_function_sets_itself_is_kept_unless_an_option_says_otherwise(own
         ("own_module:needy", "config: objective.strength must be given for own_module:needy"),
         (
             "builtins:int",
-            "config: objective.name = 'builtins:int' is a function whose parameters cannot be read",
+            "config: objective.name = 'builtins:int' is a function whose signature cannot be read",
         ),
     ],
 )  # fmt: skip
@@ -549,7 +549,7 @@ def test_a_bound_is_kept(name: str, key: str, bound: float) -> None:
         ("gspo", {"correction_low": 3.0}, "objective.correction_low = 3.0 of gspo exceeds correction_high = 2.0"),
         ("rloo", {"kl": "k3_sequence"}, "objective.kl = 'k3_sequence' of rloo is computed over whole completions and works only in the loss; with objective.kl_in = 'reward' use k1"),
         ("dapo", {"veto": 1.5}, "objective.veto = 1.5 of dapo must be at least 0 and at most 1"),
-        ("dapo", {"kl_target": 0.1}, "objective.kl_target adapts beta, which is 0; start with a beta above 0"),
+        ("dapo", {"kl_target": 0.1}, "objective.kl_target adapts beta, which is 0; set objective.beta above 0"),
         ("dapo", {"clip_low": "0.2"}, "objective.clip_low = '0.2' of dapo must be a number"),
         ("dapo", {"clip_low": None}, "objective.clip_low = None of dapo must be a number"),
         ("dapo", {"clip_low": True}, "objective.clip_low = True of dapo must be a number"),

@@ -240,10 +240,10 @@ def test_without_a_penalty_nothing_is_loaded_or_asked(options: list[str]) -> Non
     ("overrides", "words"),
     [
         (["alpha=0.5"], "reference.alpha = 0.5 has no effect with reference.kind = 'frozen'"),
-        (["kind=renewed", "alpha=0.5"], "it belongs to 'moving'"),
+        (["kind=renewed", "alpha=0.5"], "it is a setting of 'moving'"),
         (["kind=moving", "url=http://x"], "reference.url = 'http://x' has no effect"),
-        (["kind=offloaded", "every=5"], "it belongs to 'moving' or 'renewed'"),
-        (["kind=server"], "reference.url must be given"),
+        (["kind=offloaded", "every=5"], "it is a setting of 'moving' or 'renewed'"),
+        (["kind=server"], "needs reference.url"),
         (["kind=server", "url=http://x", "every=7"], "reference.every = 7 has no effect"),
     ],
 )

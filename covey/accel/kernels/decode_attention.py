@@ -19,9 +19,9 @@ LEAST_ROWS = 16
 FEW_PROGRAMS = 512
 WIDE, NARROW, EXACT = (128, 4, 2), (32, 2, 2), (16, 4, 2)
 """Positions per iteration, warps and stages of a program. If there are few programs, each should
-have many loads in flight; if there are many, they are faster if each keeps less data.
-Measured on an H200 with heads of 64 and 128. In float32 the compiler unrolls products, and larger
-tiles would take it four seconds.
+have many loads in flight; if there are many, they are faster if each keeps less data. Measured on
+an H200 with heads of 64 and 128. In float32 the compiler unrolls products, and would take four
+seconds to compile larger tiles.
 """
 STAGE_BYTES = 64 * 2**10
 """The most bytes of keys and values that a program has in flight. Large heads are read in smaller
@@ -183,7 +183,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Rotate, store and attend for one new token per slot; return [W, H * D].
 
-    `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product; `rope` holds
+    `heads` [W, (H + 2 K) * D] are queries, keys and values from the QKV product; `rope` contains
     cosine and sine [positions, D / 2]. Slots that share a prompt read the same memory, mostly from
     the L2 cache.
     """

@@ -156,7 +156,7 @@ def add_norm_in_place(
 ) -> torch.Tensor:
     """Add `delta` to `hidden` [N, D] in place, and return the norm of the sum.
 
-    No gradient is recorded. For few tokens: each has its own program.
+    No gradient is recorded. It is meant for few tokens, because each token has its own program.
     """
     count, size = hidden.shape
     normed = torch.empty_like(hidden, dtype=gain.dtype)

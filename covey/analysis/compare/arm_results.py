@@ -16,8 +16,8 @@ from covey.analysis.compare.statistics import Array
 from covey.evaluation.intervals import Estimate
 
 SHARES = (0.5, 1.0)
-"""Accuracies whose time is reported, as shares of the way from the start to the highest accuracy
-that every arm reaches."""
+"""The report gives the time to reach these accuracies. They are shares of the distance from the
+starting accuracy to the highest accuracy that every arm reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +26,16 @@ class TimeToAccuracy:
 
     accuracy: float
     reached: int
-    """Number of finished seeds that reach it."""
+    """The number of finished seeds that reach the accuracy."""
     budget: float | None
-    """In the unit of the comparison's budget."""
+    """When the accuracy is reached, in the unit of the comparison's budget."""
     tokens: float | None
     seconds: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collapse:
-    """A seed that ended far below an earlier accuracy, by more than chance."""
+    """A seed whose final accuracy is far below an earlier one, by more than chance."""
 
     seed: int
     before: float
@@ -54,9 +54,10 @@ class RewardResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """One arm over its finished seeds. Estimates are None without a finished seed.
+    """The results of one arm over its finished seeds.
 
-    They are of accuracies, or of mean rewards if these are compared (`by`).
+    Estimates are of accuracies, or of mean rewards if these are compared (`by`). They are None
+    without a finished seed.
     """
 
     arm: str
@@ -69,7 +70,7 @@ class ArmResult:
     improvement: Estimate | None = None
     """Final minus initial."""
     best: Estimate | None = None
-    """Mean of each seed's highest accuracy. Biased upwards: the held-out prompts select it."""
+    """The mean of each seed's highest accuracy, biased upwards: the held-out prompts select it."""
     area: Estimate | None = None
     """Mean accuracy over the budget that all runs share; the interval is over seeds."""
     time_to_accuracy: tuple[TimeToAccuracy, ...] = ()
@@ -80,11 +81,11 @@ class ArmResult:
     improvements: tuple[float, ...] = ()
     """Final minus initial of each seed."""
     distinct_answers: float | None = None
-    """Different final answers at the end, mean over seeds."""
+    """The number of different final answers at the end, averaged over seeds."""
     above_constant: float | None = None
-    """Final accuracy minus that of the best constant answer."""
+    """The final accuracy minus the accuracy of the best constant answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
-    """`reward` and `parts/NAME` of the greedy completions, if they say more than success."""
+    """`reward` and `parts/NAME` of the greedy completions, if they differ from success."""
 
 
 def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
@@ -200,10 +201,10 @@ def _axis(run: RunResult, name: str) -> list[float]:
 
 
 def _levels(arms: Sequence[Sequence[RunResult]]) -> list[float]:
-    """Return the accuracies whose time is reported.
+    """Return the accuracies for which the report gives the time.
 
-    An arm reaches an accuracy if more than half of its seeds do, so that one failed seed does not
-    decide.
+    An arm reaches an accuracy if more than half of its seeds reach it, so that one failed seed does
+    not decide.
     """
     if not arms:
         return []
@@ -237,8 +238,8 @@ def _time_to(level: float, runs: Sequence[RunResult], budget: str) -> TimeToAccu
 def _collapse(run: RunResult) -> Collapse | None:
     """Return how a run collapsed, if it did; docs/statistics.md has the definition.
 
-    A run that lost half of its best accuracy has fallen apart; one below its start has unlearned.
-    In both cases the fall must exceed chance on this number of prompts.
+    A run has collapsed if it lost half of its best accuracy, or ended below its start. In both
+    cases the drop must exceed chance on this number of prompts.
     """
     best = max(run.points, key=lambda point: point.value)
     start, last = run.points[0], run.points[-1]

@@ -1,6 +1,6 @@
 """The data of a comparison: arms, runs, evaluations. Statistics and reports read these types.
 
-No torch here: a report can be written on a machine without it.
+This module does not import torch, so a report can be written on a machine without it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 State = Literal["done", "failed", "unfinished"]
 BudgetKind = Literal["steps", "tokens", "updates"]
 Metric = Literal["success", "reward"]
-"""What decides which arm is better: the share of correct completions, or the mean reward."""
+"""The metric by which arms are compared: the share of correct completions, or the mean reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Arm:
     settings: tuple[str, ...] = ()
     """Overrides of the common settings, such as optimizer.learning_rate=0."""
     seed_offset: int = 0
-    """Added to every seed: other prompts and other completions, but nothing else."""
+    """Added to every seed, which changes prompts and completions, but nothing else."""
     differences: Mapping[str, Any] = field(default_factory=dict)
     """Dotted setting -> value, for every setting that differs from the common configuration; None
     where the arm's algorithm has no such option. Filled by design.py."""
@@ -41,7 +41,7 @@ class Point:
 
     step: int
     tokens: int
-    """Sampled for training so far."""
+    """Tokens that were sampled for training so far."""
     updates: int
     """Optimizer steps so far."""
     seconds: float
@@ -53,7 +53,7 @@ class Point:
     rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Prompt id -> `reward` and `parts/NAME` of that completion, if it was scored."""
     distinct_answers: int | None = None
-    """Different final answers among the greedy completions."""
+    """The number of different final answers among the greedy completions."""
     by: Metric = "success"
 
     @property
@@ -63,7 +63,7 @@ class Point:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """What is compared, by prompt. Unscored counts as the lowest reward of the evaluation."""
+        """The compared values, by prompt; an unscored completion gets the lowest reward."""
         if self.by == "success":
             return tuple(map(float, self.correct.values()))
         lowest = min(row["reward"] for row in self.rewards.values())
@@ -83,14 +83,14 @@ class RunResult:
     seed: int
     state: State
     error: str = ""
-    """Why it failed, in one line."""
+    """Why the run failed, in one line."""
     points: tuple[Point, ...] = ()
     folder: str = ""
     """Relative to the comparison's folder."""
     weights: str = ""
     """Digest of the final weights: equal digests are the same policy, bit for bit."""
     first_rollouts: str = ""
-    """Name of the first step's rollouts: runs with the same name learned from the same ones."""
+    """The name of the first step's rollouts; runs with the same name share them."""
 
     @property
     def finished(self) -> bool:
@@ -100,7 +100,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything that a report is made from."""
+    """The data that a report is made from."""
 
     name: str
     command: str
@@ -111,7 +111,7 @@ class Comparison:
     """Size of the budget of each run."""
     runs: tuple[RunResult, ...]
     findings: tuple[Mapping[str, str], ...] = ()
-    """What was known before training: rows of covey.analysis.plan.findings.Finding."""
+    """Findings before training: rows of covey.analysis.plan.findings.Finding."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     config_toml: str = ""
     """The common configuration."""
@@ -131,10 +131,10 @@ class Comparison:
 
 
 def compared_by(runs: Iterable[RunResult]) -> Metric:
-    """Return what a comparison decides by: success, unless the reward has none.
+    """Return the metric of a comparison: success, unless the reward never gives one.
 
-    A reward that only grades never calls a completion correct. If no completion of any evaluation
-    is correct, and rewards differ, the mean reward is compared.
+    Some rewards only grade and never call a completion correct. If no completion of any evaluation
+    is correct and rewards differ, arms are compared by the mean reward.
     """
     points = [point for run in runs for point in run.points]
     if any(any(point.correct.values()) for point in points):

@@ -1,4 +1,4 @@
-"""The folder of a comparison: comparison.toml, the outcome of each run, and reading the results.
+"""The folder of a comparison: reads and writes comparison.toml, outcomes of runs, and results.
 
     comparison.toml                      common settings, arms with their differences, seeds, budget
     environment.json                     where the comparison was started
@@ -46,25 +46,28 @@ FIRST_ROLLOUTS_FILE = "first_rollouts.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """What is compared: the contents of comparison.toml."""
+    """The design of a comparison: the contents of comparison.toml."""
 
     command: str
     given: Mapping[str, Any]
-    """The common settings as given by the user. Arms are built from these."""
+    """The common settings as given by the user, from which arms are built."""
     common: Mapping[str, Any]
-    """The same with every default written out."""
+    """The common settings with every default written out."""
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     budget: BudgetKind
     amount: int
     threads: int
-    """Of each run. On a CPU the last bits depend on it, so it never changes."""
+    """Of each run.
+
+    The number of threads; it never changes, because on a CPU the last bits depend on it.
+    """
     findings: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended: the contents of outcome.json. An unfinished run has none."""
+    """How a run ended: the contents of outcome.json, which an unfinished run does not have."""
 
     key: str
     state: State
@@ -138,7 +141,7 @@ def write_design(folder: Path, design: Design) -> None:
 
 
 def read_design(folder: Path) -> Design:
-    """Read comparison.toml; the settings of one written by 0.1 get their new names."""
+    """Read comparison.toml; if version 0.1 wrote it, its settings get their new names."""
     file = folder / DESIGN_FILE
     if not file.is_file():
         raise RunError(f"{folder} is not a comparison: it has no {DESIGN_FILE}")
@@ -164,7 +167,7 @@ def _read_arm(row: Mapping[str, Any]) -> Arm:
 
 
 def _renamed(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an arm of 0.1 with today's names of settings."""
+    """Return an arm of version 0.1 with the current names of settings."""
 
     def new(key: str) -> str:
         return new_setting(key) or key
@@ -179,7 +182,7 @@ def _renamed(arm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_comparison(folder: Path) -> Comparison:
-    """Read everything that a report is made from."""
+    """Read the data that a report is made from."""
     design = read_design(folder)
     environment = folder / "environment.json"
     shared = ("command", "arms", "seeds", "budget", "amount", "findings")
@@ -196,7 +199,7 @@ def load_comparison(folder: Path) -> Comparison:
 
 
 def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
-    """Return the accuracy of the best constant answer, as the first evaluation knows it."""
+    """Return the accuracy of the best constant answer, as recorded in the first evaluation."""
     for run in runs:
         for row in RunFolder(folder / run.folder).evaluations(note=lambda text: None):
             value = row.get("best_constant")
@@ -214,7 +217,7 @@ def _load_run(folder: Path, arm: str, seed: int) -> RunResult:
 
 
 def _points(run: RunFolder) -> tuple[Point, ...]:
-    """Return the complete evaluations; one that lacks a prompt cannot be compared."""
+    """Return the complete evaluations; an evaluation that lacks a prompt cannot be compared."""
     steps = run.steps()
     points = []
     for row in run.evaluations():

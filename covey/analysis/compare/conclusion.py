@@ -18,11 +18,11 @@ TESTS: Mapping[Metric, str] = {"success": "McNemar's exact test", "reward": "sig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """Everything that can be concluded from a comparison."""
+    """The conclusions from a comparison."""
 
     headline: str
     cautions: tuple[str, ...]
-    """What limits the conclusion: missing runs, few seeds, collapses."""
+    """Cautions that limit the conclusion: missing runs, few seeds, collapses."""
     complete: bool
     """Whether every planned run finished."""
     arms: tuple[ArmResult, ...]
@@ -30,7 +30,7 @@ class Conclusion:
 
 
 def conclude(comparison: Comparison) -> Conclusion:
-    """Analyse a comparison. Unfinished runs are named, but enter no number."""
+    """Analyse a comparison. Unfinished runs are named, but no number includes them."""
     runs = comparison.finished_runs()
     _check_same_prompts(run for mine in runs.values() for run in mine)
     arms = arm_results(comparison)
@@ -58,8 +58,9 @@ def _check_same_prompts(runs: Iterable[RunResult]) -> None:
         for point in run.points:
             if list(point.correct) != list(first.points[0].correct):
                 raise RunError(
-                    f"{run.arm} seed {run.seed}, step {point.step}: evaluated on other prompts "
-                    f"than {first.arm} seed {first.seed}; remove one of the two and run it again"
+                    f"{run.arm} seed {run.seed}, step {point.step}: evaluated on different prompts "
+                    f"than {first.arm} seed {first.seed}; remove one of the two runs and run it "
+                    "again"
                 )
 
 
@@ -68,9 +69,10 @@ def _as_if_untrained(
     runs: Mapping[str, Sequence[RunResult]],
     pairs: Sequence[PairResult],
 ) -> dict[tuple[str, str], float]:
-    """Return mean differences in which a failed run keeps its arm's initial accuracy.
+    """Return mean differences that count a failed run with its arm's initial accuracy.
 
-    Only for pairs with such runs: an indication of how much the failures matter.
+    Only pairs with failed runs are returned; their differences indicate how much the failures
+    matter.
     """
     starts = {arm: mine[-1].points[0].value for arm, mine in runs.items() if mine}
     ends = {(run.arm, run.seed): run.points[-1].value for mine in runs.values() for run in mine}
@@ -90,7 +92,7 @@ def _as_if_untrained(
 
 
 def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
-    """Say which algorithm is better, or why the runs do not show it."""
+    """Return a sentence that says which algorithm is better, or why the runs do not show it."""
     finished = [arm for arm in arms if arm.seeds]
     if not finished:
         return "No run has finished: there is nothing to compare."
@@ -106,8 +108,8 @@ def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
         return real[0].summary
     if all(pair.decision in ("one seed", "two seeds") for pair in real):
         return (
-            "Too few seeds to rank the arms: two seeds do not show how much chance does. The "
-            "tables have the result of each seed; run at least three."
+            "Too few seeds to rank the arms: two seeds do not show how much is chance. The tables "
+            "have the result of each seed; run at least three."
         )
     decided = [pair for pair in real if pair.better]
     if not decided:
@@ -145,7 +147,7 @@ def _loser(pair: PairResult) -> str:
 
 
 def _pair_summary(pair: PairResult, tested: int) -> str:
-    """Say which of two algorithms is better."""
+    """Return a sentence that says which of two algorithms is better."""
     both = f"{pair.first} and {pair.second}"
     seeds = count(len(pair.seeds), "seed")
     match pair.decision:
@@ -201,7 +203,7 @@ def _better(pair: PairResult, tested: int) -> str:
 
 
 def _undecided(pair: PairResult, tested: int) -> str:
-    """Say what was observed, and how many seeds would decide it."""
+    """Return what was observed, and how many seeds would be needed to decide."""
     if pair.difference is None or pair.detectable is None:
         return f"{_change(pair.mean or 0.0, pair.by)}."
     seeds = len(pair.seeds)
@@ -228,7 +230,7 @@ def _p(pair: PairResult, tested: int) -> str:
 
 
 def _checkpoint_summary(pair: PairResult) -> str:
-    """Say in which seeds one of the two final checkpoints is better."""
+    """Return in which seeds one of the two final checkpoints is better."""
     if not pair.checkpoints:
         return ""
     sides: dict[str, list[str]] = {pair.first: [], pair.second: [], "": []}
@@ -254,7 +256,7 @@ def _cautions(
     pairs: Sequence[PairResult],
     as_if_untrained: Mapping[tuple[str, str], float],
 ) -> tuple[str, ...]:
-    """Return what limits the headline."""
+    """Return the cautions that limit the headline."""
     found = []
     missing = [line for arm in arms for line in arm.missing]
     if missing:
@@ -307,7 +309,7 @@ def _at_constant(arm: ArmResult) -> str:
 
 
 def points(share: float, by: Metric = "success") -> str:
-    """Return a difference of accuracies in percentage points, or one of mean rewards.
+    """Return a difference of accuracies in percentage points, or a difference of mean rewards.
 
     >>> points(-0.125), points(-0.125, "reward")
     ('-12.5', '-0.125')

@@ -37,17 +37,17 @@ class Curve:
     arm: str
     lines: tuple[Line, ...]
     x: Mapping[str, tuple[float, ...]]
-    """Of the mean, by axis. Seeds take different tokens and seconds, so this is a mean too."""
+    """The x values of the mean, by axis; they are means over seeds too."""
     mean: tuple[float, ...]
     low: tuple[float, ...]
-    """Lowest of the finished runs: an observed range, not a confidence interval."""
+    """The lowest of the finished runs; this is an observed range, not a confidence interval."""
     high: tuple[float, ...]
     seeds: Mapping[int, tuple[float | None, ...]]
     """Accuracies of every run at the steps of the mean; None where it was not evaluated."""
 
 
 def learning_curve(comparison: Comparison, arm: str) -> Curve:
-    """Return the learning curve of an arm. Unfinished runs have lines, but no mean."""
+    """Return the learning curve of an arm. Unfinished runs are drawn, but not part of the mean."""
     runs = [run for run in comparison.runs_of(arm) if run.points]
     columns = _columns([run for run in runs if run.finished])
     values = [[point.value for point in column] for column in columns]
@@ -81,9 +81,9 @@ def _at(run: RunResult, columns: Sequence[Sequence[Point]]) -> tuple[float | Non
 
 
 def _columns(runs: Sequence[RunResult]) -> list[list[Point]]:
-    """Return the points to average: those at the same step, and the last ones of all runs.
+    """Return the points to average: those at the same step, and the last points of all runs.
 
-    With a budget of tokens, runs end at different steps; their ends still belong together.
+    With a token budget runs end at different steps, but their last points are still averaged.
     """
     if not runs:
         return []

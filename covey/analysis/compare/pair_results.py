@@ -32,23 +32,23 @@ two seeds: too few to rank the arms."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointResult:
-    """The two final checkpoints of one seed on the same prompts."""
+    """The comparison of the two final checkpoints of one seed on the same prompts."""
 
     seed: int
     difference: Estimate
-    """First minus second; bootstrap over prompts."""
+    """The difference, first minus second; the interval is a bootstrap over prompts."""
     gained: int
-    """Prompts that only the first solves."""
+    """The number of prompts that only the first checkpoint solves."""
     lost: int
     p_value: float
     """McNemar's exact test."""
     p_holm: float
-    """The same after Holm's correction over all pairs and seeds."""
+    """The p-value after Holm's correction over all pairs and seeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairResult:
-    """Two arms over the seeds that both finished."""
+    """The comparison of two arms over the seeds that both finished."""
 
     first: str
     second: str
@@ -57,21 +57,21 @@ class PairResult:
     differences: tuple[float, ...]
     """Final accuracy, or mean reward, of first minus second, by seed."""
     mean: float | None
-    """Of these. None without a shared seed."""
+    """Of these. The mean difference; None without a shared seed."""
     difference: Estimate | None
-    """The mean with Student's interval over seeds. None with fewer than three."""
+    """The mean with Student's interval over seeds; None with fewer than three seeds."""
     difference_new_prompts: Estimate | None
-    """The same with an interval that also covers the choice of the held-out prompts."""
+    """The mean with an interval that also covers the choice of the held-out prompts."""
     p_value: float | None
-    """Two-sided paired t-test over seeds: the decision, after Holm's correction."""
+    """The p-value of the two-sided paired t-test over seeds, before Holm's correction."""
     p_holm: float | None
     sign_flip_p: float | None
-    """Exact, without assumed distribution. None below six seeds, where it cannot reach 5 %."""
+    """The p-value of the exact sign flip test; None below six seeds, where it cannot reach 5 %."""
     decision: Decision
     better: str | None
     """The better arm, if there is one."""
     seeds_needed: int | None
-    """For 80 % power with the observed difference and deviation; None if decided or too many."""
+    """Seeds for 80 % power if the difference is as observed; None if decided or too many."""
     detectable: float | None
     """The difference that this number of seeds detects with 80 % power."""
     checkpoints: tuple[CheckpointResult, ...]
@@ -98,12 +98,12 @@ class _Pair:
 
     @property
     def differences(self) -> Array:
-        """First minus second by seed. Subtracts counts before dividing, so equal ones are equal."""
+        """First minus second by seed, from sums, so that equal accuracies differ by exactly 0."""
         return np.asarray((self.a.sum(axis=1) - self.b.sum(axis=1)) / self.a.shape[1])
 
     @property
     def span(self) -> float:
-        """How far apart values are at most: 1 of correct and wrong; of rewards, as observed."""
+        """The largest distance of two values: 1 for correct and wrong; for rewards, as observed."""
         return 1.0 if self.by == "success" else float(np.ptp([self.a, self.b])) or 1.0
 
     @property
@@ -113,14 +113,14 @@ class _Pair:
 
     @property
     def tested(self) -> bool:
-        """Whether there are enough seeds, and the arms trained to different weights."""
+        """Whether there are enough seeds, and the arms have different weights."""
         return len(self.seeds) >= FEW_SEEDS and not self.same
 
 
 def pair_results(
     runs: Mapping[str, Sequence[RunResult]], missing: Mapping[str, tuple[str, ...]]
 ) -> tuple[PairResult, ...]:
-    """Compare every two arms, given the finished runs and the missing ones of each arm."""
+    """Compare every pair of arms, given the finished and the missing runs of each arm."""
     pairs = [_pair(runs, *names) for names in itertools.combinations(runs, 2)]
     tested = [pair for pair in pairs if pair.tested]
     p_values = [float(statistics.seed_test(p.differences, p.a.shape[1], p.span)) for p in tested]
@@ -208,7 +208,7 @@ def _decide(pair: _Pair, p_holm: float | None) -> Decision:
 
 
 def _checkpoints(pairs: Sequence[_Pair]) -> Mapping[tuple[str, str], list[CheckpointResult]]:
-    """Compare the final checkpoints of every pair by seed, with one correction over them all."""
+    """Compare the final checkpoints of every pair by seed, with one correction over all of them."""
     found = [
         (pair, seed, _checkpoint_difference(pair, row))
         for pair in pairs

@@ -25,7 +25,7 @@ from covey.escape import finite
 from covey.run.files import write_text
 
 SCHEMA = 3
-"""Of report.json. It increases when a field is renamed, removed or changes its meaning."""
+"""The version of report.json: it increases when a field is renamed, removed or redefined."""
 
 
 def write_reports(folder: Path, comparison: Comparison) -> None:

@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from covey.analysis.plan import data_settings, idle_settings, risky_settings  # noqa: F401 (they add rules)
+# These modules add rules when they are imported.
+from covey.analysis.plan import data_settings, idle_settings, risky_settings  # noqa: F401
 from covey.analysis.plan.equivalence import normal_form, up_to_a_factor
 from covey.analysis.plan.finding import RULES, Finding, Said, Setup, setup_of
 from covey.analysis.plan.task_facts import TaskFacts
@@ -24,10 +25,10 @@ def findings(config: Config, facts: TaskFacts | None = None) -> list[Finding]:
 
 
 def coincidences(configs: Mapping[str, Config]) -> list[Finding]:
-    """Return which arms of a comparison are the same run under several names.
+    """Return findings about arms of a comparison that are the same run under several names.
 
-    The configurations are resolved. The same means equal gradients in every optimizer step: bit for
-    bit if the arithmetic is the same, else up to rounding.
+    The configurations are resolved. Arms are the same if their gradients are equal in every
+    optimizer step: bit for bit if the arithmetic is the same, else up to rounding.
     """
     setups = {name: setup_of(config) for name, config in configs.items()}
     forms = {name: normal_form(setup) for name, setup in setups.items()}

@@ -58,7 +58,7 @@ class EagerBackend:
     model: LanguageModel
     decoder: Decoder
     shape: KVShape | None
-    """None: the model has no keys and values, so slots store tokens."""
+    """None if the model has no keys and values; slots then store tokens."""
     description: str = "one token at a time"
     sampling: Sampling | None = None
     steady: bool = False

@@ -140,7 +140,7 @@ class GraphBackend:
         sample_tokens(logits, state, temperature=distribution.temperature, stop_ids=slots.stop_ids)
 
     def _pick(self, slots: Slots, width: int, logits: torch.Tensor) -> None:
-        """Sample from a truncated distribution; finished slots stay as they are."""
+        """Sample from a truncated distribution; finished slots do not change."""
         cache, count = slots.cache, slots.count[:width]
         active, at = cache.active[:width], count.clamp(max=slots.room - 1)[:, None]
         uniforms = slots.uniforms[:width].gather(1, at).squeeze(1)
@@ -177,7 +177,8 @@ def check_capture(decoder: Decoder, cache: SharedPromptCache) -> None:
     """Raise UnsupportedModel unless a step can be captured and replayed for other tokens.
 
     Synchronization with the host is detected before the capture, because a failed capture leaves
-    traces. A branch that depends on token values would be frozen in the graph.
+    the CUDA context in a bad state. A branch that depends on token values would be frozen in the
+    graph.
     """
     cache.active[:] = True
     for layer in (cache.layer_keys, cache.prompt_keys, cache.layer_values, cache.prompt_values):

@@ -105,7 +105,7 @@ class NativeCopy(NativeEngine):
 
     @property
     def info(self) -> EngineInfo:
-        """The same as the native engine's, except that weights are not shared."""
+        """The properties of the native engine, except that weights are not shared."""
         return self._info(shares_weights=False)
 
     def load_weights(self, weights: WeightSource, version: int) -> None:

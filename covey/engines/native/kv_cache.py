@@ -109,7 +109,7 @@ class KVCache:
 class SlotCache(KVCache, Cache):  # type: ignore[misc] # transformers is untyped
     """A cache whose slots store a prompt followed by a completion.
 
-    For models without keys and values (`shape` is None) it stores token ids instead.
+    For models without keys and values (`shape` is None) the cache stores token ids instead.
     """
 
     def __init__(

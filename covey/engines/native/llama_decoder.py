@@ -81,7 +81,7 @@ class LinearGroup:
         self.layers = [Linear(module) for module in modules]
         self.widths = [each.layer.out_features for each in self.layers]
         self.fused: list[torch.Tensor] = []
-        """The weight of all layers, and the bias if they have one. Empty: not fused."""
+        """The weight of all layers, and the bias if they have one; empty if not fused."""
         self._copies: list[torch.Tensor] = []
 
     def fuse(self) -> None:

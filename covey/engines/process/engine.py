@@ -1,8 +1,9 @@
 """The trainer's side of the native engine in a separate process.
 
 The process has a copy of the model. It receives new weights through shared memory, and exchanges
-requests and completions through a pipe. If it dies, a new process replaces it. That process loads
-the same weights and generates the same requests again, so the run continues with the same numbers.
+requests and completions through a pipe. If it dies, a new process replaces it. The new process
+loads the same weights and generates the same requests again, so the run continues with the same
+numbers.
 """
 
 from __future__ import annotations

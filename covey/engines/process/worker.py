@@ -93,7 +93,7 @@ class _Remote:
     def take(self) -> Sequence[Request]:
         """Return the requests that have arrived; load weights if there are new ones.
 
-        Wait if nothing is being generated and the trainer may have more.
+        Wait if nothing is being generated and the trainer may have more requests.
         """
         work, control = self.worker.work, self.worker.control
         while True:

@@ -41,7 +41,7 @@ def vllm_engine(
 ) -> VllmEngine:
     """Start the servers, or connect to running ones, and return the engine.
 
-    `cuda`: whether servers get GPUs, from `first_gpu` on; None: as configured.
+    `cuda` says whether servers get GPUs, from `first_gpu` on; None takes the configured value.
     """
     section = config.engine.vllm
     _check_adapter(model)

@@ -196,7 +196,7 @@ class Client:
                 for one in choice["weight_versions"]
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"sent a malformed completion: {type(error).__name__} {error}"
+            what = f"sent a completion that is malformed: {type(error).__name__} {error}"
             raise self.error(what) from None
         if (
             not tokens

@@ -51,7 +51,7 @@ class Replica:
 
     client: Client
     process: ServerProcess | None = None
-    """None: the user started the server, and must restart it."""
+    """The server's process; None if the user started the server, and must restart it."""
     started: int = 0
     """How often Covey restarted it, or found it running again."""
     alive: bool = True

@@ -64,7 +64,7 @@ class HeadPadding:
         return self.padded // self.width
 
     def apply(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight of the padded model, given that of the model."""
+        """Return the padded version of a weight of the model."""
         match = PROJECTION.search(name)
         if match is None:
             return weight

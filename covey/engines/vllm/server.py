@@ -46,7 +46,7 @@ class ServerSettings:
     context: int
     max_concurrent: int
     lora_rank: int = 0
-    """Rank of the adapter that is trained; 0: there is none."""
+    """The rank of the trained adapter; 0 without an adapter."""
     tensor_parallel: int = 1
     memory: float = 0.5
     """The share of a GPU's memory; on a CPU, the size of the KV cache in GiB."""
@@ -110,7 +110,7 @@ class ServerProcess:
     """A folder with the configuration and the tokenizer of the model."""
     log: Path
     gpus: str = ""
-    """CUDA_VISIBLE_DEVICES of the server; empty: unchanged."""
+    """CUDA_VISIBLE_DEVICES of the server; if empty, it is unchanged."""
     port: int = field(init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 

@@ -33,7 +33,7 @@ class Sync(Protocol):
         """Let a server load the weights. A `fresh` server has just been started and has none."""
 
     def served(self, version: int) -> str:
-        """Return the name of the adapter that a request asks for; empty: the model itself."""
+        """Return the name of the adapter that a request asks for; empty for the model itself."""
 
 
 def write_model(model: LanguageModel, folder: Path) -> None:
@@ -91,7 +91,10 @@ class FileSync:
 
 @dataclass(slots=True)
 class AdapterSync:
-    """The adapter alone. Each version has its own name, because vLLM caches adapters by name."""
+    """Sends only the adapter.
+
+    Each version has its own name, because vLLM caches adapters by name.
+    """
 
     model: LanguageModel
     folder: Path

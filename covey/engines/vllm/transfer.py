@@ -1,8 +1,8 @@
 """The vLLM side of a weight update through a file: a transfer engine that vLLM's workers run.
 
-vLLM's own transfer engines move weights between GPUs. This one reads a safetensors file in shared
-memory, or on a file system that trainer and servers share. It works on any device. plugin.py
-registers it with vLLM.
+vLLM's own transfer engines move weights between GPUs. This transfer engine reads a safetensors file
+in shared memory, or on a file system that trainer and servers share. It works on any device.
+plugin.py registers it with vLLM.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Game(Protocol):
 
     @property
     def view(self) -> str:
-        """What the policy sees at the start."""
+        """The text that the policy sees at the start."""
 
     @property
     def state(self) -> Any:
@@ -49,9 +49,9 @@ GAMES: Mapping[str, type[Game]] = MappingProxyType(
 class Games(ToolEnvironment):
     """One game per episode, made from the prompt's `info["world"]`, or else from the run's seed.
 
-    Reward: 1 for a game that is won. Only the first call of a turn acts, so a game can be won in
-    one turn only by luck. The episode ends when the game is won, after `actions` actions (0: as
-    many as good play needs), or with a message without a call.
+    Reward: 1 for a game that is won. Only the first call of a turn has an effect, so a game can be
+    won in one turn only by luck. The episode ends when the game is won, after `actions` actions (0:
+    as many as good play needs), or with a message without a call.
     """
 
     quick: ClassVar[bool] = True

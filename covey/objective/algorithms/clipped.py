@@ -27,7 +27,7 @@ def grpo() -> Objective:
     Worth knowing: k3 in the loss has the gradient of KL(reference, policy), which is the other
     direction; `kl = "k2"` has the gradient of KL(policy, reference). With beta 0, which most users
     want today, no reference model is loaded. With one optimizer step per rollout batch the ratio is
-    1 and the clip never acts.
+    1 and the clip has no effect.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -112,8 +112,8 @@ def opo() -> Objective:
     The baseline weighs completions by their length, which minimises the variance if the squared
     norm of a completion's gradient grows with its length. So every token has the same weight.
 
-    Departure: the paper takes one optimizer step per batch, where the clip never acts. We keep the
-    clip for runs with several optimizer steps per batch.
+    Departure: the paper takes one optimizer step per batch, so that a clip would have no effect. We
+    keep the clip for runs with several optimizer steps per batch.
     """
     return Objective(
         advantage=advantage.length_weighted,

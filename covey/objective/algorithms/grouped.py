@@ -19,12 +19,12 @@ def gdpo(*, parts: tuple[str, ...] = ()) -> Objective:
         A_i    = (a[i] - mean a) / (std a + eps)                  over the completions of the step
         loss   = - 1/N sum_i 1/T_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    A part with a small spread has as much influence as a part with a large spread. The weights act
-    on advantages, not on rewards: half the weight is half the influence, whatever the part's scale.
-    With `gate`, the other parts count only where part number `gate` reaches `gate_at` (equation 8).
-    In a run, `parts` names the parts that count and their order; without it all parts count, with
-    weight 1. Then scores that only describe a completion count as parts too; many rewards report
-    such scores.
+    A part with a small spread has as much influence as a part with a large spread. The weights
+    multiply advantages, not rewards: half the weight is half the influence, whatever the part's
+    scale. With `gate`, the other parts count only where part number `gate` reaches `gate_at`
+    (equation 8). In a run, `parts` names the parts that count and their order; without it all parts
+    count, with weight 1. Then scores that only describe a completion count as parts too; many
+    rewards report such scores.
 
     Choices: the last line is over completions, as in the paper and in TRL; in verl it is over
     tokens, so that long completions count more. If a part of a completion could not be scored, the
@@ -74,14 +74,14 @@ def pkpo() -> Objective:
         A_i  = n (s_i - baseline_i),  s_i = k/n times the mean of max over k-subsets that contain i
         loss = - 1/(N length) sum_i sum_t min(r A, clip(r, 1-clip_low, 1+clip_high) A)
 
-    The expected gradient is that of max@k, which is pass@k for binary rewards. Baselines, each
-    unbiased: with `loo1` (the paper's, with the least variance) A_i is the gain of the completion
-    over k - 1 others, which is never negative; with `centred` the advantages of a group add up to
-    0; `loo` is equation 29.
+    The expected gradient is that of max@k, which is pass@k for binary rewards. Each baseline is
+    unbiased. With `loo1`, the paper's choice with the least variance, A_i is the gain of the
+    completion over k - 1 others, which is never negative. With `centred` the advantages of a group
+    add up to 0. `loo` is equation 29.
 
     Choices: we do not divide by a standard deviation, and divide by a constant length, because
     otherwise the gradient would be biased. A group whose rewards are all equal has advantage 0.
-    With `loo1` and `centred` this follows from the formula; it makes `loo` biased.
+    With `loo1` and `centred` this follows from the formula; with `loo` it causes a bias.
 
     Worth knowing: with k = 1 this is RLOO. With `loo1` and binary rewards, a group with more than
     G-k+1 successes has no gradient: lower k as the policy gets better.
@@ -128,7 +128,7 @@ def scalerl() -> Objective:
     The rest of the recipe is not a loss: groups with equal rewards are dropped and not replaced
     (filter.drop_flat), solved prompts are no longer drawn (curriculum), and the LM head runs in
     float32 in both the engine and the trainer. The paper does not say over which advantages the
-    deviation is; here it is over those of mixed groups.
+    standard deviation is taken; here it is taken over those of mixed groups.
     """
     return Objective(
         advantage=advantage.mixed_standardized,

@@ -18,10 +18,10 @@ def gspo() -> Objective:
         s_i  = exp( 1/T_i sum_t (logp - old_logp) )
         loss = - 1/N sum_i min(s A, clip(s, 1-clip_low, 1+clip_high) A)
 
-    Worth knowing: s is a geometric mean, so it moves far less than the ratio of a token; a clip of
-    0.2, which fits tokens, never acts on it. With one optimizer step per rollout batch s is 1 and
-    the gradient is GRPO's. The mean is over completions. With a mean over tokens it would be a
-    different algorithm (`luspo`, up to a constant), although several libraries call that GSPO.
+    Worth knowing: s is a geometric mean, so it moves far less than the ratio of a token. A clip of
+    0.2, which fits token ratios, has no effect on it. With one optimizer step per rollout batch s
+    is 1 and the gradient is GRPO's. The mean is over completions. With a mean over tokens it would
+    be a different algorithm (`luspo`, up to a constant), although several libraries call that GSPO.
     """
     return Objective(
         advantage=advantage.group_standardized,
@@ -132,8 +132,8 @@ def grpo_s(*, mean: Literal["geometric", "arithmetic"] = "geometric") -> Objecti
         loss = - 1/N sum_i min(w A, clip(w, 1-clip_low, 1+clip_high) A)
 
     Choices: the paper prints w as a mean of ratios (equation 8, `mean = "arithmetic"`) and as a
-    geometric mean (algorithm 1), which is our default; its sums over k are over the group in the
-    equations and over the batch in its runs (`scope`). A clip of 0.2 and 0.28 has practically no
+    geometric mean (algorithm 1), which is our default. In its equations the sums over k are over
+    the group, in its runs over the batch (`scope`). A clip of 0.2 and 0.28 has practically no
     effect on a geometric mean. In 1/H, H is at least entropy_floor. A completion is correct if the
     reward calls it a success.
 

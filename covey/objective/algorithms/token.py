@@ -33,11 +33,11 @@ def gtpo() -> Objective:
     d_t and h_t count the correct and wrong completions that reach position t. Not to be confused
     with `gtpo_trajectory`, which has the same initials.
 
-    Choices: mean and deviation are over all tokens of the batch, rp being 0 on tokens of wrong
-    completions and rn on those of correct ones. The paper can also be read as "over tokens of the
-    same polarity" (`norm = "polarity"`), but then alpha1 and alpha2 cancel and about half the
-    tokens of correct completions get a negative advantage. The sums over k are over the group, as
-    in the equations; the paper's runs took them over the batch (`scope`). In 1/H, H is at least
+    Choices: mean and deviation are over all tokens of the batch; rp is 0 for tokens of wrong
+    completions, and rn is 0 for tokens of correct ones. The paper can also be read as "over tokens
+    of the same polarity" (`norm = "polarity"`), but then alpha1 and alpha2 cancel and about half
+    the tokens of correct completions get a negative advantage. The sums over k are over the group,
+    as in the equations; the paper's runs took them over the batch (`scope`). In 1/H, H is at least
     entropy_floor. A completion is correct if the reward calls it a success.
 
     Departure: a group that is all correct or all wrong has advantage 0. The paper's runs drop such

@@ -1,7 +1,7 @@
 """Equality of two formulas by computer algebra, for pairs that numeric evaluation cannot decide.
 
 math-verify compares them with sympy, which evaluates text and may never finish. So it runs in the
-sandbox with a time limit, and formulas that are too expensive are rejected before.
+sandbox with a time limit, and formulas that are too expensive are rejected in advance.
 """
 
 from __future__ import annotations
