@@ -122,8 +122,7 @@ def train(
         run: the run folder to create. Default: the next free `runs/NAME-N`.
         resume: a run folder to resume with its own settings and `overrides`; pass dataset and
             rewards again.
-        quiet: print nothing.
-        **overrides: settings by dotted key.
+        quiet: print nothing. **overrides: settings by dotted key.
     """
     task, reward = _objects(dataset, held_out, rewards)
     shown, named = _split(trackers)
@@ -161,7 +160,7 @@ def evaluate(
     from covey.engines.native.engine import NativeEngine
     from covey.evaluation.evaluate import evaluate as evaluate_prompts
     from covey.rollout.collect import Collector
-    from covey.training.build import load_model, scorer_of
+    from covey.training.build import load_model
     from covey.training.prompt_limit import fitting_prompts
     from covey.training.resolve import (
         evaluation_config,
@@ -170,6 +169,7 @@ def evaluate(
         sampling_of,
         task_of,
     )
+    from covey.training.scorers import baselines_of, scorer_of
 
     task, reward = _objects(dataset, dataset, rewards)
     passed = {where for where, value in {"task": task, "reward": reward}.items() if value}
@@ -187,6 +187,7 @@ def evaluate(
             sampling=sampling_of(chosen),
             samples=chosen.evaluate.samples,
             temperature=chosen.evaluate.temperature,
+            baselines=baselines_of(scored_by, scorer, prompts, reward),
         )
 
 

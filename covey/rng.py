@@ -48,7 +48,7 @@ def world_seed(*, seed: int, step: int, prompt: str) -> int:
 
 
 def dropout_seed(*, seed: int, version: int, place: int, rank: int) -> int:
-    """Return the seed of a training pass with dropout: 63 bits."""
+    """Return the 63-bit seed of a training pass with dropout."""
     return _hash(f"dropout/{seed}/{version}/{place}/{rank}") >> 1
 
 
@@ -104,7 +104,7 @@ def refill_order(*, seed: int, step: int, round_number: int, size: int) -> list[
 
 
 def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
-    """Return an order of all items with a weight above 0, drawn one by one by their weights.
+    """Return a random order of all items with a weight above 0, drawn in proportion to weights.
 
     By a race: item i arrives after an exponential time of rate `weights[i]` (Efraimidis and
     Spirakis). A change of one weight then leaves the order of the others.
@@ -117,7 +117,7 @@ def weighted_order(weights: np.ndarray, *, seed: int, step: int) -> list[int]:
 
 
 def replay_order(*, seed: int, step: int, size: int) -> list[int]:
-    """Return an order of the groups of a replay buffer."""
+    """Return a random order of the groups of a replay buffer."""
     generator = np.random.Generator(_philox(seed, step, _REPLAY))
     return [int(index) for index in generator.permutation(size)]
 

@@ -47,7 +47,7 @@ class Prompt:
     target: str
     info: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """The columns of the data that `messages` and `target` come from, as the data has them."""
+    """The unchanged data columns from which `messages` and `target` were made."""
 
     @property
     def text(self) -> str:
@@ -78,7 +78,7 @@ class Segment:
     versions: tuple[VersionSpan, ...]
     """The policy version of each sampled span: weights may change during a rollout."""
     kept: tuple[str, ...] = ()
-    """For each sampled span, what its tokens were drawn from (kept_sets.py). Empty: everything."""
+    """The kept sets of each sampled span (kept_sets.py). Empty if sampling was not truncated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +299,7 @@ class Batch:
     """A CPU copy of the fields that decide the layout. None if the batch is on the CPU or has no
     such copy."""
     kept: KeptSets | None = None
-    """The tokens that each token was drawn from, on the CPU. None: the whole vocabulary."""
+    """The kept set of each token, on the CPU. None if sampling was not truncated."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

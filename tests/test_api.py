@@ -116,7 +116,7 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(tmp_path: Path) -
     values = [row["greedy"]["value"] for row in run.evaluations()]
     best = values.index(max(values))
     assert result.stopped is not None
-    assert result.stopped.startswith(f"train.patience: no better than step {best} ")
+    assert f"train.patience: 2 measurements not better than step {best} " in result.stopped
     assert result.step == best + 2
     kept = [step for step, _ in run.checkpoints()]
     assert kept == ([best, best + 2] if best else [2])

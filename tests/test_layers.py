@@ -22,6 +22,7 @@ LAYERS: dict[str, set[str]] = {
     "kept_sets": set(),
     "escape": set(),
     "types": PLAIN,
+    "hub_access": set(),
     "rng": set(),
     "stopping": set(),
     "trust": {"errors"},
@@ -30,14 +31,14 @@ LAYERS: dict[str, set[str]] = {
     "functional": {"objective", *PLAIN},
     "config": {"errors", "escape"},
     "sandbox": {"errors"},
-    "tasks": {"config", "trust", *PLAIN},
+    "tasks": {"config", "hub_access", "trust", *PLAIN},
     "rewards": {"config", "trust", "sandbox", "tasks.reasoning_gym", *PLAIN},
     "scoring": {"subprocesses", "rewards", *PLAIN},
     "run": PLAIN,
     # The recipe trains; the package itself, which models import, is the path of a folder.
     "embedded": {"models", "rng", "tasks", "training", "types"},
     "accel": {"kept_sets", *PLAIN},
-    "models": {"accel", "embedded", "subprocesses", "run.files", *PLAIN},
+    "models": {"hub_access", "accel", "embedded", "subprocesses", "run.files", *PLAIN},
     "engines": {"accel", "embedded", "kept_sets", "models", "rng", "subprocesses", *PLAIN},
     "environments": {
         "rewards",
@@ -64,6 +65,8 @@ LAYERS: dict[str, set[str]] = {
 }
 LAYERS["training"] = {*LAYERS, "training"} - {"", "cli"}
 LAYERS["analysis"] = {*LAYERS, "analysis"} - {"", "cli"}
+# The web page reads run folders; it makes reports of comparisons when they are opened.
+LAYERS["ui"] = {"run", "embedded", "analysis.page", "analysis.compare", *PLAIN}
 LAYERS["cli"] = {*LAYERS, "cli"} - {""}
 LAYERS["api"] = {*LAYERS} - {"", "__main__"}
 LAYERS["__main__"] = {"cli"}
@@ -94,6 +97,7 @@ NO_TORCH = [
     "covey.tasks",
     "covey.training.resolve",
     "covey.types",
+    "covey.ui.server",
 ]
 
 

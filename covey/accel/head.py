@@ -138,7 +138,7 @@ class _Chunks:
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield each chunk of tokens with its logits and a buffer of the same shape.
 
-        Logits outside of kept sets are far below all others, and finite: 0 times them is 0.
+        Logits outside of kept sets are far below all others, but finite, so that 0 times them is 0.
         """
         scale, softcap, chunk = self.settings
         for at in range(0, len(self.hidden), chunk):

@@ -36,7 +36,7 @@ def weights_of(target: Path, command: str, step: int | None = None) -> Path:
     if good is None:
         raise RunError(f"{problem}; the run has no other checkpoint")
     instead = command.format(shlex.quote(str(good)))
-    raise RunError(f"{problem}; the last good checkpoint is {good}: {instead}")
+    raise RunError(f"{problem}; to use the last good checkpoint, run: {instead}")
 
 
 def _checkpoint(run: RunFolder, step: int | None) -> Path:

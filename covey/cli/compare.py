@@ -35,7 +35,9 @@ Source = Annotated[
         "Default: arithmetic.",
     ),
 ]
-Algorithms = Annotated[str, typer.Option(metavar="A,B", help="One arm per algorithm.")]
+Algorithms = Annotated[
+    str, typer.Option(metavar="A,B", help="Algorithms to compare; each becomes an arm.")
+]
 Arms = Annotated[
     list[str] | None,
     typer.Option(
@@ -48,7 +50,7 @@ Arms = Annotated[
 Seeds = Annotated[
     int | None,
     typer.Option(
-        min=1, max=1000, help=f"Runs of each arm, with consecutive seeds. Default: {SEEDS}."
+        min=1, max=1000, help=f"Number of runs per arm, with consecutive seeds. Default: {SEEDS}."
     ),
 ]
 Kind = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,9 @@ from covey.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
+    from covey.rollout.collect import Collector
+    from covey.scoring.baselines import Baselines
+    from covey.types import Prompt
 
 
 Target = Annotated[
@@ -127,18 +131,12 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
     with waiting(STARTING):
         from covey.engines.native.engine import NativeEngine
         from covey.evaluation import check_category
-        from covey.evaluation.evaluate import evaluate
         from covey.rollout.collect import Collector
-        from covey.training.build import load_model, scorer_of
-        from covey.training.interaction import interaction_of, with_stops
+        from covey.training.build import load_model
+        from covey.training.interaction import interaction_of
         from covey.training.prompt_limit import fitting_prompts
-        from covey.training.resolve import (
-            evaluation_config,
-            held_out_of,
-            resolve,
-            sampling_of,
-            task_of,
-        )
+        from covey.training.resolve import evaluation_config, held_out_of, resolve, task_of
+        from covey.training.scorers import baselines_of, scorer_of
 
         config = evaluation_config(resolve(config))
         prompts = held_out_of(config, task_of(config))
@@ -146,6 +144,7 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
             check_category(prompts, by)
     found: list[Evaluation] = []
     with closing(scorer_of(config)) as scorer:
+        known = baselines_of(config, scorer, prompts)
         for path in models:
             named = config.model.model_copy(update={"path": path})
             with waiting(f"loading {path}"):
@@ -153,8 +152,8 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                 fitting, notes = fitting_prompts(config, model, prompts, "held-out")
                 if found and len(fitting) < len(prompts):
                     raise DataError(
-                        f"{path}: {notes[0]}, and the models would answer different prompts; set a "
-                        "rollout.max_prompt_tokens that all of them have room for"
+                        f"{path}: {notes[0]}, so the models would get different prompts; set "
+                        "rollout.max_prompt_tokens to a length that all of them support"
                     )
                 prompts = fitting
                 engine = NativeEngine(model)
@@ -165,23 +164,34 @@ def _evaluations(config: Config, models: list[str], by: str | None, show: bool) 
                         progress.console.print(note)
                 completions = len(prompts) * (1 + config.evaluate.samples)
                 task = progress.add_task("completions", total=completions)
-                evaluation = evaluate(
-                    prompts,
-                    Collector(
-                        engine=engine,
-                        model=model,
-                        scorer=scorer,
-                        progress=partial(progress.advance, task),
-                        interaction=interaction,
-                    ),
-                    sampling=with_stops(sampling_of(config), interaction),
-                    samples=config.evaluate.samples,
-                    temperature=config.evaluate.temperature,
+                collector = Collector(
+                    engine=engine,
+                    model=model,
+                    scorer=scorer,
+                    progress=partial(progress.advance, task),
+                    interaction=interaction,
                 )
-            found.append(evaluation)
+                found.append(_evaluated(config, prompts, collector, known))
             if interaction is not None:
                 interaction.host.close()
     return found
+
+
+def _evaluated(
+    config: Config, prompts: Sequence[Prompt], collector: Collector, known: Baselines
+) -> Evaluation:
+    from covey.evaluation.evaluate import evaluate
+    from covey.training.interaction import with_stops
+    from covey.training.resolve import sampling_of
+
+    return evaluate(
+        prompts,
+        collector,
+        sampling=with_stops(sampling_of(config), collector.interaction),
+        samples=config.evaluate.samples,
+        temperature=config.evaluate.temperature,
+        baselines=known,
+    )
 
 
 def _check_scored(model: str, evaluation: Evaluation) -> None:

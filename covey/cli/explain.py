@@ -66,12 +66,12 @@ def explain_command(
 ) -> None:
     """Explain a recorded step: its gradient by group, by rollout or by token.
 
-    The step is trained again on its recorded rollouts, from the nearest earlier checkpoint, which
-    the output names. With --replay, other algorithms train on the same rollouts.
+    The step is trained again on its recorded rollouts, from the nearest earlier checkpoint. The
+    output names this checkpoint. With --replay, other algorithms train on the same rollouts.
     """
     if line is not None and algorithms is not None:
         raise ConfigError(
-            "--rollout shows one rollout, --replay uses all of them; give one of the two"
+            "--rollout shows one rollout, and --replay uses all of them; give only one of the two"
         )
     if options and algorithms is None:
         raise ConfigError("--set sets options of the algorithms in --replay; give --replay too")
@@ -110,7 +110,7 @@ def _loading(step: int, exact: bool) -> str:
 
 def _check_line(line: int, trained: list[int], rollouts: int) -> None:
     if line > rollouts:
-        raise ConfigError(f"--rollout {line}: the step has {rollouts} rollouts")
+        raise ConfigError(f"--rollout {line}: the step has only {rollouts} rollouts")
     if line not in trained:
         raise ConfigError(
             f"--rollout {line}: the step did not train on this rollout; its group was filtered out"

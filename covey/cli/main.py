@@ -11,7 +11,9 @@ import typer
 
 from covey._version import __version__
 from covey.cli.algorithms import algorithms_command
+from covey.cli.catalog import recipes_command, tasks_command
 from covey.cli.compare import compare_command
+from covey.cli.doctor import doctor_command
 from covey.cli.eval import eval_command
 from covey.cli.explain import explain_command
 from covey.cli.export import export_command
@@ -23,6 +25,7 @@ from covey.cli.runs import app as runs_app
 from covey.cli.screen import Screen
 from covey.cli.sft import sft_command
 from covey.cli.train import train_command
+from covey.cli.ui import ui_command
 from covey.errors import CoveyError, reason
 from covey.escape import printable
 from covey.training.parallel.lifeline import RankError, Reported
@@ -46,8 +49,12 @@ app.command("compare")(compare_command)
 app.command("export")(export_command)
 app.command("explain")(explain_command)
 app.command("numerics")(numerics_command)
+app.command("doctor")(doctor_command)
 app.command("algorithms")(algorithms_command)
+app.command("tasks")(tasks_command)
+app.command("recipes")(recipes_command)
 app.add_typer(runs_app, name="runs")
+app.command("ui")(ui_command)
 app.add_typer(rewards_app, name="rewards")
 app.add_typer(reference_app, name="reference")
 

@@ -17,10 +17,12 @@ from covey.cli.startup import (
     Trust,
     resolved,
     settings_of,
+    source_of,
     waiting,
 )
-from covey.config import Config
+from covey.config import Config, load_config
 from covey.errors import CoveyError
+from covey.models.model_path import prepare_hub
 
 if TYPE_CHECKING:
     from covey.analysis.plan.finding import Finding
@@ -75,8 +77,10 @@ def plan_command(
     settings = settings_of(overrides, model)
     from covey.analysis.plan.prompt_lengths import measuring
 
+    label = source_of(source, settings)
+    prepare_hub(load_config(label, settings).model.path)  # before a process starts that asks it
     with waiting(STARTING) as say, measuring() as measure:
-        config = resolved(source or "arithmetic", settings, model=False)
+        config = resolved(label, settings, model=False)
 
         from covey.analysis.plan.findings import findings
         from covey.analysis.plan.summary import summarize

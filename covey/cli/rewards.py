@@ -134,7 +134,7 @@ def score_command(
     with waiting(STARTING):
         config = resolved(source, overrides or (), model=False)
 
-        from covey.training.build import scorer_of
+        from covey.training.scorers import scorer_of
 
         started = scorer_of(config)
     with closing(started) as scorer:

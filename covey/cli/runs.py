@@ -1,4 +1,4 @@
-"""`covey runs`: list runs, show one run's evaluations or completions, or check its health."""
+"""`covey runs`: list runs, show one run's evaluations or completions, check or report it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from covey.cli.run_health import check_command
+from covey.cli.run_report import report_command
+from covey.cli.run_verify import verify_command
 from covey.cli.screen import Screen, cell
 from covey.cli.startup import tell_edited
 from covey.errors import RunError
 from covey.run.episodes import turn_lines
 from covey.run.estimate_text import estimate_text
-from covey.run.folder import RunFolder, list_runs
+from covey.run.folder import RunFolder, list_runs, settings_of
 
 FORMS = {
+    "started": "s",
+    "model": "s",
+    "state": "s",
     "steps": "d",
     "reward": ".3f",
     "greedy_before": ".1%",
@@ -28,7 +33,9 @@ FORMS = {
     "checkpoint": "d",
 }
 """Columns after the run's name, with their number formats."""
-LEAST_FIRST = ("checkpoint", "greedy_before", "reward", "steps", "greedy_now")
+LEAST_FIRST = (
+    "checkpoint", "model", "greedy_before", "started", "reward", "state", "steps", "greedy_now",
+)  # fmt: skip
 """Order in which columns are dropped in a narrow terminal."""
 UNLIMITED = 100_000
 SHOW = "show"
@@ -45,10 +52,13 @@ class _Runs(TyperGroup):
 
 app = typer.Typer(
     cls=_Runs,
-    help="List runs, show one (`covey runs RUN`, or `covey runs show RUN`), or check its health.",
+    help="List runs, show one (`covey runs RUN`, or `covey runs show RUN`), check its health, or "
+    "write its report.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("check")(check_command)
+app.command("report")(report_command)
+app.command("verify")(verify_command)
 
 
 @app.command(SHOW)
@@ -75,15 +85,44 @@ def runs_command(
 
 
 def _overview(run: RunFolder, evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    steps = run.steps()
+    steps, settings = run.steps(), settings_of(run)
+    model = str(settings.get("model", {}).get("path", "-"))
     return {
         "run": str(run.path),
+        "started": str(run.environment(_ignore).get("started", "-"))[:16].replace("T", " "),
+        "model": Path(model).name or model,
+        "state": _state(run, settings, steps),
         "steps": len(steps),
         "reward": steps[-1].get("objective/scores") if steps else None,
         "greedy_before": evaluations[0]["greedy"]["value"] if evaluations else None,
         "greedy_now": evaluations[-1]["greedy"]["value"] if evaluations else None,
         "checkpoint": run.checkpoints()[-1][0] if run.checkpoints() else None,
     }
+
+
+def _ignore(text: str) -> None:
+    """Leave out damaged records; the columns of such a run are empty."""
+
+
+def _state(run: RunFolder, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
+    """Return the state of a run: running, done, failed or stopped."""
+    if run.in_use():
+        return "running"
+    saved = run.checkpoints()
+    if saved and steps and saved[-1][0] == steps[-1]["step"] and _is_over(settings, steps[-1]):
+        return "done"
+    return "failed" if (run.path / "failure.txt").exists() else "stopped"
+
+
+def _is_over(settings: Mapping[str, Any], last: Mapping[str, Any]) -> bool:
+    """Whether the last step used up the budget."""
+    train = settings.get("train", {})
+    limits = {"step": train.get("steps", 0), **train.get("stop_after", {})}
+    names = {"tokens": "tokens", "updates": "updates"}
+    used = [name for name in names if limits.get(name)]
+    if used:
+        return bool((last.get(used[0]) or 0) >= limits[used[0]])
+    return bool(last["step"] >= limits["step"])
 
 
 def _list(runs: list[RunFolder], path: Path, console: Console, as_json: bool) -> None:
@@ -120,7 +159,7 @@ def runs_table(rows: Sequence[Mapping[str, Any]], left_out: int = 0) -> Table:
     return table
 
 
-def _number(value: float | None, form: str) -> str:
+def _number(value: float | str | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 

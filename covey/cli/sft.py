@@ -16,6 +16,7 @@ from covey.cli.startup import (
     Trust,
     resolved,
     settings_of,
+    source_of,
     waiting,
 )
 from covey.cli.training_run import NewRun, Resume, ResumeStep, Training, check_alone, check_new
@@ -54,10 +55,11 @@ def sft_command(
         check_alone(source, model, run, smoke)
         return sft.resume(resume, step, overrides)
     check_new(run, step)
-    label = source or "arithmetic"
+    settings = settings_of(overrides, model)
+    label = source_of(source, settings)
     with waiting(STARTING):
-        config = resolved(label, settings_of(overrides, model), smoke=smoke)
-    sft.start(config, run, f"{Path(label).stem}-sft")
+        config = resolved(label, settings, smoke=smoke)
+    sft.start(config, run, f"{Path(label or config.task.name.replace(':', '.')).stem}-sft")
 
 
 def _build(config: Config, world: World) -> SftParts:

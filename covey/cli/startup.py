@@ -53,6 +53,7 @@ Trust = Annotated[
 """Handled by its callback before the command begins."""
 
 Say = Callable[[str], None]
+DEFAULT_RECIPE = "arithmetic"
 STARTING = "starting torch"
 """Shown while torch is imported, which takes seconds."""
 
@@ -73,7 +74,26 @@ def settings_of(overrides: list[str] | None, model: str | None) -> list[str]:
     return [*(overrides or []), *([] if model is None else [f"model.path={toml_value(model)}"])]
 
 
-def loaded(source: str, overrides: Iterable[str] = (), *, smoke: bool = False) -> Config:
+def source_of(source: str | None, overrides: Iterable[str]) -> str | None:
+    """Return the configuration to load: the one given, or the recipe of the embedded model.
+
+    With another model or task, no recipe: its learning rate and lengths would be wrong for them.
+    """
+    if source is not None:
+        return source
+    config = load_config(None, overrides)
+    if (config.model.path, config.task.name) == ("embedded", DEFAULT_RECIPE):
+        return DEFAULT_RECIPE
+    echo(
+        "no CONFIG given: other settings have their defaults, such as "
+        f"optimizer.learning_rate = {config.optimizer.learning_rate:g} and rollout.max_tokens = "
+        f"{config.rollout.max_tokens} (docs/settings.md)",
+        err=True,
+    )
+    return None
+
+
+def loaded(source: str | None, overrides: Iterable[str] = (), *, smoke: bool = False) -> Config:
     """Load a configuration; with `smoke`, shrink it and print on stderr what changed."""
     if not smoke:
         return load_config(source, overrides)
@@ -84,7 +104,7 @@ def loaded(source: str, overrides: Iterable[str] = (), *, smoke: bool = False) -
 
 
 def resolved(
-    source: str,
+    source: str | None,
     overrides: Iterable[str] = (),
     *,
     smoke: bool = False,
@@ -150,7 +170,7 @@ def tell_findings(reporter: Tracker, parts: Parts, not_own: Collection[str] = ()
     facts = facts_of(
         parts.config,
         parts.train_prompts,
-        len(parts.held_out_prompts),
+        parts.held_out_prompts,
         parts.policy.model.tokenizer.encode,
     )
     for finding in findings(parts.config, facts):

@@ -17,6 +17,7 @@ from covey.cli.startup import (
     Trust,
     resolved,
     settings_of,
+    source_of,
     tell_findings,
     waiting,
 )
@@ -38,6 +39,14 @@ def train_command(
     run: NewRun = None,
     resume: Resume = None,
     step: ResumeStep = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="With --resume: first recompute the newest checkpoint from the previous one and "
+            "the recorded rollouts, and stop if it differs.",
+        ),
+    ] = False,
     skip_bad_rows: Annotated[
         bool,
         typer.Option("--skip-bad-rows", help="Skip invalid rows of the data, and count them."),
@@ -48,7 +57,7 @@ def train_command(
         typer.Option(
             "--ray",
             metavar="ADDRESS",
-            help="Place ranks, engines and scoring with Ray, as [cluster] says: 'local' starts Ray "
+            help="Run ranks, engines and scoring with Ray, as set in [cluster]. 'local' starts Ray "
             "here, 'auto' finds a cluster, or give its address; sets cluster.address.",
         ),
     ] = None,
@@ -66,19 +75,24 @@ def train_command(
     if resume is not None:
         check_alone(source, model, run, skip_bad_rows, smoke, ray)
         return _training(context, frozenset()).resume(
-            resume, step, overrides, print_config=print_config
+            resume, step, overrides, verify=verify, print_config=print_config
         )
-    check_new(None if print_config else run, step)
-    label, settings = source or "arithmetic", settings_of(overrides, model)
+    check_new(None if print_config else run, step, verify=verify)
+    settings = settings_of(overrides, model)
     settings += ["task.skip_bad_rows=true"] if skip_bad_rows else []
     settings += [] if ray is None else [f"cluster.address={toml_value(ray)}"]
+    label = source_of(source, settings)
     with waiting(STARTING):
         config = resolved(label, settings, smoke=smoke, imports=not print_config)
     if print_config:
         return typer.echo(to_toml(config), nl=False)
     not_own = changed_by_smoke(label, settings) if smoke else frozenset()
-    name = config.objective.name.replace(":", ".")  # some systems allow no colon in a file name
-    _training(context, not_own).start(config, run, f"{Path(label).stem}-{name}")
+    _training(context, not_own).start(config, run, _run_name(label, config))
+
+
+def _run_name(label: str | None, config: Config) -> str:
+    name = f"{Path(label).stem if label else config.task.name}-{config.objective.name}"
+    return name.replace(":", ".")  # some systems allow no colon in a file name
 
 
 def _training(context: typer.Context, not_own: frozenset[str]) -> Training:

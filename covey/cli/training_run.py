@@ -33,7 +33,7 @@ NewRun = Annotated[
 Resume = Annotated[
     Path | None,
     typer.Option(
-        metavar="RUN", help="Resume this run with its saved settings; --set changes some of them."
+        metavar="RUN", help="Resume this run with its saved settings; --set can change some."
     ),
 ]
 ResumeStep = Annotated[
@@ -60,7 +60,7 @@ class Training:
     loop: Callable[[Any, RunFolder, Tracker, StopSignal, Start], tuple[int, int]]
     """Train, and return the last step and the planned number of steps."""
     arguments: Sequence[str]
-    """The words of the command line, which ranks that Ray starts are given too."""
+    """The arguments of the command line, which Ray passes to the ranks that it starts."""
 
     def start(self, config: Config, path: Path | None, name: str) -> None:
         """Create a run folder and train; `name` is that of a new folder in runs."""
@@ -82,9 +82,13 @@ class Training:
         step: int | None,
         overrides: list[str] | None = None,
         *,
+        verify: bool = False,
         print_config: bool = False,
     ) -> None:
-        """Resume a run with its own settings, some of them overridden, or only print them."""
+        """Resume a run with its own settings and overrides, or only print the settings.
+
+        With `verify`, its newest checkpoint is first computed again and compared.
+        """
         folder = RunFolder.open(path)
         kind, command = ("an SFT run", "sft") if folder.is_sft else ("not an SFT run", "train")
         if command != self.command:
@@ -102,6 +106,8 @@ class Training:
             return typer.echo(to_toml(config), nl=False)
         from covey.training.run_start import locked_by_main
 
+        if verify:
+            _verify(folder)
         self._start_ranks(config)
         with _joined(config) as world, locked_by_main(folder, world):
             start = world.from_main(lambda: start_of(folder, step, save_every=config.save.every))
@@ -115,14 +121,14 @@ class Training:
         raise typer.Exit(code)
 
     def _start_ranks(self, config: Config) -> None:
-        """If Ray has to start the ranks, let them do the work, and end as they do."""
+        """If Ray has to start the ranks, run them, and exit with their exit code."""
         from covey.training.parallel.lifeline import Reported
         from covey.training.ray_ranks import ray_starts_ranks, run_in_ranks
 
         if not ray_starts_ranks(config):
             return
         if code := run_in_ranks(config, self.arguments):
-            reported = Reported("")  # by a rank
+            reported = Reported("")  # a rank has printed the error
             reported.exit_code = code
             raise reported
         raise typer.Exit
@@ -144,6 +150,17 @@ class Training:
         return stop.exit_code if done < steps else 0
 
 
+def _verify(run: RunFolder) -> None:
+    """Compute the newest checkpoint of a run again; RunError if it differs."""
+    with waiting("computing the last saved step again"):
+        from covey.analysis.verify.recompute import recomputed
+
+        result = recomputed(run)
+    if result.passed is False:
+        raise RunError(f"--verify: {result.figure}; {result.remedy}")
+    echo(f"verified: {result.figure}")
+
+
 def _joined(config: Config) -> AbstractContextManager[World]:
     """Join the other ranks, if torchrun or the like has started several."""
     from covey.training.parallel.join import joined_world
@@ -151,8 +168,10 @@ def _joined(config: Config) -> AbstractContextManager[World]:
     return joined_world(config, lambda text: echo(text, err=True))
 
 
-def check_new(run: Path | None, step: int | None) -> None:
-    """Refuse --step without --resume, and a run folder that already contains files."""
+def check_new(run: Path | None, step: int | None, *, verify: bool = False) -> None:
+    """Refuse --step and --verify without --resume, and a run folder that already contains files."""
+    if verify:
+        raise ConfigError("--verify needs --resume RUN: a new run has nothing to verify")
     if step is not None:
         raise ConfigError(
             f"--step {step} chooses a checkpoint to resume from; give --resume RUN too, or set the "

@@ -258,7 +258,7 @@ class _Run:
             thread.join()
 
     def _hear(self) -> None:
-        """Wait for completions, or until it is time to ask the source for requests."""
+        """Wait for completions, or until the source must be asked for requests."""
         try:
             found = self.out.get(timeout=self.source.limits.poll_seconds)
         except Empty:

@@ -1,7 +1,7 @@
 """A Ray actor that starts one trainer rank as a process on its node, as torchrun would.
 
-The rank is a process of its own, because it handles signals, and because the GPUs that it sees have
-to be known before torch is imported.
+The rank runs in a separate process, because it handles signals, and because its GPUs must be known
+before torch is imported.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from covey.errors import ConfigError
 from covey.subprocesses import module_command
 
 LAST_OUTPUT_SECONDS = 2.0
-"""How long to read after a rank has ended. Its own processes may keep the pipes open."""
+"""How long to read after a rank has ended, because its child processes may keep the pipes open."""
 Output = tuple[str, bytes] | int
-"""The name of a stream and what the rank wrote to it; at last, its exit code."""
+"""The name of a stream and the bytes that the rank wrote to it; at the end, its exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an actor is."""
+    """The place of an actor: node, address and GPUs."""
 
     node: str
     address: str
     port: int
-    """A free one, for the case that this is rank 0."""
+    """A free port, in case this becomes rank 0."""
     gpus: tuple[str, ...]
-    """Its own, as Ray numbers them."""
+    """The actor's GPUs, with Ray's numbers."""
 
 
 class RankActor:
-    """Runs a trainer rank, and passes on its output and signals for it."""
+    """Runs a trainer rank, returns its output and sends it signals."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.written: SimpleQueue[Output] = SimpleQueue()
 
     def place(self) -> Place:
-        """Say where this actor is."""
+        """Return the place of this actor."""
         import ray
 
         with socket.create_server(("", 0)) as server:
@@ -62,7 +62,7 @@ class RankActor:
         if not Path(folder).is_dir():
             raise ConfigError(
                 f"cluster: the node {socket.gethostname()} has no folder {folder}; runs, models "
-                "and data have to be on a file system that all nodes see"
+                "and data must be on a file system that all nodes share"
             )
         command = module_command("covey.cluster.rank_process", str(os.getpid()), *arguments)
         self.process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """A trainer rank that ends with the actor that started it: `rank_process PARENT ARGUMENTS`.
 
 The arguments are those of the `covey` command. Without this, a killed actor would leave a rank that
-trains on and holds its GPU.
+continues to train and occupies its GPU.
 """
 
 from __future__ import annotations

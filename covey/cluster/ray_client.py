@@ -18,7 +18,7 @@ from covey.escape import printable
 LOCAL = "local"
 """The value of `cluster.address` that starts Ray on this machine for the run."""
 STARTED_BY = "COVEY_RAY_ADDRESS"
-"""The variable with the address of the Ray that started this trainer rank."""
+"""The environment variable with the address of the Ray cluster that started this trainer rank."""
 HOLD_SECONDS = 60.0
 REACH_SECONDS = 10.0
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")

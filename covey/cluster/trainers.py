@@ -19,10 +19,10 @@ from covey.cluster.ray_client import STARTED_BY, Need, translated
 from covey.errors import EngineError
 
 CALLS = 3
-"""Calls that an actor serves at once: one waits for output, others start the rank or signal it."""
+"""How many calls an actor serves at once: one waits for output, others start or signal the rank."""
 POLL_SECONDS = 0.2
 END_SECONDS = 40.0
-"""How long the other ranks may take to notice that one is gone, to say so, and to end."""
+"""How long the other ranks may take to notice that a rank has died, to report it, and to end."""
 
 
 def run_ranks(
@@ -41,7 +41,7 @@ def run_ranks(
 
 
 def _placed(ranks: int, need: Need, patience: float) -> Any:
-    """Reserve a place for every rank: on as few nodes as possible, and all of them or none."""
+    """Reserve resources for all ranks or none, on as few nodes as possible."""
     import ray
 
     bundle = {"CPU": need.cpus, "GPU": need.gpus}
@@ -53,7 +53,7 @@ def _placed(ranks: int, need: Need, patience: float) -> Any:
         ray.util.remove_placement_group(group)
         raise EngineError(
             f"cluster: Ray found no place for {ranks} trainer ranks within {patience:g} s; `ray "
-            "status` shows what is free"
+            "status` shows the free resources"
         ) from None
     return group
 
@@ -70,7 +70,7 @@ def _actor(group: Any, number: int, need: Need) -> Any:
 def variables_of(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
     """Return the variables that torchrun would set, for ranks in the order of their places.
 
-    Ranks of a node see all GPUs of these ranks: rank n of the node takes the n-th.
+    Each rank of a node sees the GPUs of all ranks on that node; rank n of the node takes the n-th.
     """
     nodes = [place.node for place in places]
     alone = len(set(nodes)) == 1
@@ -96,15 +96,15 @@ def variables_of(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
 
 @dataclass(slots=True)
 class _Ranks:
-    """The ranks of a run, from the process that started them."""
+    """The ranks of a run, as seen by the process that started them."""
 
     actors: list[Any]
-    """In the order of their ranks, once they are started."""
+    """The actors, in the order of their ranks once they are started."""
     codes: dict[int, int] = field(default_factory=dict)
-    """Exit codes of ranks that have ended; negative: by a signal, or with their actor."""
+    """The exit codes of ended ranks; negative if a signal or a dead actor ended the rank."""
     said: SimpleQueue[tuple[int, Output]] = field(default_factory=SimpleQueue)
     received: list[int] = field(default_factory=list)
-    """Signals that were not passed on yet."""
+    """Signals that were not sent to the ranks yet."""
 
     def start(self, arguments: Sequence[str], threads: int) -> None:
         """Number the ranks node by node, those of this machine first, and start them."""
@@ -172,7 +172,7 @@ class _Ranks:
         stream.buffer.flush()
 
     def _code(self) -> int:
-        """Return the exit code of the run; raise if no rank was left that could say what failed."""
+        """Return the exit code of the run; raise if no rank was left to report the failure."""
         ended = [self.codes[rank] for rank in sorted(self.codes)]
         if len(ended) == len(self.actors) and not any(ended):
             return 0
@@ -180,8 +180,8 @@ class _Ranks:
             return told[0]
         rank = next(rank for rank, code in sorted(self.codes.items()) if code)
         raise EngineError(
-            f"rank {rank} is gone: its process or its Ray actor was killed, or its node is down; "
-            "all ranks end, and --resume continues from the last checkpoint"
+            f"rank {rank} died: its process or its Ray actor was killed, or its node is down; all "
+            "ranks end, and --resume continues from the last checkpoint"
         )
 
     @contextmanager

@@ -51,11 +51,12 @@ class Cluster(Section):
     address: str = ""
     """Address of a Ray cluster; 'local' starts Ray here, 'auto' finds a cluster. Empty: no Ray."""
     trainers: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Trainer ranks that Ray starts; 0: the process that you start, or torchrun's ranks."""
+    """Number of trainer ranks that Ray starts; 0: this process, or the ranks of torchrun, train."""
     trainer_cpus: Annotated[float, Field(ge=0)] = 1.0
     """CPUs of a trainer rank that Ray starts."""
     engines: Annotated[int, Field(ge=0, le=10_000)] = 1
-    """Engine actors per trainer rank, each with a copy of the model; 0: the ranks generate."""
+    """Number of engine actors per trainer rank, each with a copy of the model; 0: the ranks
+    generate."""
     max_engines: Count = 0
     """Number of engines to grow to while the cluster has free resources; 0: cluster.engines."""
     engine_cpus: Annotated[float, Field(ge=0)] = 1.0
@@ -63,7 +64,7 @@ class Cluster(Section):
     engine_gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs of an engine."""
     trainer_gpus: Count = 0
-    """GPUs on the trainer's machine that no actor gets; with cluster.trainers, GPUs of a rank."""
+    """GPUs of this machine that actors do not use; with cluster.trainers, GPUs per rank."""
     scoring_actors: Count = 0
     """Number of scoring actors, each with scoring.workers processes; 0: the trainer's machine
     scores."""
@@ -76,7 +77,7 @@ class Cluster(Section):
 
     @property
     def engine_actors(self) -> int:
-        """Engine actors of a trainer rank: none without Ray."""
+        """Number of engine actors per trainer rank; 0 without Ray."""
         return self.engines if self.address else 0
 
     @property

@@ -1,4 +1,4 @@
-"""The sections [curriculum] and [replay]: which prompts and which earlier groups a step gets."""
+"""The sections [curriculum] and [replay], which choose prompts and earlier groups of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from covey.config.section import Count, Positive, Section, Share
 
 
 class Curriculum(Section):
-    """[curriculum]. With any of these, the prompts of a step depend on earlier results."""
+    """[curriculum]. Prompts of a step are chosen by the results of earlier steps."""
 
     sampling: Literal["uniform", "hard", "uncertain"] = "uniform"
     """How likely a prompt is drawn, by its running pass rate p; uniform: all alike; hard: 1 - p;
@@ -18,7 +18,7 @@ class Curriculum(Section):
     memory: Share = 0.2
     """Weight of the newest group in a running pass rate."""
     floor: Share = 0.01
-    """Smallest weight of a prompt or part, so that none is given up."""
+    """Smallest weight of a prompt or part, so that each is drawn sometimes."""
     drop_above: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Draw no prompt again whose pass rate over all its completions is at least this, such as 0.9;
     0: keep all."""
@@ -28,7 +28,7 @@ class Curriculum(Section):
 
     @property
     def active(self) -> bool:
-        """Whether results decide on prompts."""
+        """Whether the prompts of a step depend on earlier results."""
         return self.sampling != "uniform" or self.drop_above > 0 or self.mixture != "fixed"
 
 
@@ -36,8 +36,8 @@ class Replay(Section):
     """[replay]"""
 
     groups: Count = 0
-    """Groups of earlier steps that a step trains on beside its own; 0: none."""
+    """Number of earlier groups that a step also trains on; 0: none."""
     size: Positive = 64
-    """Groups that are kept: the newest ones with correct and wrong completions."""
+    """Number of groups to keep: the newest ones with both correct and incorrect completions."""
     max_age: Positive = 16
-    """Most optimizer steps since the weights that sampled a group."""
+    """Maximum age of a replayed group, in optimizer steps since its weights."""

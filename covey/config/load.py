@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from covey.config.other_names import ours
 from covey.config.renamed import check_names, translated
 from covey.config.schema import Config
 from covey.config.section import Named
@@ -91,7 +92,7 @@ def read_settings(source: str) -> dict[str, Any]:
     except ValueError as error:  # bad TOML and bad text
         raise ConfigError(f"config: {source}: {error}") from None
     hint = nearest(source, recipe_names()) if path.suffix != ".toml" else ""
-    raise ConfigError(f"config: no file or recipe {source!r}{hint}")
+    raise ConfigError(f"config: there is no file or recipe {source!r}{hint}")
 
 
 def _check_depth(data: Mapping[str, Any], where: str) -> None:
@@ -151,7 +152,8 @@ def _explain(error: ValidationError) -> str:
         section = _section(path[:-1])
         prefix = ".".join([*path[:-1], ""])
         elsewhere = "" if path[:-1] else _other_section(path[-1])
-        hint = elsewhere or nearest(path[-1], section.model_fields)
+        known = elsewhere or _elsewhere(path)
+        hint = known or nearest(path[-1], section.model_fields)
         return f"config: {prefix}{path[-1]} is not a setting{hint}"
     if first["type"] == "value_error":
         return f"config: {first['ctx']['error']}"
@@ -175,6 +177,12 @@ def _other_section(key: str) -> str:
     sections = [name for name in Config.model_fields if name not in PLAIN]
     found = (name for name in sections if key in _section([name]).model_fields)
     return next((f"; did you mean '{name}.{key}'?" for name in found), "")
+
+
+def _elsewhere(path: list[str]) -> str:
+    """Return a hint if TRL or verl has a setting of this name."""
+    found = next((new for name in (".".join(path), path[-1]) if (new := ours(name))), None)
+    return "" if found is None else f"; TRL's or verl's {path[-1]} is '{found}' here"
 
 
 def to_toml(config: Config) -> str:

@@ -54,7 +54,7 @@ class Adapter(Section):
     alpha: Positive = 32
     """The adapter is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the adapter's inputs that training passes drop; generation drops none."""
+    """Dropout of the adapter's inputs in training passes; generation uses none."""
     load_in_4bit: bool = False
     """Keep the frozen weights in 4 bits (NF4); needs bitsandbytes."""
     targets: Names = Field(default=["all-linear"])
@@ -81,7 +81,7 @@ class EvaluationReward(Named):
     """[evaluate.reward]"""
 
     name: str = ""
-    """Score evaluations with this reward, whatever reward is trained on; empty: with [reward]."""
+    """The reward of evaluations; empty: the training reward in [reward]."""
 
 
 class LengthPenalty(Named):
@@ -140,14 +140,15 @@ class Rollout(Section):
 
     prompts_per_step: Annotated[int, Field(ge=1, le=10**6)] = 16
     """Prompts in a training step."""
-    group_size: Annotated[int, Field(ge=2, le=10**5)] = 8
-    """Completions sampled for each prompt."""
+    group_size: Annotated[int, Field(ge=1, le=10**5)] = 8
+    """Completions sampled for each prompt; 1 only for objectives that compare none, such as opd."""
     max_tokens: Annotated[int, Field(ge=1, le=10**7)] = 64
     """Maximum number of tokens in a completion."""
     max_prompt_tokens: Count = 0
-    """Maximum number of tokens in a prompt; 0: the model's context less max_tokens."""
+    """Maximum number of tokens in a prompt; 0: the model's context minus max_tokens."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
-    """Longer prompts: stop before training, leave them out, or cut off their first tokens."""
+    """Treatment of longer prompts: stop before training (error), leave them out (skip), or cut off
+    their first tokens (truncate)."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
     top_k: Count = 0
@@ -157,8 +158,8 @@ class Rollout(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this share of the likeliest token's probability."""
     mask_replay: bool = False
-    """Train over the tokens that top_k, top_p and min_p kept, so that the gradient is that of the
-    distribution that was sampled."""
+    """Compute training log-probs over the tokens that top_k, top_p and min_p kept, so that the
+    trained distribution is the sampled one."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts or special tokens, such as <|im_end|>, that end a completion."""
 
@@ -229,16 +230,21 @@ class Optimizer(Section):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate of AdamW."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of AdamW's second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon, which is added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this norm."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or falling to 0."""
     warmup_steps: Count = 0
     """Optimizer steps of linear learning-rate warm-up."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Instead: the share of all optimizer steps that is warm-up."""
+    """Share of all optimizer steps that is warm-up, instead of warmup_steps."""
     state: Literal["float32", "compact"] = "float32"
     """Precision of the optimizer state; float32: moments, and master weights for bfloat16 models;
     compact: bfloat16 moments with stochastic rounding, and half of each master weight."""
@@ -262,6 +268,7 @@ class Sft(Section):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Learning rate after the warm-up: constant, or falling to 0."""
     warmup_steps: Count = 0
     """Optimizer steps of linear learning-rate warm-up."""
     max_tokens: Count = 0
@@ -312,6 +319,7 @@ class Config(Section):
     """All settings of a run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    """Seed of prompts, sampling and initial adapter weights."""
     trackers: Names = []
     """Trackers that also get the metrics: tensorboard, wandb, trackio."""
     model: Model = Model()
@@ -340,7 +348,7 @@ class Config(Section):
 
     @property
     def stale(self) -> bool:
-        """Whether steps train on rollouts of older weights."""
+        """Whether steps may train on rollouts of older weights."""
         return self.overlap.staleness > 0 or self.replay.groups > 0
 
     @property

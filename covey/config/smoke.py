@@ -68,13 +68,13 @@ ABOUT_WORDS = (
 """Settings for the text of prompts and solutions, dropped with the task that they belong to."""
 
 
-def load_smoke(source: str, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
+def load_smoke(source: str | None, overrides: Iterable[str] = ()) -> tuple[Config, list[str]]:
     """Load a configuration, shrink it and apply overrides; return it with notes for the user."""
     data, notes = smoke_settings(source, overrides)
     return parse_config(data), notes
 
 
-def changed_by_smoke(source: str, overrides: Iterable[str] = ()) -> frozenset[str]:
+def changed_by_smoke(source: str | None, overrides: Iterable[str] = ()) -> frozenset[str]:
     """Return the settings that `--smoke` changes, not counting overrides."""
     settings = list(overrides)
     whole, (small, _) = load_config(source, settings), load_smoke(source, settings)
@@ -82,10 +82,12 @@ def changed_by_smoke(source: str, overrides: Iterable[str] = ()) -> frozenset[st
     return frozenset(key for key in keys if _setting(whole, key) != _setting(small, key))
 
 
-def smoke_settings(source: str, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
+def smoke_settings(
+    source: str | None, overrides: Iterable[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of `load_smoke` as plain data, without default values."""
     settings = list(overrides)
-    data = read_settings(source)
+    data = {} if source is None else read_settings(source)
     wanted = parse_config(overridden(data, settings))
     small, notes = smaller(data, model=wanted.model.path)
     return overridden(small, settings), notes

@@ -41,7 +41,7 @@ class Sampling:
 
     @property
     def returns_kept(self) -> bool:
-        """Whether completions come with kept sets. Greedy ones never do."""
+        """Whether completions come with kept sets, which greedy completions never do."""
         return (
             self.mask_replay and self.distribution.truncates and self.distribution.temperature > 0
         )
@@ -98,7 +98,7 @@ class Limits:
     def poll_seconds(self) -> float | None:
         """How long an engine may wait for a completion before it asks for new requests.
 
-        None: without a limit, since new requests follow completions only.
+        None means that there is no limit, because new requests only follow completions.
         """
         return POLL_SECONDS if self.steady else None
 

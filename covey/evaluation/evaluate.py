@@ -13,6 +13,7 @@ from covey.evaluation.items import Item, ItemCompletion, estimates, is_graded
 from covey.rollout.answers import best_constant, final_answer
 from covey.rollout.collect import Collected, Collector
 from covey.rollout.episode import encode_prompts
+from covey.scoring.baselines import Baselines
 from covey.types import Prompt
 
 EVALUATION_STEP = 2**62
@@ -34,8 +35,10 @@ class Evaluation:
     first_failure: str | None = None
     """The error of the first completion that could not be scored."""
     best_constant: float | None = None
-    """Accuracy of the best constant answer: the share of the most frequent target. None if targets
-    are too long to be answers."""
+    """Accuracy of the best constant answer, as scored, or else the share of the most frequent
+    target. None if targets are too long to be answers."""
+    baselines: Baselines | None = None
+    """Scores of a constant answer, an empty completion and a copy of the prompt, if known."""
     distinct_answers: int = 0
     """Number of different final answers among the greedy completions."""
     items: tuple[Item, ...] = ()
@@ -43,7 +46,7 @@ class Evaluation:
 
     @property
     def graded(self) -> bool:
-        """Whether rewards say more than success."""
+        """Whether some reward is not 1 for a success and 0 otherwise."""
         return is_graded(self.items)
 
     def row(self) -> dict[str, Any]:
@@ -56,6 +59,7 @@ class Evaluation:
             "unscored": self.unscored,
             "distinct_answers": self.distinct_answers,
             **({} if self.best_constant is None else {"best_constant": self.best_constant}),
+            **({} if self.baselines is None else {"baselines": self.baselines.row()}),
         }
 
 
@@ -66,6 +70,7 @@ def evaluate(
     sampling: Sampling,
     samples: int = 0,
     temperature: float = 1.0,
+    baselines: Baselines | None = None,
 ) -> Evaluation:
     """Complete every prompt greedily, and sample `samples` more completions at `temperature`."""
     encoded = encode_prompts(collector.model, prompts, collector.interaction)
@@ -89,10 +94,17 @@ def evaluate(
         mean_tokens=greedy.tokens / len(rollouts),
         unscored=len(failures),
         first_failure=failures[0] if failures else None,
-        best_constant=best_constant([group.prompt.target for group in greedy.groups]),
+        best_constant=_best_constant(greedy, baselines),
+        baselines=baselines,
         distinct_answers=len({final_answer(rollout.text) for rollout in rollouts}),
         items=items,
     )
+
+
+def _best_constant(greedy: Collected, baselines: Baselines | None) -> float | None:
+    if baselines is not None and baselines.constant is not None:
+        return baselines.constant.success
+    return best_constant([group.prompt.target for group in greedy.groups])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -68,7 +68,7 @@ class Item:
         return values
 
     def rewards(self) -> dict[str, float]:
-        """Return the reward of the greedy completion and its parts; nothing if it has no score."""
+        """Return the reward of the greedy completion and its parts; empty if it has no score."""
         if self.greedy.reward is None:
             return {}
         parts = {f"{PART}{name}": value for name, value in self.greedy.parts.items()}
@@ -111,7 +111,7 @@ def estimates(items: Sequence[Item]) -> dict[str, Estimate]:
 
 
 def is_graded(items: Sequence[Item]) -> bool:
-    """Whether rewards say more than success: some reward is not 1 for a success and 0 otherwise."""
+    """Whether some reward is not 1 for a success and 0 otherwise."""
     scored = [item.greedy for item in items if item.greedy.reward is not None]
     return any(one.reward != float(bool(one.success)) for one in scored)
 

@@ -4,8 +4,9 @@ An adapted linear layer computes W x + (alpha / rank) B A x. peft's layers are i
 model in place, so its backbone, attention and packed rows work as before. B starts at zero, so a
 new adapter changes nothing.
 
-Dropout between x and A acts in passes with a gradient alone: generation, old_logp and evaluations
-compute the whole adapter. With dropout, the policy that is trained is not the one that sampled.
+Dropout between x and A has an effect only in passes with a gradient. Generation, old_logp and
+evaluations use the whole adapter. So with dropout, the policy that is trained is not the policy
+that sampled.
 """
 
 from __future__ import annotations

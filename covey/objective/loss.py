@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from covey.errors import ConfigError
 from covey.objective.correction import mean_one, no_veto
 from covey.objective.masked import bounded, difference, row_mean
 from covey.objective.penalty import Penalty, adapted_beta, k3
@@ -152,10 +153,25 @@ def with_advantage(objective: Objective, batch: Batch) -> Batch:
         penalty = objective.beta * objective.penalty(d, torch.zeros_like(d), whole.mask)
         whole = replace(whole, token_penalty=penalty)
         batch = replace(batch, token_penalty=rollouts.split(penalty))
-    advantage = objective.advantage(whole)
+    advantage = _tensor(objective.advantage(whole), "advantage", whole.mask)
     if objective.top_entropy < 1.0:
         advantage = advantage.where(_uncertain(whole, objective.top_entropy), 0.0)
     return replace(batch, advantage=rollouts.split(advantage))
+
+
+def _tensor(value: object, piece: str, mask: torch.Tensor) -> torch.Tensor:
+    """Check what a piece of an objective, perhaps a user's, has returned."""
+    if isinstance(value, torch.Tensor) and value.shape == mask.shape:
+        return value
+    shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    raise ConfigError(
+        f"objective: its {piece} returned {shape}; it must return a tensor of shape "
+        f"{list(mask.shape)}, one value for each token of each completion"
+    )
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _uncertain(batch: Batch, share: float) -> torch.Tensor:
@@ -263,6 +279,11 @@ def _loss(
         marked=batch.marked,
     )
     gain = objective.surrogate(tokens)
+    if not isinstance(gain, Gain):
+        raise ConfigError(
+            f"objective: the surrogate {_name(objective.surrogate)} returned "
+            f"{type(gain).__name__}; it must return covey.objective.surrogate.Gain"
+        )
     value = gain.value if batch.correction is None else gain.value * batch.correction
     kept = _kept(objective, batch, tokens)
     if kept is not None:

@@ -18,6 +18,7 @@ from covey.rewards.countdown import Countdown
 from covey.rewards.efficiency import Efficiency
 from covey.rewards.environment import EnvironmentReward
 from covey.rewards.format import AgentExampleForm, ThinkAnswerForm, ThinkToolForm
+from covey.rewards.instructions import Instructions
 from covey.rewards.judge import Judge
 from covey.rewards.math_answer import MathAnswer
 from covey.rewards.mix import ByTask, Mix
@@ -64,13 +65,21 @@ def mix(
     )
 
 
-def by_task(*, tasks: Mapping[str, Mapping[str, Any]]) -> ByTask:
-    """One reward per task. Each of `tasks` is a table with `name` and options."""
+def by_task(
+    *, tasks: Mapping[str, Mapping[str, Any]], column: str = "", default: str = ""
+) -> ByTask:
+    """One reward per task. Each of `tasks` is a table with `name` and options.
+
+    With `column`, the value of that column of the data decides instead, and `default` for prompts
+    that lack it.
+    """
     rewards = {}
     for key, table in tasks.items():
         where = f"reward.tasks.{key}"
         rewards[key] = check_alone(str(table.get("name")), _inner(where, dict(table)), where)
-    return ByTask(tasks=rewards)
+    if default and default not in rewards:
+        raise ConfigError(f"config: reward.default = {default!r} is not in reward.tasks")
+    return ByTask(tasks=rewards, column=column, default=default)
 
 
 REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
@@ -85,6 +94,7 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
         "exact_text": ExactText,
         "fuzzy_text": FuzzyText,
         "reasoning_gym": ReasoningGym,
+        "instructions": Instructions,
         "judge": Judge,
         # format and style
         "think_answer_form": ThinkAnswerForm,

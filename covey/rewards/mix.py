@@ -205,9 +205,11 @@ def _check_weights(what: str, weights: Mapping[str, float], parts: Mapping[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByTask(Reward):
-    """One reward per task, for a mixture of tasks."""
+    """One reward per task, for a mixture of tasks; or by the value of a column of the data."""
 
     tasks: Mapping[str, Reward]
+    column: str = ""
+    default: str = ""
 
     @property
     def quick(self) -> bool:
@@ -227,10 +229,11 @@ class ByTask(Reward):
 
     def at(self, share: float) -> ByTask:
         """Return the rewards with their weights at this share of the run."""
-        return ByTask(tasks=_all_at(self.tasks, share))
+        return replace(self, tasks=_all_at(self.tasks, share))
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         """Score with the reward of the prompt's task."""
-        if prompt.task not in self.tasks:
-            raise ValueError(f"reward.tasks has no reward for task {prompt.task!r}")
-        return self.tasks[prompt.task](prompt, text)
+        key = prompt.info.get(self.column, self.default) if self.column else prompt.task
+        if key not in self.tasks:
+            raise ValueError(f"reward.tasks has no reward for {self.column or 'task'} {key!r}")
+        return self.tasks[key](prompt, text)

@@ -25,14 +25,14 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a reward function may know beside prompt and text."""
+    """What a reward function may know besides prompt and text."""
 
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The tokens of each completion."""
     step: int = 0
-    """The training step, counted from 1; 0: not known, as in evaluations."""
+    """The training step, counted from 1; 0 if it is not known, as in evaluations."""
     max_steps: int = 0
-    """Training steps of the run."""
+    """The number of training steps of the run."""
 
 
 NO_CALL = Call()

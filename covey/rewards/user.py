@@ -45,7 +45,7 @@ class TrainerState:
     """Progress of the run, with the names of transformers' TrainerState."""
 
     global_step: int
-    """Training steps that are done."""
+    """The number of finished training steps."""
     max_steps: int
 
 
@@ -62,7 +62,8 @@ class UserFunction(_GroupReward):
             without `**columns` gets those that it names.
 
     `None` instead of a number means that the completion cannot be scored; with `skips_none`, that
-    it is not to be scored. A completion with a reward of at least `success_at` is a success.
+    the function does not score it. A completion with a reward of at least `success_at` is a
+    success.
     """
 
     function: Callable[..., Any]
@@ -98,7 +99,7 @@ class UserFunction(_GroupReward):
 
     @property
     def name(self) -> str:
-        """The function's own name."""
+        """The name of the function."""
         return str(getattr(self.function, "__name__", type(self.function).__name__))
 
     def score_group(
@@ -232,7 +233,7 @@ class WeightedFunctions(_GroupReward):
     functions: Mapping[str, UserFunction]
     weights: Mapping[str, float]
     skips_none: bool = False
-    """As in TRL: a function that returns None does not count for that completion."""
+    """As in TRL, a function that returns None does not count for that completion."""
 
     takes_call: ClassVar[bool] = True
     bounds: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
@@ -262,14 +263,14 @@ class WeightedFunctions(_GroupReward):
 
 
 def with_none(reward: Reward, none: str) -> Reward:
-    """Return a user's reward for which None means what `scoring.none_rewards` says."""
+    """Return a user's reward that treats None as `scoring.none_rewards` says."""
     if none == "skip" and isinstance(reward, UserFunction | WeightedFunctions):
         return replace(reward, skips_none=True)
     return reward
 
 
 def own_name(reward: Reward) -> str:
-    """Return the name of a reward that was passed in Python: those of its functions."""
+    """Return the name of a reward that was passed in Python: the names of its functions."""
     if isinstance(reward, WeightedFunctions):
         return "+".join(reward.functions)
     return type(reward).__name__
@@ -288,7 +289,7 @@ def function_reward(
 ) -> Reward:
     """Make a reward of TRL-style functions: one, a list, or a dict of function to weight.
 
-    With `conversational`, as in TRL if prompts are lists of messages, so are completions. An object
+    With `conversational`, completions are lists of messages, as in TRL if prompts are. An object
     that is already a reward (it has bounds, quick and version) is returned unchanged.
     """
     if callable(rewards) and not isinstance(rewards, Mapping | Sequence):

@@ -1,4 +1,4 @@
-"""Collecting groups: generate completions and score them, both at the same time."""
+"""Collect groups: generate completions, and score them at the same time."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class Sharing(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
     def share(self, items: Sequence[_T]) -> list[_T]:
-        """Return this rank's share."""
+        """Return this rank's share of the items."""
 
     def gather(self, item: _T) -> list[_T]:
         """Return the item of every rank."""
 
     def unshare(self, done: Sequence[_T]) -> list[_T]:
-        """Return what all ranks have made of their shares, in the order of the whole."""
+        """Return the results of all ranks for their shares, in the order of the items."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """Groups with their rewards, and how collecting them went."""
+    """Groups with their rewards, scoring errors and times."""
 
     groups: tuple[Group, ...] = ()
     errors: tuple[tuple[str, ...], ...] = ()
     """For each group, one line for every rollout that could not be scored."""
     trace: str = ""
-    """The traceback of the first of these, where an exception caused it."""
+    """The traceback of the first error, if an exception caused it."""
     rollout_seconds: float = 0.0
     score_seconds: float = 0.0
 
@@ -60,11 +60,11 @@ class Collected:
 
     @property
     def tokens(self) -> int:
-        """How many tokens were sampled."""
+        """The number of sampled tokens."""
         return sum(rollout.sampled for rollout in self.rollouts)
 
     def joined(self, more: Collected) -> Collected:
-        """Return this and another round of the same step as one."""
+        """Return this round joined with another round of the same step."""
         return Collected(
             groups=self.groups + more.groups,
             errors=self.errors + more.errors,
@@ -74,7 +74,7 @@ class Collected:
         )
 
     def of_all(self, ranks: Sharing) -> Collected:
-        """Return what all ranks have collected, in the order of the prompts."""
+        """Return the groups that all ranks collected, in the order of the prompts."""
         seconds = ranks.gather((self.rollout_seconds, self.score_seconds))
         traces = ranks.gather(self.trace)
         return Collected(
@@ -104,7 +104,7 @@ class Collected:
 
 @dataclass(slots=True)
 class _Scoring:
-    """Rollouts that the scorer works on, by number of their prompt."""
+    """Rollouts that are being scored, by the number of their prompt."""
 
     prompts: Sequence[Prompt]
     group_size: int
@@ -113,11 +113,11 @@ class _Scoring:
     step: int = 0
     max_steps: int = 0
     rollouts: dict[int, dict[int, Rollout]] = field(default_factory=dict)
-    """By prompt and sample."""
+    """Rollouts to score, by prompt and sample."""
     pending: dict[tuple[int, int], Pending] = field(default_factory=dict)
-    """By prompt and sample. A whole group is under sample 0."""
+    """Submitted jobs, by prompt and sample. The job of a whole group is under sample 0."""
     errors: dict[tuple[int, int], str] = field(default_factory=dict)
-    """What went wrong in an environment, by prompt and sample. Such a rollout is not scored."""
+    """Errors of environments, by prompt and sample. A rollout with an error is not scored."""
 
     def add(self, number: int, rollout: Rollout) -> None:
         """Submit a rollout as soon as it ends, or a group as soon as it is complete."""
@@ -166,16 +166,16 @@ class Collector:
 
     engine: Engine
     model: LanguageModel
-    """Its tokenizer turns tokens into text."""
+    """The model whose tokenizer decodes completions."""
     scorer: Scorer
     progress: Callable[[int], None] = field(default=lambda count: None)
     """Called with the number of completions that have just ended."""
     interaction: Interaction | None = None
-    """With an environment. None: every rollout is one completion."""
+    """The interaction with an environment. None if every rollout is one completion."""
     ranks: Sharing | None = None
-    """Several ranks each collect their share, and get all groups. None: there is one rank."""
+    """The ranks, each of which collects its share and gets all groups. None if there is one."""
     max_steps: int = 0
-    """Training steps of the run, which reward functions may ask for."""
+    """Number of training steps of the run, which reward functions may ask for."""
 
     def collect(
         self,
@@ -187,9 +187,9 @@ class Collector:
     ) -> Collected:
         """Generate and score `sampling.group_size` rollouts of every prompt.
 
-        Rollouts go to the scorer as they end, so that scoring runs beside generation. Groups are in
-        the order of the prompts, whichever ended first. `share` is the share of the run that is
-        done, 0 to 1: the weights of a reward may depend on it.
+        Rollouts go to the scorer as they end, so scoring and generation overlap. Groups are in the
+        order of the prompts, whichever ends first. `share` is the share of the run that is done,
+        0 to 1; the weights of a reward may depend on it.
         """
         if self.ranks is None or self.ranks.size == 1:
             return self._collect(prompts, sampling, step, share)
@@ -210,7 +210,7 @@ class Collector:
 
         def finished(number: int, rollout: Rollout) -> None:
             scoring.add(number, rollout)
-            # The other ranks are about as far.
+            # The other ranks have probably finished about as many.
             self.progress(1 if self.ranks is None else self.ranks.size)
 
         started = time.perf_counter()
@@ -251,7 +251,7 @@ def _failure(rollout: Rollout) -> str:
 
 
 def _scored(rollout: Rollout, result: ScoreResult, identity: str) -> Rollout:
-    """Fill in the score. Where there is none the reward stays None."""
+    """Fill in the score. Without a score the reward stays None."""
     if result.score is None:
         return replace(rollout, reward_id=identity)
     return replace(
@@ -264,13 +264,14 @@ def _scored(rollout: Rollout, result: ScoreResult, identity: str) -> Rollout:
 
 
 def check_failures(collected: Collected, limit: float) -> None:
-    """Stop when too many completions could not be scored."""
+    """Raise an error if too many completions could not be scored."""
     total = len(collected.rollouts)
     if len(collected.failures) > limit * total:
         error = RewardError(
             f"reward: {len(collected.failures)} of {total} completions could not be scored, more "
-            f"than scoring.max_unscored = {limit} allows; the first: {collected.failures[0]}"
-            + "; its traceback is in the run's failure.txt"
+            f"than scoring.max_unscored = {limit} allows; the first error: "
+            f"{collected.failures[0]}"
+            + "; its traceback is in failure.txt in the run folder"
             * bool(collected.trace)
         )
         error.details = collected.trace

@@ -25,7 +25,7 @@ FILE = "prompts.json"
 NEW = 0.5
 """The pass rate of a prompt without results."""
 SLOWER = 5
-"""The slow mean of a part has a memory this many times as long as the fast one."""
+"""The slow mean of a part has a memory that is this many times longer than that of the fast one."""
 MOST_PROMPTS = 10**7
 
 
@@ -34,7 +34,7 @@ class PromptRecord:
     """The results of a prompt so far."""
 
     number: int
-    """Its place in the training data."""
+    """Number of the prompt in the training data."""
     completions: int = 0
     """Scored ones."""
     successes: int = 0
@@ -43,7 +43,7 @@ class PromptRecord:
 
     @property
     def pass_rate(self) -> float:
-        """The share of correct completions, of all so far."""
+        """The share of correct completions among all so far."""
         return self.successes / self.completions if self.completions else NEW
 
 
@@ -54,29 +54,29 @@ class PartRecord:
     fast: float
     """Running pass rate."""
     slow: float
-    """The same with a longer memory: it follows."""
+    """Running pass rate with a longer memory."""
 
     @property
     def progress(self) -> float:
-        """How much the pass rate has changed lately, in either direction."""
+        """Recent change of the pass rate, in either direction."""
         return abs(self.fast - self.slow)
 
 
 @dataclass(slots=True, kw_only=True)
 class PromptChoice:
-    """Chooses the prompts of each step by what earlier steps have shown."""
+    """Chooses the prompts of each step by the results of earlier steps."""
 
     settings: Curriculum
     prompts: Sequence[Prompt]
     seed: int
     records: dict[str, PromptRecord] = field(default_factory=dict)
-    """By id: prompts with results."""
+    """Records of prompts with results, by id."""
     parts: dict[str, PartRecord] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.prompts) > MOST_PROMPTS:
             raise ConfigError(
-                f"config: [curriculum] draws from at most {MOST_PROMPTS} prompts, and the task has "
+                f"config: [curriculum] supports at most {MOST_PROMPTS} prompts, but the task has "
                 f"{len(self.prompts)}; lower its size"
             )
         if self.settings.mixture == "progress" and not self.block:
@@ -87,11 +87,11 @@ class PromptChoice:
 
     @property
     def block(self) -> tuple[str, ...]:
-        """The parts of a mixed task, by place in a block of prompts. Empty: it is not mixed."""
+        """The parts of a mixed task, by place in a block of prompts. Empty for other tasks."""
         return tuple(getattr(self.prompts, "block", ()))
 
     def weights(self) -> np.ndarray:
-        """Return how likely each prompt is drawn, up to a factor; 0 if it is dropped."""
+        """Return the weight of each prompt in the draw; 0 if it is dropped."""
         settings = self.settings
         found = np.full(len(self.prompts), _weight(settings, NEW))
         for record in self.records.values():
@@ -119,7 +119,7 @@ class PromptChoice:
         return limit > 0 and record.completions > 0 and record.pass_rate >= limit
 
     def picks(self, step: int, count: int) -> tuple[int, ...]:
-        """Return the numbers of prompts to draw at a step, most wanted first, all different.
+        """Return the numbers of the prompts to draw for a step, all different, in order.
 
         Empty: results decide nothing. If too few prompts are left, the hardest of those that were
         dropped come back: a step is never smaller than asked for.
@@ -136,7 +136,7 @@ class PromptChoice:
         return tuple(drawn)
 
     def add(self, groups: Sequence[Group], picks: Sequence[int]) -> None:
-        """Take the results of a step whose prompts were `picks`; what has no score is left out."""
+        """Add the results of a step with the prompts `picks`; unscored completions do not count."""
         if not self.settings.active:
             return
         numbers = {self.prompts[pick].id: pick for pick in picks}
@@ -158,7 +158,7 @@ class PromptChoice:
                 part.slow = _moved(part.slow, share, memory / SLOWER)
 
     def metrics(self, picks: Sequence[int]) -> dict[str, float]:
-        """Return what the choice of a step was based on; nothing if results decide nothing."""
+        """Return metrics about the choice of a step's prompts; empty without a curriculum."""
         if not self.settings.active:
             return {}
         records = list(self.records.values())
@@ -175,7 +175,7 @@ class PromptChoice:
         return found | {f"data/parts/{name}": share for name, share in self.shares().items()}
 
     def save(self, folder: Path) -> None:
-        """Write the statistics into a checkpoint; no file if results decide nothing."""
+        """Write the statistics into a checkpoint; without a curriculum, write no file."""
         if self.settings.active:
             rows = {name: asdict(record) for name, record in self.records.items()}
             parts = {name: asdict(part) for name, part in self.parts.items()}
@@ -195,12 +195,13 @@ class PromptChoice:
             raise RunError(f"checkpoint {folder} cannot be read: {FILE}: {error!r}") from None
         if not same:
             raise RunError(
-                f"checkpoint {folder} has statistics of other prompts: the data has changed"
+                f"checkpoint {folder} has statistics of other prompts, because the data has "
+                "changed; resume with the original data"
             )
 
 
 def _weight(settings: Curriculum, rate: float) -> float:
-    """Return how likely a prompt with this running pass rate is drawn, up to a factor."""
+    """Return the weight in the draw of a prompt with this running pass rate."""
     weights = {"uniform": 1.0, "hard": 1 - rate, "uncertain": rate * (1 - rate)}
     return max(weights[settings.sampling], settings.floor)
 

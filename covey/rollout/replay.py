@@ -1,4 +1,4 @@
-"""Replay: recent groups with correct and wrong completions, trained on once more.
+"""Replay: training again on recent groups with both correct and incorrect completions.
 
 A replayed group keeps the log-probs and versions of the weights that sampled it. It is a stale
 group as any other: `old_logp` is the policy's at the start of the step, and the objective's
@@ -51,7 +51,7 @@ class ReplayBuffer:
         return list(found.values())[: self.settings.groups]
 
     def add(self, groups: Sequence[Group], version: int) -> None:
-        """Keep the mixed groups of a step; drop what is too old at `version`, and the oldest."""
+        """Add the mixed groups of a step; drop groups that are too old at `version` or surplus."""
         if not self.settings.groups:
             return
         mixed = [group for group in groups if is_mixed(group)]
@@ -64,7 +64,7 @@ class ReplayBuffer:
         self.groups = [*kept, *mixed][-self.settings.size :]
 
     def metrics(self, drawn: Sequence[Group], version: int) -> dict[str, float]:
-        """Return how much was replayed, and how old it is; nothing without replay."""
+        """Return metrics: how many groups were replayed, and their age; empty without replay."""
         if not self.settings.groups:
             return {}
         ages = [_age(group, version) for group in drawn]
@@ -72,7 +72,7 @@ class ReplayBuffer:
         return found | ({"data/replay_age": sum(ages) / len(ages)} if ages else {})
 
     def save(self, folder: Path) -> None:
-        """Write the groups into a checkpoint; no file without replay."""
+        """Write the groups into a checkpoint; without replay, write no file."""
         if self.settings.groups:
             text = "".join(json.dumps(_row(group)) + "\n" for group in self.groups)
             (folder / FILE).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Metrics of the data over time: curriculum and replay."""
+"""Metrics of curriculum and replay."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from covey.run.metric import ROLLOUTS, Metric
 DATA: Mapping[str, Metric] = MappingProxyType(
     {
         "data/seen_prompts": Metric(
-            "Training prompts with results before this step, with a curriculum.",
+            "Number of training prompts with results before this step. Only with a curriculum.",
             "prompts",
             ROLLOUTS,
         ),
-        "data/pass_rate": Metric("Mean of their running pass rates.", "share", ROLLOUTS),
+        "data/pass_rate": Metric("Mean running pass rate of these prompts.", "share", ROLLOUTS),
         "data/drawn_pass_rate": Metric(
-            "Mean running pass rate of the prompts of this step before it; 0.5 for a new prompt.",
+            "Mean running pass rate, before this step, of its prompts; 0.5 for a new prompt.",
             "share",
             ROLLOUTS,
         ),
@@ -24,7 +24,8 @@ DATA: Mapping[str, Metric] = MappingProxyType(
             "Prompts at or above curriculum.drop_above.", "prompts", ROLLOUTS
         ),
         "data/drawn_again": Metric(
-            "Prompts of this step among them: too few others are left.",
+            "Prompts of this step that are at or above curriculum.drop_above, because too few "
+            "others are left.",
             "prompts",
             ROLLOUTS,
             healthy=(0.0, 0.0),
@@ -33,7 +34,7 @@ DATA: Mapping[str, Metric] = MappingProxyType(
             "Share of a part of the mixed task in the draw of this step.", "share", ROLLOUTS
         ),
         "data/replayed_groups": Metric(
-            "Groups of earlier steps that this step trained on as well.", "groups", ROLLOUTS
+            "Groups of earlier steps that this step also trained on.", "groups", ROLLOUTS
         ),
         "data/replay_size": Metric("Groups that could be replayed.", "groups", ROLLOUTS),
         "data/replay_age": Metric(

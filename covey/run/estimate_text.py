@@ -1,4 +1,4 @@
-"""Text of the numbers of evaluations: accuracies in percent, rewards as they are."""
+"""Format the numbers of evaluations: accuracies in percent, rewards as plain numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def is_reward(name: str) -> bool:
-    """Whether an estimate of this name is a reward or one of its parts, and no share.
+    """Whether an estimate of this name is a reward or a reward part, and not a share.
 
     >>> is_reward("parts/format"), is_reward("pass@4")
     (True, False)
@@ -33,7 +33,7 @@ def change_text(name: str, change: float) -> str:
 
 
 def estimate_text(name: str, estimate: Mapping[str, float]) -> str:
-    """Return an estimate with its interval, if it has one: equal rewards have none.
+    """Return an estimate with its interval; equal rewards have no interval.
 
     >>> estimate_text("greedy", {"value": 0.0, "low": 0.0, "high": 0.037})
     '0.0% [0.0%, 3.7%]'

@@ -293,8 +293,14 @@ def next_run_path(parent: Path, label: str) -> Path:
 
 
 def list_runs(parent: Path) -> list[RunFolder]:
-    """Return the runs in a folder, by name."""
-    return [RunFolder(p.parent) for p in sorted(parent.glob("*/config.toml"))]
+    """Return the runs in a folder, by name; run-2 comes before run-10."""
+    found = (path.parent for path in parent.glob("*/config.toml"))
+    return [RunFolder(path) for path in sorted(found, key=lambda path: _natural(path.name))]
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    parts = re.split(r"([0-9]+)", name)
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
@@ -313,8 +319,8 @@ def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | Non
     if environment.get("config") is None:
         return None
     try:
-        then = dict(_flat(tomllib.loads(environment["config"])))
-        now = dict(_flat(tomllib.loads(run.config_file.read_text(encoding="utf-8"))))
+        then = dict(flat_settings(tomllib.loads(environment["config"])))
+        now = dict(flat_settings(tomllib.loads(run.config_file.read_text(encoding="utf-8"))))
     except (OSError, ValueError, RecursionError):
         return None  # loading the configuration reports the error
     changed = [
@@ -329,10 +335,10 @@ def edited_settings(run: RunFolder, environment: Mapping[str, Any]) -> str | Non
     return f"{run.config_file} was edited since the run was started: {named}{more}"
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield every setting under its dotted name, with its value as text."""
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat_settings(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", repr(value)

@@ -76,7 +76,7 @@ def clip_fraction(history: History) -> str | None:
 
 
 def large_updates(history: History) -> str | None:
-    """Find optimizer steps that move the policy too far within one training step."""
+    """Find optimizer steps that change the policy too much within one training step."""
     values, limit = history.last("policy/approxkl_avg", 3), high("policy/approxkl_avg")
     if not values or not fmean(values) > limit:
         return None

@@ -31,17 +31,17 @@ class Job:
     progress: float
     """The share of the run that is done, 0 to 1. The weights of a reward may depend on it."""
     call: Call = NO_CALL
-    """The other arguments that a user's function may ask for."""
+    """Other arguments that a user's function may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult:
-    """A score, or the error that prevented it. Neither: the reward skips this completion."""
+    """A score, or the error that prevented it. It has neither if the reward skips a completion."""
 
     score: Score | None = None
     error: str = ""
     trace: str = ""
-    """The traceback of the error, where an exception caused it."""
+    """The traceback of the error, if an exception caused it."""
 
 
 class Pending(Protocol):
@@ -134,7 +134,7 @@ def checked(score: Score | None) -> ScoreResult:
 
 
 def failed(error: Exception, texts: Sequence[str]) -> list[ScoreResult]:
-    """Return a result with the error, and where it was raised, for each completion."""
+    """Return a result with the error and its place in the code for each completion."""
     trace = "".join(traceback.format_exception(error))
     what = f"{type(error).__name__}: {error}{_place(error)}"
     return [ScoreResult(error=what, trace=trace)] * len(texts)

@@ -66,7 +66,7 @@ class Worker:
         except (EOFError, OSError):
             reply = f"it ended {self.how_ended()}"
         if reply != READY:
-            raise RewardError(f"reward: a scoring process cannot load it: {reply}")
+            raise RewardError(f"reward: a scoring process cannot load the reward: {reply}")
 
     def kill(self) -> None:
         """Kill the process and all its children."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import ConfigError, DataError, nearest
+from covey.hub_access import offline_if_unreachable
 from covey.tasks.rows import NumberedRow, RowReader
-from covey.tasks.task import hash_fraction, require_module, with_instruction
+from covey.tasks.task import require_module
 from covey.types import Prompt
 
 FORMATS = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".jsonl": "json"}
@@ -22,8 +23,10 @@ def load_splits(path: str, subset: str = "", revision: str = "") -> Mapping[str,
 
     A single .csv, .parquet, .json or .jsonl file is one split, `train`.
     """
-    datasets = require_module("datasets")
     local = Path(path)
+    if not local.exists():
+        offline_if_unreachable()  # before datasets is imported, which reads the setting
+    datasets = require_module("datasets")
     try:
         if local.is_file():
             kind = FORMATS.get(local.suffix)
@@ -95,17 +98,6 @@ class Hub(RowReader):
         splits = load_splits(self.path, self.subset, self.revision)
         source = f"{self.path}/{self.subset}" if self.subset else self.path
         prompts = self.read(split, rows_of(splits, source_split, source), source)
-        if not self.held_out_split:
-            prompts = [p for p in prompts if self._is_held_out(p) == (split == "held_out")]
-        if not prompts:
-            raise DataError(
-                f"task: {source} has too few rows for held_out_share = {self.held_out_share}: "
-                f"no {split} prompts"
-            )
-        return prompts
-
-    def _is_held_out(self, prompt: Prompt) -> bool:
-        text = "\n".join(m["content"] for m in prompt.messages if m["role"] != "system")
-        # A change of the instruction must not move prompts between the splits.
-        bare = text.removesuffix(with_instruction("", self.instruction))
-        return hash_fraction(bare) < self.held_out_share
+        if self.held_out_split:
+            return prompts
+        return self.part(split, prompts, self.held_out_share, source)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from covey.errors import ConfigError, DataError, closest, nearest
-from covey.tasks.task import chat_messages, with_instruction
+from covey.tasks.task import chat_messages, hash_fraction, with_instruction
 from covey.types import Message, Prompt
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -93,6 +93,22 @@ class RowReader:
             lost = f": {len(skipped)} bad rows, the first: {skipped[0]}" if skipped else ""
             raise DataError(f"task: {source} has no prompts{lost}")
         return prompts
+
+    def part(self, split: str, prompts: list[Prompt], share: float, source: str) -> list[Prompt]:
+        """Return the training or the held-out prompts of rows without splits of their own."""
+        held_out = split == "held_out"
+        chosen = [prompt for prompt in prompts if self._is_held_out(prompt, share) == held_out]
+        if not chosen:
+            raise DataError(
+                f"task: {source} has too few rows for held_out_share = {share}: no {split} prompts"
+            )
+        return chosen
+
+    def _is_held_out(self, prompt: Prompt, share: float) -> bool:
+        text = "\n".join(m["content"] for m in prompt.messages if m["role"] != "system")
+        # A change of the instruction must not move prompts between the splits.
+        bare = text.removesuffix(with_instruction("", self.instruction))
+        return hash_fraction(bare) < share
 
     def _is_wanted(self, row: Row) -> bool:
         only = (self.only or {}).items()

@@ -50,7 +50,7 @@ class Generated(Sequence[Prompt]):
         self.size = size
         self.make = make
         self.block: tuple[str, ...] = ()
-        """Of a mixed task: the part of each prompt of a block, which repeats."""
+        """For a mixed task, the part of each prompt in a block; blocks repeat."""
 
     def __len__(self) -> int:
         return self.size

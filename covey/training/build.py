@@ -1,9 +1,8 @@
-"""Building the parts of a run from its configuration. Every name and option is checked here."""
+"""Build the parts of a run from its configuration, and check every name and option."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,17 +22,16 @@ from covey.objective import Objective
 from covey.reference import Reference
 from covey.reference.build import make_reference, make_teacher
 from covey.rewards import LENGTH_PENALTIES, LengthPenalty, Reward
-from covey.rewards.identity import identity
-from covey.rewards.user import FUNCTIONS, check_columns, own_name, with_none
+from covey.rewards.user import check_columns
 from covey.rollout.multi_turn import Interaction
-from covey.scoring import Scorer, make_scorer
-from covey.scoring.build import check_timeout
+from covey.scoring import Scorer
+from covey.scoring.baselines import Baselines
 from covey.tasks import Task, bad_rows_of
 from covey.training.budget import Used
 from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
 from covey.training.interaction import interaction_of, with_stops
-from covey.training.make_engine import check_engine, make_engine, ray_reference, ray_scorer
+from covey.training.make_engine import check_engine, make_engine, ray_reference
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
 from covey.training.parallel.gradients import GradientSums
 from covey.training.parallel.join import check_alike
@@ -43,7 +41,6 @@ from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.prompt_limit import fitting_prompts, with_prompt_limit
 from covey.training.resolve import (
-    evaluation_config,
     held_out_of,
     objective_of,
     reward_of,
@@ -52,32 +49,35 @@ from covey.training.resolve import (
     template_of,
 )
 from covey.training.schedule import schedule_of
+from covey.training.scorers import baselines_of, eval_scorer_of, scorer_of
 from covey.training.step import Learner, StepSettings
 from covey.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """What every run is made of, whatever it is trained by."""
+    """The parts of every run, of RL or SFT."""
 
     config: Config
     held_out_prompts: Sequence[Prompt]
     bad_rows: tuple[str, ...]
     """One line for every row of the data that was skipped."""
     notes: tuple[str, ...] = ()
-    """What the user should know about the data: how many prompts are too long, say."""
+    """Notes for the user about the data, such as the number of prompts that are too long."""
     scorer: Scorer
     eval_scorer: Scorer
-    """Scores evaluations. The scorer itself, unless evaluate.reward names another reward, or
-    several runs must be measured alike."""
+    """The scorer of evaluations. It is `scorer`, unless evaluate.reward names another reward, or
+    several runs must be evaluated alike."""
+    baselines: Baselines | None = None
+    """Baselines on the held-out prompts. None if they cannot be computed."""
     policy: Policy
     reference: Reference | None = None
     engine: Engine
     engine_lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held from loading weights into the engine until it has generated with them."""
+    """Locked from the loading of weights into the engine until it has generated with them."""
     sampling: Sampling
     interaction: Interaction | None = None
-    """With an environment. None: every rollout is one completion."""
+    """The interaction with an environment. None if every rollout is one completion."""
     world: World = field(default_factory=World)
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Components:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts(Components):
-    """What a run of reinforcement learning is made of."""
+    """The parts of a run of reinforcement learning."""
 
     train_prompts: Sequence[Prompt]
     length_penalty: LengthPenalty
@@ -100,7 +100,7 @@ class Parts(Components):
     teacher: Reference | None = None
 
     def learner_at(self, state: State) -> Learner:
-        """Return what the training step that begins at `state` works with."""
+        """Return the learner of the training step that begins at `state`."""
         base = Learner(
             policy=self.policy,
             objective=self.objective,
@@ -112,29 +112,6 @@ class Parts(Components):
         return learner_at(base, self.config, state)
 
 
-def scorer_of(config: Config, reward: Reward | None = None, ranks: int = 1) -> Scorer:
-    """Build the scorer, and start the processes that it needs: a share if a machine has ranks."""
-    reward = reward_of(config) if reward is None else reward
-    reward = with_none(reward, config.scoring.none_rewards)
-    name = own_name(reward) if config.reward.name == FUNCTIONS else config.reward.name
-    if config.cluster.address and config.cluster.scoring_actors and not reward.quick:
-        check_timeout(name, reward, config.scoring.timeout)
-        return ray_scorer(config, reward, identity(name, reward))
-    return make_scorer(
-        name,
-        reward,
-        workers=config.scoring.workers or max(1, (os.cpu_count() or 1) // ranks),
-        timeout=config.scoring.timeout,
-        gigabytes=config.scoring.gigabytes,
-    )
-
-
-def eval_scorer_of(config: Config, scorer: Scorer, ranks: int = 1) -> Scorer:
-    """Build the scorer of evaluations: that of training, unless evaluate.reward names another."""
-    apart = evaluation_config(config)
-    return scorer if apart is config else scorer_of(apart, ranks=ranks)
-
-
 def assemble(
     config: Config,
     reward: Reward | None = None,
@@ -142,12 +119,10 @@ def assemble(
     world: World = World(),  # noqa: B008 - without state
     environment: Factory | None = None,
 ) -> Parts:
-    """Build everything that a resolved configuration names; objects from Python replace theirs."""
+    """Build all parts of a resolved configuration; objects from Python replace named ones."""
     check_engine(config)
     task = task_of(config) if task is None else task
-    train_prompts, held_out = task.train(), held_out_of(config, task)
-    if not train_prompts:
-        raise DataError(f"task: {task.name} has no training prompts")
+    train_prompts, held_out = _prompts(config, task)
     objective = objective_of(config)
     reward = reward_of(config) if reward is None else reward
     check_columns(reward, train_prompts[0])
@@ -161,6 +136,7 @@ def assemble(
     reference = reference_of(config, policy.model, objective, world)
     engine, sampling = make_engine(config, policy, load_model), sampling_of(config)
     scorer = scorer_of(config, reward, world.local_size)
+    eval_scorer = eval_scorer_of(config, scorer, world.local_size)
     interaction = interaction_of(config, model, environment)
     return Parts(
         config=config,
@@ -169,10 +145,9 @@ def assemble(
         bad_rows=tuple(bad_rows_of(task)),
         notes=(*notes, *more_notes),
         scorer=scorer,
-        eval_scorer=eval_scorer_of(config, scorer, world.local_size),
-        length_penalty=LENGTH_PENALTIES[config.length_penalty.name](
-            **config.length_penalty.options
-        ),
+        eval_scorer=eval_scorer,
+        baselines=baselines_of(config, eval_scorer, held_out, reward),
+        length_penalty=_length_penalty(config),
         policy=policy,
         reference=reference,
         teacher=teacher_of(config, policy.model, objective, world),
@@ -187,24 +162,36 @@ def assemble(
     )
 
 
+def _prompts(config: Config, task: Task) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """Return the training and the held-out prompts; an error if there are none."""
+    train_prompts, held_out = task.train(), held_out_of(config, task)
+    if not train_prompts:
+        raise DataError(f"task: {task.name} has no training prompts")
+    return train_prompts, held_out
+
+
+def _length_penalty(config: Config) -> LengthPenalty:
+    return LENGTH_PENALTIES[config.length_penalty.name](**config.length_penalty.options)
+
+
 def over_epochs(config: Config, prompts: int) -> Config:
-    """Return the configuration with as many steps as `train.stop_after.epochs` needs, if set."""
+    """Return the configuration with the number of steps for `train.stop_after.epochs`, if set."""
     train = config.train.over_prompts(prompts, config.rollout.prompts_per_step)
     return config if train is config.train else config.model_copy(update={"train": train})
 
 
 def check_ranks(config: Config, world: World, digest: str) -> None:
-    """Refuse ranks that differ in weights or data, and settings that several ranks do not have."""
+    """Refuse ranks that differ in weights or data, and settings that need a single rank."""
     if config.overlap.staleness and config.overlap.mode == "copy":
         raise ConfigError(
-            "config: overlap.mode = 'copy' works on one rank; set it to 'ahead', or "
+            "config: overlap.mode = 'copy' works only on one rank; set it to 'ahead', or set "
             "overlap.staleness = 0"
         )
     check_alike(world, "weights or data", digest)
 
 
 def _digest(model: LanguageModel, *prompts: Sequence[Prompt]) -> str:
-    """Return a text in which ranks with other weights, or other prompts, would differ."""
+    """Return a digest of weights and prompts, which must be equal on all ranks."""
     ids = hashlib.sha256(repr([[p.id for p in some] for some in prompts]).encode()).hexdigest()
     size = sum(float(p.detach().double().abs().sum()) for p in model.model.parameters())
     return f"{ids} {size!r}"
@@ -232,12 +219,12 @@ def teacher_of(
     objective: Objective,
     world: World = World(),  # noqa: B008 - without state
 ) -> Reference | None:
-    """Load the teacher, if the objective learns from one."""
+    """Load the teacher, if the objective needs one."""
     if "teacher" not in objective.needs:
         return None
 
     def load(path: str) -> LanguageModel:
-        # [adapter] is the policy's; a teacher has the adapter at its path, if any.
+        # [adapter] describes the policy; a teacher only has the adapter at its own path.
         section = config.model.model_copy(update={"path": path})
         alone = config.model_copy(update={"model": section, "adapter": Adapter()})
         return _load_frozen(alone, model, world, offload=config.teacher.offload)
@@ -248,7 +235,7 @@ def teacher_of(
 def _load_frozen(
     config: Config, policy: LanguageModel, world: World, *, offload: bool
 ) -> LanguageModel:
-    """Load a model beside the policy, divided among the ranks if the policy is."""
+    """Load a frozen model beside the policy, sharded over the ranks if the policy is."""
     found = load_model(config, world.device(config.model.device))
     if not policy.sharded:
         return found
@@ -258,7 +245,7 @@ def _load_frozen(
 
 
 def load_model(config: Config, device: str = "") -> LanguageModel:
-    """Load the model. Checkpointing only acts in training mode, so references may have it too."""
+    """Load the model. Gradient checkpointing has no effect in references, which never train."""
     if config.model.deterministic:
         make_deterministic()
     path = config.model.path
@@ -281,24 +268,25 @@ def load_model(config: Config, device: str = "") -> LanguageModel:
 
 
 def _with_adapter(config: Config, model: LanguageModel) -> LanguageModel:
-    """Give the model the adapter of the configuration, unless it has one already."""
+    """Add the adapter of the configuration to the model, unless the model has one already."""
     wanted = config.adapter
     if model.adapter is not None:
         if wanted.rank not in (0, model.adapter.r):
             raise ConfigError(
                 f"config: adapter.rank = {wanted.rank}, but the adapter {config.model.path} has "
-                f"rank {model.adapter.r}: leave the rank out, or merge it into a model first"
+                f"rank {model.adapter.r}; leave adapter.rank out, or merge the adapter first"
             )
         return model
-    if getattr(model.model, "peft_config", None):  # transformers follows such names by itself
+    if getattr(model.model, "peft_config", None):  # transformers loads such adapters by itself
         raise ConfigError(
-            f"config: model.path = {config.model.path!r} is an adapter; give a folder that holds "
-            "adapter_config.json and adapter_model.safetensors alone"
+            f"config: model.path = {config.model.path!r} is an adapter together with a model; give "
+            "a folder with only its adapter_config.json and adapter_model.safetensors"
         )
     for name in ("also_train", "dropout", "load_in_4bit"):
         if wanted.rank == 0 and getattr(wanted, name):
             raise ConfigError(
-                f"config: adapter.{name} needs adapter.rank; without a rank all weights are trained"
+                f"config: adapter.{name} needs adapter.rank; without an adapter all weights are "
+                "trained"
             )
     if wanted.rank == 0:
         return model
@@ -311,7 +299,7 @@ def policy_of(
     model: LanguageModel,
     world: World = World(),  # noqa: B008 - without state
 ) -> Policy:
-    """Give a model its optimizer; on several ranks, divide it among them or sum its gradients."""
+    """Build the policy: the model with its optimizer, sharded or with summed gradients on ranks."""
     sharded = config.parallel.strategy == "fsdp" and isinstance(world, Ranks)
     whole, model = model, shard_model(model, config.parallel, world) if sharded else model
     optimizer = optimizer_of(config, model)
@@ -320,7 +308,7 @@ def policy_of(
         optimizer=optimizer,
         temperature=config.rollout.temperature,
         logits_megabytes=config.train.logits_megabytes,
-        # A graph would replay the random numbers of its recording.
+        # A CUDA graph would replay the random numbers of its recording.
         graphs=config.records_passes and not sharded and not config.adapter.dropout,
         whole=whole if sharded else None,
         sums=GradientSums(world, optimizer) if isinstance(world, Ranks) and not sharded else None,
@@ -349,10 +337,10 @@ def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
 def step_settings_of(
     config: Config, objective: Objective, sampling: Sampling, *, exact_logp: bool
 ) -> StepSettings:
-    """Return how a batch is turned into optimizer steps, with the learning rate of the first.
+    """Return the settings that turn a batch into optimizer steps, with their learning rates.
 
-    `exact_logp` is what the engine declares: whether its log-probs may serve as old_logp. Where
-    rollouts may be older than that, they may if the ratio itself has to correct for it.
+    The engine declares `exact_logp`: whether its log-probs may serve as old_logp. Log-probs of
+    stale rollouts may too, if the objective's ratio has to correct for their age.
     """
     source, stale = config.train.old_logp, config.stale
     exact = exact_logp and (sampling.returns_kept or not sampling.distribution.truncates)

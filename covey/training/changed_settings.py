@@ -1,4 +1,4 @@
-"""Settings that may change when a run is resumed, and why others may not.
+"""Which settings may change when a run is resumed, and why others may not.
 
 A setting may change if the checkpoint still fits, and if every step already trained would be drawn
 from the same data by the same policy: length, learning rate, limits, evaluations, saving.
@@ -35,6 +35,8 @@ FIXED: Mapping[str, str] = {
     "objective.name": f"it would be another algorithm; {OTHER_RUN}",
     "reference": f"the reference began with the run; {OTHER_RUN}",
     "teacher": f"the teacher began with the run; {OTHER_RUN}",
+    "curriculum": "the checkpoint holds its results as it is; let the run end first",
+    "replay": "the checkpoint holds the groups as they are; let the run end first",
     "optimizer.state": f"the checkpoint holds the other kind of state; {OTHER_RUN}",
     "overlap": "the checkpoint holds rollouts that were generated ahead; let the run end first",
     "sft.solutions": "steps would draw other solutions, and repeat or lose some",
@@ -49,7 +51,7 @@ Change = tuple[Any, Any]
 def resumed_config(
     run: RunFolder, overrides: Iterable[str] = (), **options: Any
 ) -> tuple[Config, dict[str, Change]]:
-    """Return the resolved settings of a run with overrides, and what they change.
+    """Return the resolved settings of a run with overrides, and the changed settings.
 
     ConfigError for a setting that may not change. `options` are those of `resolve`.
     """
@@ -83,7 +85,7 @@ def check_length(config: Config, step: int, *, sft: bool = False) -> None:
 def record_changes(
     run: RunFolder, config: Config, step: int, changed: Mapping[str, Change]
 ) -> None:
-    """Write the new settings to the run's config.toml, and note what changed at which step."""
+    """Write the new settings to the run's config.toml, and record the changes and the step."""
     if changed:
         plain = json.loads(json.dumps(changed, default=str))
         append_line(run.path / CHANGES, {"step": step, "settings": plain})
@@ -91,7 +93,7 @@ def record_changes(
 
 
 def changes_note(changed: Mapping[str, Change]) -> str:
-    """Return what changes, for the user."""
+    """Return a line about the changed settings for the user."""
     return "resumed with " + ", ".join(
         f"{key} = {new} (was {old})" for key, (old, new) in changed.items()
     )

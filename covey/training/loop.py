@@ -1,17 +1,18 @@
-"""The training loop. One skeleton serves reinforcement learning and supervised training:
+"""The training loop, shared by reinforcement learning and supervised training:
 
     resume -> evaluate at step 0 -> (step -> evaluate -> save), until the budget or a signal
 
 An error saves the last complete step.
 
-A step of reinforcement learning is in rl.py, one of supervised training in sft.py. Everything
-random is addressed by (seed, step), so the loop carries little state beside the policy, and saves
-it with the policy: a resumed run computes what it would have computed without the interruption.
+The step of reinforcement learning is in rl.py, that of supervised training in sft.py. Random
+numbers depend only on their address, such as (seed, step), so the loop has little state beside the
+policy, and saves both. A resumed run therefore gives the same results as an uninterrupted one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from covey.run.folder import RunFolder
 from covey.run.resume import Start, resume_command, start_of
 from covey.run.trackers import JsonlTracker, Tracker, Trackers
 from covey.run.trackers.choose import make_trackers
-from covey.stopping import GivenUp, StopSignal
+from covey.stopping import GivenUp, StopSignal, may_be_given_up
 from covey.training import checkpoint
 from covey.training.budget import Used
 from covey.training.build import Components, Parts
@@ -39,7 +40,7 @@ def train(
     stop: StopSignal,
     start: Start | None = None,
 ) -> int:
-    """Train by reinforcement until the budget is spent, or a signal; return the last saved step."""
+    """Train with RL until the budget is used up or a signal comes; return the last saved step."""
     return run_loop(Reinforcement(parts), run, trackers, stop, start)
 
 
@@ -76,8 +77,8 @@ def run_loop(
         try:
             loop.run_steps(stop)
         except GivenUp:
-            what = f"step {state.step} was waiting for another process, and was given up"
-            if parts.world.size > 1:  # the others may be in the middle of a step: nothing is saved
+            what = f"step {state.step} was abandoned while it waited or evaluated"
+            if parts.world.size > 1:  # other ranks may be in the middle of a step: do not save
                 raise RunError(f"{what}; --resume continues from the last checkpoint") from None
             log.note(what)
         except Exception:
@@ -96,7 +97,7 @@ def run_loop(
 
 
 def _sinks(parts: Components, run: RunFolder, trackers: Sequence[Tracker]) -> list[Tracker]:
-    """Return the trackers of a run: its folder, those of the caller and of the configuration."""
+    """Return all trackers of a run: of its folder, of the caller and of the configuration."""
     config = parts.config
     return [JsonlTracker(run), *trackers, *make_trackers(config.trackers, run, config.model_dump())]
 
@@ -113,8 +114,8 @@ class _Loop:
     saved: int
     """The step of the newest checkpoint."""
     complete: State | None = None
-    """The state of the last step whose training and log are complete, while the policy is still
-    that of this step. None: there is nothing that could be saved."""
+    """The state of the last complete step, with its log, as long as the policy has not changed
+    since. None if there is nothing to save."""
 
     def run_steps(self, stop: StopSignal) -> None:
         trainer, parts, state = self.trainer, self.trainer.parts, self.state
@@ -141,7 +142,7 @@ class _Loop:
             self.watch.report(self.log, stop)
 
     def _trained(self, before: Used) -> bool:
-        """Note that the step is complete, but for its evaluation; return whether it is the last."""
+        """Mark the step as complete, except its evaluation; return whether it is the last step."""
         budget, every = self.trainer.budget, self.trainer.evaluate_every
         now = self.state.used(self.trainer.parts.policy)
         last = budget.over(now)
@@ -151,14 +152,17 @@ class _Loop:
         return last
 
     def _evaluate(self) -> None:
-        measure(self.trainer.parts, self.log, self.state.step)
+        parts = self.trainer.parts
+        # A signal ends a long evaluation on one rank; a resumed run repeats the evaluation.
+        with may_be_given_up() if parts.world.size == 1 else nullcontext():
+            measure(parts, self.log, self.state.step)
         self.state.evaluation_due = False
         self.complete = replace(self.state)
 
     def keep_progress(self) -> None:
-        """After an error: save the last complete step, and say how to resume."""
+        """Save the last complete step after an error, and print how to resume."""
         try:
-            if self.trainer.parts.world.size == 1:  # others may be in the middle of a step
+            if self.trainer.parts.world.size == 1:  # other ranks may be in the middle of a step
                 self.save_last()
         except Exception as error:
             self.log.note(f"the last complete step could not be saved: {error}")
@@ -166,7 +170,7 @@ class _Loop:
             self.log.note(f"saved step {self.saved}; resume with: {resume_command(self.run)}")
 
     def save_last(self) -> None:
-        """Save the last complete step, unless it is saved already."""
+        """Save the last complete step, unless it was saved already."""
         parts, state = self.trainer.parts, self.complete
         if state is None or state.step <= self.saved:
             return

@@ -1,4 +1,4 @@
-"""The longest prompt of a run, and what happens to longer ones: refused, left out or cut.
+"""The maximum length of prompts, and the treatment of longer ones: refused, left out or cut.
 
 Prompts are checked before a run begins. A task that makes its prompts on demand may have millions:
 of these, the ones that the first steps draw are checked, and all of them if long ones are left out.
@@ -17,11 +17,11 @@ from covey.rng import prompt_indices
 from covey.types import Message, Prompt
 
 MOST_DRAWN = 2048
-"""Prompts that are checked of a task that makes them on demand."""
+"""Number of prompts that are checked if a task generates them on demand."""
 
 
 def longest_prompt(config: Config, context: int) -> int:
-    """Return the most tokens of a prompt: what a completion leaves of the context, or less."""
+    """Return the maximum number of tokens of a prompt, so that a completion fits the context."""
     room = context - config.rollout.max_tokens
     if config.environment.name != NONE:
         room = min(room, config.environment.max_tokens - config.rollout.max_tokens)
@@ -48,13 +48,13 @@ def with_prompt_limit(config: Config, model: LanguageModel) -> LanguageModel:
 def fitting_prompts(
     config: Config, model: LanguageModel, prompts: Sequence[Prompt], split: str
 ) -> tuple[Sequence[Prompt], list[str]]:
-    """Return the prompts to use, and a note if some are too long; DataError if none may be.
+    """Return the prompts to use, and a note if some are too long; DataError if that is refused.
 
     `split` is "training" or "held-out".
     """
     choice = config.rollout.long_prompts
     if config.environment.name != NONE and choice != "skip":
-        return prompts, []  # what an environment makes of a prompt is known when it is asked
+        return prompts, []  # an environment makes its own messages from a prompt later
     limit = longest_prompt(config, model.context)
     checked = _checked(config, prompts, everything=split == "held-out" or choice == "skip")
     long = _too_long(model, ((index, prompts[index]) for index in checked), limit)

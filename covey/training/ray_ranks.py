@@ -1,4 +1,4 @@
-"""From the [cluster] section to trainer ranks that Ray starts."""
+"""Start trainer ranks with Ray, as set in the [cluster] section."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from covey.training.make_engine import actor_needs
 
 
 def ray_starts_ranks(config: Config) -> bool:
-    """Return whether Ray has to start the ranks: no, if this process is one already."""
+    """Return whether Ray has to start the ranks; not if this process already is a rank."""
     return bool(config.cluster.address and config.cluster.trainers) and "RANK" not in os.environ
 
 

@@ -23,6 +23,7 @@ from covey.run.metric_names import with_open_instruct_names
 from covey.run.metrics import meaning
 from covey.run.samples import samples_page
 from covey.run.trackers import Tracker
+from covey.scoring.baselines import REMEDY
 from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.checkpoint import State
@@ -33,29 +34,29 @@ from covey.training.usage import reference_rewards, usage_metrics
 from covey.types import Group
 
 EARLY = 3
-"""Steps at the start of a run in which a replay buffer may well be empty."""
+"""Number of first steps in which an empty replay buffer is normal."""
 
 
 @dataclass(slots=True)
 class Reinforcement:
-    """Reinforcement learning: groups are collected, filtered and trained on."""
+    """Reinforcement learning for the loop: collect and filter groups, and train on them."""
 
     parts: Parts
     queue: RolloutQueue = field(init=False)
     choice: PromptChoice = field(init=False)
     replay: ReplayBuffer = field(init=False)
     seconds: float | None = None
-    """Time of all steps so far. It comes from the records of the run: a checkpoint holds no times,
+    """Seconds of all steps so far, read from the records of the run. Checkpoints contain no times,
     so that equal runs have equal checkpoints."""
 
     @property
     def budget(self) -> Budget:
-        """What the configuration allows."""
+        """The length of the run."""
         return Budget(settings=self.parts.config.train)
 
     @property
     def rollouts(self) -> int:
-        """Of a step without refills."""
+        """Number of rollouts in a step, without refills."""
         return self.parts.config.rollout.prompts_per_step * self.parts.config.rollout.group_size
 
     @property
@@ -64,11 +65,11 @@ class Reinforcement:
         return self.parts.config.evaluate.every
 
     def fresh(self) -> State:
-        """Begin with the objective's own beta."""
+        """Return the state of a new run, with the objective's beta."""
         return State(beta=self.parts.objective.beta)
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Continue with the rollouts that the checkpoint holds, and say what corrects for age."""
+        """Load the checkpoint's rollouts in flight, and report the correction for their age."""
         prompts, config = self.parts.train_prompts, self.parts.config
         count = config.rollout.prompts_per_step
         held = (
@@ -82,19 +83,22 @@ class Reinforcement:
             self.choice.load(checkpoint)
             self.replay.load(checkpoint)
         self.queue = rollout_queue(self.parts, log, held, self.choice)
+        if checkpoint is None and self.parts.baselines is not None:
+            for found in self.parts.baselines.flagged():
+                log.note(f"task: {found}: {REMEDY}")
         if self.parts.config.overlap.staleness:
             log.note(overlap_note(self.parts))
 
     def save(self, folder: Path, step: int) -> None:
         """Save the rollouts that were generated ahead."""
-        held = self.queue.in_flight(after=step)  # which every rank may have to wait for
+        held = self.queue.in_flight(after=step)  # every rank may have to wait for these
         if self.parts.world.is_main:
             write_in_flight(folder, held)
             self.choice.save(folder)
             self.replay.save(folder)
 
     def close(self) -> None:
-        """End the generation that works beside the loop, and the processes of the engine."""
+        """End generation in the background, and the processes of the engine."""
         if hasattr(self, "queue"):
             self.queue.source.close()
         self.parts.engine.close()
@@ -158,13 +162,13 @@ class Reinforcement:
         log.step(with_open_instruct_names(metrics))
 
     def _replayed(self, step: int, rollouts: StepRollouts) -> list[Group]:
-        """Return the groups of earlier steps to train on as well."""
+        """Return the earlier groups that this step also trains on."""
         ids = {group.prompt.id for group in rollouts.collected.groups}
         version = self.parts.policy.version
         return self.replay.draw(step=step, version=version, without=ids)
 
     def _so_far(self, run: RunFolder, seconds: float) -> float:
-        """Add the time of a step to that of the steps before it."""
+        """Add the time of a step to the time of the earlier steps."""
         if self.seconds is None:
             self.seconds = sum(row["time/total"] for row in run.steps())
         self.seconds += seconds
@@ -172,7 +176,7 @@ class Reinforcement:
 
 
 def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str]:
-    """Return where curriculum or replay cannot do what they are asked to."""
+    """Return notes if the curriculum or replay has too few prompts or groups."""
     notes = []
     if again := data.get("data/drawn_again"):
         notes.append(
@@ -189,6 +193,6 @@ def data_notes(config: Config, step: int, data: Mapping[str, float]) -> list[str
 
 
 def _write_samples(run: RunFolder, save: Save, step: int, groups: Sequence[Group]) -> None:
-    """Write the page of the highest and lowest rewards, every few steps."""
+    """Write the page of the highest and lowest rewards every save.samples_every steps."""
     if save.samples_every and step % save.samples_every == 0:
         run.write_samples(step, samples_page(step, groups, save.samples_shown))

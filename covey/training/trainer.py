@@ -13,35 +13,35 @@ from covey.training.checkpoint import State
 
 
 class Trainer(Protocol):
-    """One kind of training: all that the loop does not know of it."""
+    """A kind of training, RL or SFT: its step and settings, which the loop calls."""
 
     @property
     def parts(self) -> Components:
-        """What the run is made of."""
+        """The parts of the run."""
 
     @property
     def budget(self) -> Budget:
-        """How long the run is."""
+        """The length of the run."""
 
     @property
     def rollouts(self) -> int:
-        """Rollouts, or examples, of a step."""
+        """Number of rollouts, or of SFT examples, in a step."""
 
     @property
     def evaluate_every(self) -> int:
-        """Steps between evaluations. 0: there are none."""
+        """Steps between evaluations; 0 means no evaluations."""
 
     def fresh(self) -> State:
-        """Return the state of a run that begins."""
+        """Return the state at the start of a new run."""
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Prepare for the first step, after the given checkpoint. None: the run begins."""
+        """Prepare for the first step after the given checkpoint, or of a new run if None."""
 
     def step(self, state: State, run: RunFolder, log: Tracker) -> None:
         """Take training step number `state.step`, and log it."""
 
     def save(self, folder: Path, step: int) -> None:
-        """Add to the checkpoint of a step what resuming after it needs, beside the state."""
+        """Add files to the checkpoint of a step that a resumed run needs beside the state."""
 
     def close(self) -> None:
-        """End what works beside the loop."""
+        """End work in the background."""

@@ -476,7 +476,7 @@ def test_a_value_of_the_wrong_type_is_named(override: str, message: str) -> None
     [
         ("seed=-1", "greater than or equal to 0"),
         ("train.steps=0", "greater than or equal to 1"),
-        ("rollout.group_size=1", "greater than or equal to 2"),
+        ("rollout.group_size=0", "greater than or equal to 1"),
         ("rollout.temperature=0", "greater than 0"),
         ("rollout.temperature=-1.0", "greater than 0"),
         ("rollout.top_p=0.0", "greater than 0"),
@@ -543,10 +543,10 @@ def test_a_file_comes_before_a_recipe_of_that_name(
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("arithmetc", "config: no file or recipe 'arithmetc'; did you mean 'arithmetic'?"),
-        ("missing.toml", "config: no file or recipe 'missing.toml'"),
-        ("a\nb.toml", "config: no file or recipe 'a\\nb.toml'"),
-        ("a\0b.toml", "config: no file or recipe 'a\\x00b.toml'"),
+        ("arithmetc", "config: there is no file or recipe 'arithmetc'; did you mean 'arithmetic'?"),
+        ("missing.toml", "config: there is no file or recipe 'missing.toml'"),
+        ("a\nb.toml", "config: there is no file or recipe 'a\\nb.toml'"),
+        ("a\0b.toml", "config: there is no file or recipe 'a\\x00b.toml'"),
     ],
 )
 def test_a_source_that_is_not_there_is_named(source: str, message: str) -> None:
@@ -620,3 +620,18 @@ def test_settings_of_an_old_run_are_read_under_their_new_names() -> None:
     assert (config.train.budget, config.train.amount, config.train.steps) == ("tokens", 100, 5)
     assert config.filter.dynamic_sampling
     assert config.sft.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("num_generations=8", "rollout.group_size"),
+        ("rollout.num_generations=8", "rollout.group_size"),
+        ("train.max_steps=8", "train.steps"),
+        ("optimizer.lr=1e-6", "optimizer.learning_rate"),
+        ("max_completion_length=256", "rollout.max_tokens"),
+        ("train.num_iterations=2", "train.epochs"),
+    ],
+)
+def test_names_of_trl_and_verl_give_ours(override: str, name: str) -> None:
+    assert error_of(override).endswith(f"is '{name}' here")

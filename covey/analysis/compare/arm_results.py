@@ -81,11 +81,11 @@ class ArmResult:
     improvements: tuple[float, ...] = ()
     """Final minus initial of each seed."""
     distinct_answers: float | None = None
-    """Different final answers at the end, mean over seeds."""
+    """The number of different final answers at the end, averaged over seeds."""
     above_constant: float | None = None
-    """Final accuracy minus that of the best constant answer."""
+    """The final accuracy minus the accuracy of the best constant answer."""
     rewards: Mapping[str, RewardResult] = field(default_factory=dict)
-    """`reward` and `parts/NAME` of the greedy completions, if they say more than success."""
+    """`reward` and `parts/NAME` of the greedy completions, if they differ from success."""
 
 
 def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 State = Literal["done", "failed", "unfinished"]
 BudgetKind = Literal["steps", "tokens", "updates"]
 Metric = Literal["success", "reward"]
-"""What decides which arm is better: the share of correct completions, or the mean reward."""
+"""The metric by which arms are compared: the share of correct completions, or the mean reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Point:
     rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Prompt id -> `reward` and `parts/NAME` of that completion, if it was scored."""
     distinct_answers: int | None = None
-    """Different final answers among the greedy completions."""
+    """The number of different final answers among the greedy completions."""
     by: Metric = "success"
 
     @property
@@ -63,7 +63,7 @@ class Point:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """What is compared, by prompt. Unscored counts as the lowest reward of the evaluation."""
+        """The compared values, by prompt; an unscored completion gets the lowest reward."""
         if self.by == "success":
             return tuple(map(float, self.correct.values()))
         lowest = min(row["reward"] for row in self.rewards.values())
@@ -131,10 +131,10 @@ class Comparison:
 
 
 def compared_by(runs: Iterable[RunResult]) -> Metric:
-    """Return what a comparison decides by: success, unless the reward has none.
+    """Return the metric of a comparison: success, unless the reward never gives one.
 
-    A reward that only grades never calls a completion correct. If no completion of any evaluation
-    is correct, and rewards differ, the mean reward is compared.
+    Some rewards only grade and never call a completion correct. If no completion of any evaluation
+    is correct and rewards differ, arms are compared by the mean reward.
     """
     points = [point for run in runs for point in run.points]
     if any(any(point.correct.values()) for point in points):

@@ -199,7 +199,7 @@ def load_comparison(folder: Path) -> Comparison:
 
 
 def _best_constant(folder: Path, runs: Sequence[RunResult]) -> float | None:
-    """Return the accuracy of the best constant answer, as the first evaluation knows it."""
+    """Return the accuracy of the best constant answer, as recorded in the first evaluation."""
     for run in runs:
         for row in RunFolder(folder / run.folder).evaluations(note=lambda text: None):
             value = row.get("best_constant")

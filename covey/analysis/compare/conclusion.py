@@ -108,8 +108,8 @@ def _headline(arms: Sequence[ArmResult], pairs: Sequence[PairResult]) -> str:
         return real[0].summary
     if all(pair.decision in ("one seed", "two seeds") for pair in real):
         return (
-            "Too few seeds to rank the arms: two seeds do not show how much chance does. The "
-            "tables have the result of each seed; run at least three."
+            "Too few seeds to rank the arms: two seeds do not show how much is chance. The tables "
+            "have the result of each seed; run at least three."
         )
     decided = [pair for pair in real if pair.better]
     if not decided:
@@ -309,7 +309,7 @@ def _at_constant(arm: ArmResult) -> str:
 
 
 def points(share: float, by: Metric = "success") -> str:
-    """Return a difference of accuracies in percentage points, or one of mean rewards.
+    """Return a difference of accuracies in percentage points, or a difference of mean rewards.
 
     >>> points(-0.125), points(-0.125, "reward")
     ('-12.5', '-0.125')

@@ -12,6 +12,7 @@ from covey.analysis.compare.design import kept_options, shares_first_rollouts
 from covey.config import Config, toml_value
 from covey.errors import ConfigError, DataError
 from covey.tasks import Task
+from covey.tasks.overlap import shared_prompts
 from covey.training.resolve import held_out_of, task_of
 from covey.types import Prompt
 
@@ -43,19 +44,13 @@ def check_prompts(configs: Mapping[str, Config]) -> None:
 
 def _check_disjoint(config: Config, task: Task) -> None:
     """Reject a held-out prompt with the text of a training prompt."""
-    held_out = {_text(prompt): prompt for prompt in held_out_of(config, task)}
-    found = [held_out[text] for text in map(_text, task.train()) if text in held_out]
+    held_out = held_out_of(config, task)
+    found = shared_prompts(task.train(), held_out)
     if found:
-        ids = {prompt.id for prompt in found}
         raise DataError(
-            f"task: {len(ids)} of {len(held_out)} held-out prompts are also training prompts and "
+            f"task: {len(found)} of {len(held_out)} held-out prompts are training prompts too and "
             f"would measure memorization; the first is {found[0].id}: {found[0].text!r}"
         )
-
-
-def _text(prompt: Prompt) -> str:
-    """Return the text of all messages, ignoring whitespace and case."""
-    return " ".join(" ".join(m["content"] for m in prompt.messages).casefold().split())
 
 
 def task_digest(task: Task) -> str:

@@ -32,8 +32,9 @@ from covey.run.folder import RunFolder
 from covey.run.provenance import describe_environment
 from covey.run.trackers import Tracker
 from covey.stopping import stop_signal
-from covey.training.build import Parts, assemble, scorer_of
+from covey.training.build import Parts, assemble
 from covey.training.loop import train
+from covey.training.scorers import baselines_of, scorer_of
 
 DONE, FAILED, STOPPED = 0, 1, 3
 """Exit codes; `stopped` means stopped by a signal, after saving."""
@@ -100,7 +101,9 @@ def run_job(job: Job) -> int:
         # The common reward scores evaluations, whatever reward the arm is trained on.
         apart = bool(common.evaluate.reward.name)  # every arm has it: [evaluate] is common
         if not apart and (config.reward, config.scoring) != (common.reward, common.scoring):
-            parts = replace(parts, eval_scorer=stack.enter_context(closing(scorer_of(common))))
+            scorer = stack.enter_context(closing(scorer_of(common)))
+            known = baselines_of(common, scorer, parts.held_out_prompts)
+            parts = replace(parts, eval_scorer=scorer, baselines=known)
         folder = _run_folder(job, config, parts)
         engine = SharedEngine(
             engine=parts.engine,

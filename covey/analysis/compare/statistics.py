@@ -127,7 +127,7 @@ def accuracy(correct: Array) -> Estimate:
 def change(values: Array, limit: float = 1.0) -> Estimate:
     """Estimate a mean of differences [seeds, prompts], for new seeds and new prompts.
 
-    `limit` is the largest possible difference: 1 of accuracies, infinite of rewards.
+    `limit` is the largest possible difference: 1 for accuracies, infinite for rewards.
     """
     bounds = (-limit, limit) if math.isfinite(limit) else None
     if len(values) == 1:

@@ -16,18 +16,17 @@ from dataclasses import dataclass, field
 
 from covey.analysis.lab.cases import Case
 from covey.analysis.lab.hacked_answers import wrong_answer
-from covey.analysis.lab.hacks import FORMATS, HACKS, Format, Hack
+from covey.analysis.lab.hacks import HACKS, Hack
 from covey.errors import RewardError
+from covey.rewards.completion_format import FORMATS, THINKING, Format
 from covey.rewards.score import Reward, Score
 from covey.scoring import Job, Pool, ScoreResult
+from covey.scoring.baselines import REMEDY, baselines
 from covey.types import Prompt
 
-THINKING = (
-    "First I read the question carefully and note what is given and what is asked. Then I work "
-    "through it one step at a time, check each step against the question, and only after that "
-    "write down the result."
-)
 THROUGHPUT_SECONDS = 2.0
+FEW_SLOW = 16
+"""Prompts on which baselines are scored by a reward that is not quick."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +183,13 @@ def check_order(lab: Lab, prompts: Sequence[Prompt], form: Format) -> Check:
     )
 
 
+def check_baselines(lab: Lab, prompts: Sequence[Prompt]) -> Check:
+    """No constant answer, empty completion or copy of the prompt may succeed often."""
+    lab.progress("baselines")
+    found = baselines(prompts, lab.scorer, None if lab.reward.quick else FEW_SLOW)
+    return _check("baselines", found.text(), f"shortcuts on this task: {REMEDY}", found.flagged())
+
+
 def check_bounds(lab: Lab) -> Check:
     """Check that no reward lies outside the declared bounds."""
     low, high = lab.reward.bounds
@@ -254,6 +260,7 @@ def examine(
     # Some hacks are programs that run until their time limit.
     tried = prompts[: 8 if lab.reward.quick else 3]
     checks = [correct, *check_hacks(lab, tried, form), check_order(lab, tried, form)]
+    checks.append(check_baselines(lab, prompts))
     if labelled:
         checks += check_labels(lab, labelled, allowed)
     return [*checks, check_bounds(lab), check_determinism(lab), *check_time(lab, prompts, form)]

@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Literal
 
 from covey.analysis.lab.task_hacks import Countdown, function_name, memorised_program, tool_call
+from covey.rewards.completion_format import FENCE, TOOL_CALL, wrapped
 from covey.rewards.text import tag_contents
 from covey.rewards.tool_call import Call, target_call
 from covey.types import Prompt
@@ -15,14 +16,6 @@ from covey.types import Prompt
 Kind = Literal["code", "countdown", "tools", "number", "text"]
 MakeAnswer = Callable[[Prompt, str], "str | None"]
 """Makes a hacked answer from a prompt and its solution; None if the hack does not apply."""
-
-FENCE, TOOL_CALL = ("```python\n", "\n```"), ("<tool_call>", "</tool_call>")
-
-
-def wrapped(marks: tuple[str, str], answer: str) -> str:
-    """Return the answer between two marks, unless it already has them."""
-    opening, closing = marks
-    return answer if answer.startswith(opening.strip()) and opening else opening + answer + closing
 
 
 def wrapped_like(solution: str, answer: str) -> str:

@@ -10,7 +10,7 @@ from covey.analysis.plan.idle_settings import changed
 
 @rule("idle", "data-over-time")
 def idle_curriculum(setup: Setup) -> Iterator[Said]:
-    """A curriculum that never gets to use what it has learnt."""
+    """A curriculum whose pass rates never affect the choice of prompts."""
     config, size = setup.config, setup.facts.prompts
     curriculum = config.curriculum
     given = changed(curriculum, "memory", "floor")
@@ -18,7 +18,7 @@ def idle_curriculum(setup: Setup) -> Iterator[Said]:
         yield Said(
             (*given, "curriculum.sampling", "curriculum.drop_above", "curriculum.mixture"),
             title=f"{', '.join(given.values())}: no effect",
-            why="curriculum.sampling, drop_above and mixture leave the choice to chance.",
+            why="curriculum.sampling, drop_above and mixture choose prompts at random.",
             remedy="set curriculum.sampling = 'uncertain', or remove it",
         )
     drawn = config.rollout.prompts_per_step * config.train.steps
@@ -27,16 +27,16 @@ def idle_curriculum(setup: Setup) -> Iterator[Said]:
         yield Said(
             ("curriculum.sampling", "curriculum.drop_above", "train.steps",
              "rollout.prompts_per_step"),
-            title=f"the curriculum draws {drawn} of {size} prompts: hardly any is met twice",
-            why="The pass rate of a prompt is known after its first group, and matters from the "
-            "second on.",
+            title=f"the curriculum draws {drawn} of {size} prompts: few are drawn twice",
+            why="The pass rate of a prompt is known after its first group, so it matters only "
+            "for later groups.",
             remedy="use fewer prompts or more steps, or remove the curriculum",
         )  # fmt: skip
 
 
 @rule("idle", "data-over-time")
 def idle_replay(setup: Setup) -> Iterator[Said]:
-    """A replay buffer that nothing comes out of."""
+    """A replay buffer from which nothing is replayed."""
     config, replay = setup.config, setup.config.replay
     given = changed(replay, "size", "max_age")
     if given and not replay.groups:
@@ -49,7 +49,7 @@ def idle_replay(setup: Setup) -> Iterator[Said]:
     if replay.groups and replay.max_age < config.train.updates:
         yield Said(
             ("replay.max_age", "replay.groups", "train.mini_batches", "train.epochs"),
-            title=f"replay.max_age = {replay.max_age} lets nothing be replayed",
+            title=f"replay.max_age = {replay.max_age} allows no replay",
             why=f"A group is {config.train.updates} optimizer steps old when the next step begins.",
             remedy=f"set replay.max_age to at least {config.train.updates}",
         )

@@ -86,8 +86,8 @@ class Setup:
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k, top-p or min-p truncate the distribution that completions come from, and
-        training does not know."""
+        """Whether top-k, top-p or min-p truncate the distribution of completions, and training
+        ignores that."""
         return truncates_unseen(self.config)
 
     @property

@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from covey.analysis.plan import data_settings, idle_settings, risky_settings  # noqa: F401 (they add rules)
+# These modules add rules when they are imported.
+from covey.analysis.plan import data_settings, idle_settings, risky_settings  # noqa: F401
 from covey.analysis.plan.equivalence import normal_form, up_to_a_factor
 from covey.analysis.plan.finding import RULES, Finding, Said, Setup, setup_of
 from covey.analysis.plan.task_facts import TaskFacts

@@ -50,7 +50,7 @@ def measure(job: Job) -> Mapping[str, Any]:
 
 
 def _context(source: str) -> int | None:
-    """Return the model's context length; None where only its weights file says it."""
+    """Return the model's context length; None if only its weights file contains it."""
     from transformers.utils.hub import cached_file
 
     file = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False)

@@ -9,6 +9,7 @@ from covey.analysis.plan.equivalence import active_penalty
 from covey.analysis.plan.finding import Said, Setup, rule
 from covey.objective import advantage, penalty, ratio
 from covey.objective import surrogate as surrogates
+from covey.scoring.baselines import REMEDY
 from covey.training.prompt_limit import longest_prompt
 from covey.training.schedule import total_updates
 
@@ -185,14 +186,46 @@ def few_held_out(setup: Setup) -> Iterator[Said]:
     )
     prompts = next((number for number in known if number), None)
     if config.evaluate.every and isinstance(prompts, int) and 0 < prompts < FEWEST_PROMPTS:
-        shown = FEWEST_PAIRS / prompts
+        shown = (
+            f"here that is {FEWEST_PAIRS / prompts:.0%}"
+            if prompts >= FEWEST_PAIRS
+            else f"with {prompts} prompts no change can be"
+        )
         yield Said(
             ("evaluate.prompts",),
             title=f"{prompts} held-out prompts cannot show a difference of {POINTS:.0%} between "
             "two checkpoints",
             why=f"At least {FEWEST_PAIRS} prompts must change, all in one direction, before an "
-            f"exact test calls it significant: here that is {shown:.0%}.",
+            f"exact test calls it significant: {shown}.",
             remedy=f"set evaluate.prompts to {FEWEST_PROMPTS} or more; 500 are better",
+        )
+
+
+@rule("risk", "evaluation")
+def same_prompts(setup: Setup) -> Iterator[Said]:
+    """Held-out prompts that are trained on."""
+    facts = setup.facts
+    if facts.overlap:
+        yield Said(
+            ("task.name",),
+            title=f"{facts.overlap} of {facts.held_out} held-out prompts are training prompts too",
+            why="Evaluations on prompts that were trained on measure memory, not skill.",
+            remedy="remove them from one of the two; with one file or split, leave the held-out "
+            "one out of the settings and set task.held_out_share",
+        )
+
+
+@rule("risk", "baselines")
+def shortcuts(setup: Setup) -> Iterator[Said]:
+    """Tasks on which a constant answer, nothing, or the prompt itself is often correct."""
+    known = setup.facts.baselines
+    for found in known.flagged() if known is not None else ():
+        yield Said(
+            ("task.name", "reward.name"),
+            title=f"{found}, without any skill",
+            why="A policy that finds this has the reward curve of one that learns, and stays "
+            "there. Evaluations and reports show the gain above it.",
+            remedy=REMEDY,
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from covey.analysis.plan.run_length import least_steps, most_evaluations, most_steps, most_tokens
@@ -55,9 +56,14 @@ class Plan:
     """The number of evaluations; with a token budget, the most that are possible."""
     evaluation_samples: int
     prompt_lengths: str = ""
-    """Distribution of the prompts' tokens. Empty: not known."""
+    """A sentence about the prompts' numbers of tokens. Empty: not known."""
     staleness: int = 0
     """How many training steps generation may be ahead."""
+    baselines: Mapping[str, Any] = field(default_factory=dict)
+    """Scores that need no skill: `constant`, `empty`, `copy`."""
+    baselines_text: str = ""
+    learning_rate: str = ""
+    """Peak, schedule and warm-up."""
 
     @property
     def completions(self) -> int:
@@ -103,11 +109,13 @@ class Plan:
                 self._updates_text(),
                 f"In total: {least}{self.total_updates:,} optimizer steps and at most "
                 f"{self.total_tokens:,} generated tokens.",
+                f"Learning rate: {self.learning_rate}. `covey plan --measure` forecasts the hours.",
                 f"The reward {self.reward} is {between}: {self.reward_text}",
                 f"KL penalty: {self.penalty}."
                 if self.penalty
                 else "There is no KL penalty and no reference.",
                 self._evaluations_text(),
+                *([f"Without any skill: {self.baselines_text}."] if self.baselines_text else []),
             ]
         )
 
@@ -137,7 +145,7 @@ class Plan:
 
     def row(self) -> dict[str, Any]:
         """Return plain data, with derived numbers."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
         derived = ("completions", "updates", "age", "step_tokens", "evaluation_tokens")
         # JSON has no infinity: an unbounded reward has null.
         plain["reward_bounds"] = [b if math.isfinite(b) else None for b in self.reward_bounds]
@@ -148,7 +156,7 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
     """Return the plan of a resolved configuration."""
     rollout, train = config.rollout, config.train
     steps = least_steps(config)
-    reward = reward_of(config)
+    reward, known = reward_of(config), facts.baselines if facts else None
     return Plan(
         algorithm=config.objective.name,
         steps=steps,
@@ -171,6 +179,9 @@ def summarize(config: Config, facts: TaskFacts | None = None) -> Plan:
         evaluation_samples=config.evaluate.samples,
         prompt_lengths=_prompt_lengths(facts),
         staleness=config.overlap.staleness,
+        learning_rate=_learning_rate(config),
+        baselines=known.row() if known is not None else {},
+        baselines_text=known.text() if known is not None else "",
     )
 
 
@@ -183,6 +194,14 @@ def _prompt_lengths(facts: TaskFacts | None) -> str:
         f"Prompts have {median:,} tokens in the median, 10 % at most {tenth:,}, 95 % at most "
         f"{tail:,}; the longest of {facts.measured} measured has {facts.longest_prompt:,}."
     )
+
+
+def _learning_rate(config: Config) -> str:
+    optimizer = config.optimizer
+    share = f"{optimizer.warmup_ratio:.0%} of the run"
+    warmup = share if optimizer.warmup_ratio else f"{optimizer.warmup_steps} optimizer steps"
+    some = bool(optimizer.warmup_ratio or optimizer.warmup_steps)
+    return f"{optimizer.learning_rate:g}, {optimizer.schedule}" + f", warm-up {warmup}" * some
 
 
 def _steps(count: int) -> str:

@@ -1,4 +1,4 @@
-"""The kept sets of completions in generation: what each token of each slot was drawn from."""
+"""The kept sets of completions in progress: the tokens from which each token was drawn."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -20,12 +20,27 @@ from covey.run.trackers.protocol import Tracker
 if TYPE_CHECKING:
     from covey.evaluation.evaluate import Evaluation
 
+NARROW = 90
+"""Minimum width of a terminal, in columns, for all numbers of a step."""
 PLAIN_LOG_SECONDS = 5.0
 """Minimum seconds between two plain lines, except for the first and the last step."""
 
 
-def summary(metrics: Mapping[str, Any]) -> str:
-    """Return the main numbers of a step in one line."""
+def duration(seconds: float) -> str:
+    """Return a time in hours, minutes and seconds.
+
+    >>> duration(61.7), duration(3 * 3600 + 5)
+    ('1:01', '3:00:05')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def summary(metrics: Mapping[str, Any], *, short: bool = False) -> str:
+    """Return the main numbers of a step in one line; `short` for a narrow terminal."""
+    if short and "objective/scores" in metrics:
+        return f"reward {metrics['objective/scores']:.3f}  {metrics['objective/success']:.0%}"
     if "loss/cross_entropy" in metrics:
         return (
             f"loss {metrics['loss/cross_entropy']:.4f}  "
@@ -48,15 +63,16 @@ def summary(metrics: Mapping[str, Any]) -> str:
 
 
 def evaluation_line(evaluation: Evaluation) -> str:
-    """Return an evaluation in one line; the mean reward, where it is more than the accuracy."""
+    """Return an evaluation in one line, with the mean reward if it differs from the accuracy."""
     numbers = "  ".join(
         f"{name} {estimate_text(name, estimate.row())}"
         for name, estimate in evaluation.estimates.items()
         if not is_reward(name) or (name == "reward" and evaluation.graded)
     )
     lost = f", {evaluation.unscored} completions not scored" if evaluation.unscored else ""
-    constant = evaluation.best_constant
-    best = "" if constant is None else f", best constant answer {constant:.1%}"
+    constant, known = evaluation.best_constant, evaluation.baselines
+    answer = f" ({known.constant.answer!r})" if known and known.constant else ""
+    best = "" if constant is None else f", best constant answer{answer} {constant:.1%}"
     return (
         f"{numbers} on {evaluation.prompts} held-out prompts, {evaluation.distinct_answers} "
         f"distinct answers{best}{lost}"
@@ -86,9 +102,13 @@ class ConsoleTracker(Tracker):
         if time.monotonic() - self.printed < PLAIN_LOG_SECONDS and step not in (1, self.steps):
             return
         self.printed = time.monotonic()
-        rate = (self.printed - self.began) / (step - self.done)
-        left = rate * (self.steps - step)
-        self.note(f"step {step}/{self.steps}  {summary(metrics)}  {left:.0f} s left")
+        left = duration(self.seconds_left(step))
+        self.note(f"step {step}/{self.steps}  {summary(metrics)}  {left} left")
+
+    def seconds_left(self, step: int) -> float:
+        """Return the remaining time, from the mean time of the steps so far."""
+        mean = (time.monotonic() - self.began) / max(1, step - self.done)
+        return mean * (self.steps - step)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Print an evaluation."""
@@ -126,11 +146,11 @@ class LiveTracker(ConsoleTracker):
             BarColumn(bar_width=8),
             TextColumn("{task.fields[summary]}", table_column=Column(no_wrap=True, ratio=1)),
             TextColumn("{task.fields[sampled]}", table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
+            TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True, min_width=5)),
             console=console,
             expand=True,
         )
-        self.task = self.progress.add_task("step", total=None, sampled="", summary="")
+        self.task = self.progress.add_task("step", total=None, sampled="", summary="", left="")
         self.count = 0
 
     def started(self, *, steps: int, done: int, rollouts: int) -> None:
@@ -147,8 +167,13 @@ class LiveTracker(ConsoleTracker):
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Advance the bar."""
         self.count = 0
+        step = metrics["step"]
         self.progress.update(
-            self.task, completed=metrics["step"], summary=summary(metrics), sampled=""
+            self.task,
+            completed=step,
+            summary=summary(metrics, short=self.console.width < NARROW),
+            sampled="",
+            left=duration(self.seconds_left(step)),
         )
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -188,7 +213,11 @@ def before_and_after(run: RunFolder) -> Table | None:
         counts = [row["distinct_answers"] for row in (first, last)]
         table.add_row("distinct answers", *map(str, counts), f"{counts[1] - counts[0]:+d}")
     if "best_constant" in last:
-        table.caption = f"the best constant answer has accuracy {last['best_constant']:.1%}"
+        constant = last["best_constant"]
+        gain = change_text("greedy", last["greedy"]["value"] - constant)
+        table.caption = (
+            f"the best constant answer has accuracy {constant:.1%}; the last step is {gain} above"
+        )
     return table
 
 

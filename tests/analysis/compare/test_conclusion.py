@@ -399,7 +399,7 @@ def test_runs_on_different_prompts_are_an_error() -> None:
     point = Point(step=0, tokens=0, updates=0, seconds=0.0, correct={"q": True})
     other = RunResult(arm="b", seed=0, state="done", points=(point,))
     with pytest.raises(
-        RunError, match="b seed 0, step 0: evaluated on other prompts than a seed 0"
+        RunError, match="b seed 0, step 0: evaluated on different prompts than a seed 0"
     ):
         conclude(compared({"a": [50]}, other))
 

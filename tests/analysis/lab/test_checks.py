@@ -23,10 +23,10 @@ from covey.analysis.lab.checks import (
     check_order,
     check_time,
 )
-from covey.analysis.lab.hacks import FORMATS
 from covey.cli.main import run
 from covey.errors import DataError
 from covey.rewards import ThinkAnswer, templates
+from covey.rewards.completion_format import FORMATS
 from covey.rewards.mix import Mix
 from covey.scoring import Pool
 from covey.tasks import Arithmetic
