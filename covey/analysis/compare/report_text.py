@@ -12,6 +12,7 @@ from covey.analysis.compare.conclusion import conclude
 from covey.analysis.compare.report_contents import ReportContents
 from covey.analysis.compare.report_html import render_page
 from covey.analysis.page.markdown import fenced, literal
+from covey.analysis.page.text_table import TextTable
 from covey.escape import printable
 
 
@@ -30,7 +31,7 @@ def terminal_report(comparison: Comparison) -> RenderableType:
     return Group(*lines[:1], _table(tables.result_table(found)), *lines[1:])
 
 
-def _table(made: tables.TextTable) -> Table:
+def _table(made: TextTable) -> Table:
     table = Table(title=_text(made.title), caption=_text(made.note))
     for number, heading in enumerate(made.head):
         table.add_column(_text(heading), justify="right" if number else "left")
