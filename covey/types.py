@@ -225,9 +225,10 @@ class Batch:
     over rollouts, never over rows.
 
     Collate fills the first block. The policy fills the second, as far as the objective needs it.
-    The objective fills the third: `token_penalty` and `advantage` over the whole batch, since their
-    statistics may be; `weight`, `correction` and `marked` over the rows of one optimizer step,
-    since that is what a denominator counts. Micro-batches are rows of that and change nothing.
+    The objective fills the third: `token_penalty`, `advantage` and `targets` over the whole batch,
+    since their statistics may be; `weight`, `correction` and `marked` over the rows of an optimizer
+    step, since that is what a denominator counts. Micro-batches are rows of that and change
+    nothing.
     """
 
     prompt_tokens: torch.Tensor
@@ -270,6 +271,8 @@ class Batch:
     """[B, T] log-probability under the reference policy. None: there is no reference."""
     teacher_logp: torch.Tensor | None = None
     """[B, T] log-probability under the teacher of a distillation. None: there is no teacher."""
+    values: torch.Tensor | None = None
+    """[B, T] what the critic expected before each token. None: there is no critic."""
     entropy: torch.Tensor | None = None
     """[B, T] entropy of the sampling policy at each token, in nats. None: not computed."""
 
@@ -277,6 +280,8 @@ class Batch:
     """[B, T]: what the KL to the reference subtracts from the reward. None: it is not in it."""
     advantage: torch.Tensor | None = None
     """[B, T]."""
+    targets: torch.Tensor | None = None
+    """[B, T]: what the critic should have expected. None: there is no critic."""
     weight: torch.Tensor | None = None
     """[B, T]: factor of each token's gain in the plain sum that is the loss."""
     correction: torch.Tensor | None = None

@@ -26,7 +26,11 @@ class Tokens(NamedTuple):
     advantage: torch.Tensor
     mask: torch.Tensor
     marked: torch.Tensor | None = None
-    """What the objective's `marks` found: tokens (bool) or bounds. None: it has no `marks`."""
+    """What the objective's `marks` found: tokens (bool), bounds or margins. None: no `marks`."""
+    ref_logp: torch.Tensor | None = None
+    """For a surrogate that compares with the reference itself. None: there is no reference."""
+    beta: float = 0.0
+    """The objective's, for such a surrogate."""
 
 
 class Gain(NamedTuple):

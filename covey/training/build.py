@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+
+from torch import nn
 
 from covey.config import Config
 from covey.config.schema import Adapter
@@ -31,6 +33,7 @@ from covey.tasks import Task, bad_rows_of
 from covey.training.budget import Used
 from covey.training.checkpoint import State
 from covey.training.compact_adamw import CompactAdamW
+from covey.training.critic import Critic, make_critic
 from covey.training.interaction import interaction_of, with_stops
 from covey.training.make_engine import check_engine, make_engine, ray_reference, ray_scorer
 from covey.training.optimizer import AdamWSettings, MasterAdamW, Optimizer
@@ -90,6 +93,7 @@ class Parts(Components):
     objective: Objective
     step_settings: StepSettings
     teacher: Reference | None = None
+    critic: Critic | None = None
 
     def learner_at(self, state: State) -> Learner:
         """Return what the training step that begins at `state` works with."""
@@ -99,6 +103,7 @@ class Parts(Components):
             settings=self.step_settings,
             reference=self.reference,
             teacher=self.teacher,
+            critic=self.critic,
             world=self.world,
         )
         return learner_at(base, self.config, state)
@@ -154,6 +159,7 @@ def assemble(
         policy=policy,
         reference=reference,
         teacher=teacher_of(config, policy.model, objective, world),
+        critic=critic_of(config, policy.model, objective, world),
         engine=engine,
         world=world,
         sampling=with_stops(sampling, interaction),
@@ -215,6 +221,30 @@ def teacher_of(
         return _load_frozen(alone, model, world, offload=config.teacher.offload)
 
     return make_teacher(config, policy=model, load=load)
+
+
+def critic_of(
+    config: Config,
+    model: LanguageModel,
+    objective: Objective,
+    world: World = World(),  # noqa: B008 - without state
+) -> Critic | None:
+    """Load the critic, if the objective trains one."""
+    if "values" not in objective.needs:
+        return None
+    if world.size > 1:
+        raise ConfigError(
+            f"config: {config.objective.name} trains a critic, which works on one rank; start one "
+            "process, or take an algorithm without a critic"
+        )
+
+    def load(path: str) -> LanguageModel:
+        section = config.model.model_copy(update={"path": path})
+        return load_model(config.model_copy(update={"model": section}))
+
+    return make_critic(
+        config, policy=model, load=load, optimizer=partial(_adamw, config, sharded=False)
+    )
 
 
 def _load_frozen(
@@ -291,14 +321,20 @@ def policy_of(
 
 def optimizer_of(config: Config, model: LanguageModel) -> Optimizer:
     """Build the optimizer of a model's trained parameters."""
-    settings, parameters = config.optimizer, model.model.named_parameters()
+    return _adamw(config, model.model.named_parameters(), sharded=model.sharded)
+
+
+def _adamw(
+    config: Config, parameters: Iterable[tuple[str, nn.Parameter]], *, sharded: bool
+) -> Optimizer:
+    settings = config.optimizer
     options: AdamWSettings = {
         "betas": (settings.beta1, settings.beta2),
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
     }
-    if settings.state == "compact" and model.sharded:
+    if settings.state == "compact" and sharded:
         raise ConfigError(
             "config: optimizer.state = 'compact' does not work with parallel.strategy = 'fsdp', "
             "which divides the state among ranks; set it to 'float32'"

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from covey.config import Config, parse_config
-from covey.config.algorithm_names import check_algorithm_name
+from covey.config.algorithm_names import PAIRED, check_algorithm_name
 from covey.config.options import choose, resolve_options
 from covey.config.overlap_modes import check_overlap
 from covey.config.reference_kinds import check_reference, check_teacher
@@ -82,6 +82,12 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
     if k is not None and k > size - others:
         needs = f"{k + others} completions of a prompt" + (", one of them apart" if others else "")
         raise ConfigError(f"config: objective.k = {k} needs {needs}; rollout.group_size is {size}")
+    prompts, mini_batches = resolved.rollout.prompts_per_step, resolved.train.mini_batches
+    if objective.pairs and mini_batches > prompts:
+        raise ConfigError(
+            f"config: train.mini_batches = {mini_batches}, but {resolved.objective.name} needs the "
+            f"whole group in an optimizer step; rollout.prompts_per_step is {prompts}"
+        )
     given = resolved.objective.options
     if "parts" in objective.needs and not objective.parts:
         for name in ("part_weights", "gate"):
@@ -122,8 +128,10 @@ def _check_old_logp(resolved: Config, objective: Objective) -> None:
     """Reject the engine's log-probs as old_logp where they differ from the trainer's.
 
     Reject old rollouts that nothing corrects for: with old_logp from the trainer the ratio starts
-    at 1, however old they are.
+    at 1, however old they are. Pairs have no ratio: their loss is that of a classifier.
     """
+    if objective.pairs:
+        return
     if "sampler_as_old" in objective.needs:
         _check_ratios_to_engine(resolved, objective)
         return
@@ -166,7 +174,7 @@ def _objective_options(config: Config) -> dict[str, object]:
     section: Named = config.objective
     maker = algorithm(section.name, section.options)
     corrected = config.overlap.staleness and config.train.old_logp != "sampler"
-    if corrected and "correction" not in section.options:
+    if corrected and section.name not in PAIRED and "correction" not in section.options:
         options = {**section.options, "correction": STALE_CORRECTION}
         section = Named.model_validate({"name": section.name, **options})
     return resolve_options(maker, section, "objective", _length_defaults(config))

@@ -60,7 +60,9 @@ class Reinforcement:
         return State(beta=self.parts.objective.beta)
 
     def begin(self, checkpoint: Path | None, log: Tracker) -> None:
-        """Continue with the rollouts that the checkpoint holds, and say what corrects for age."""
+        """Continue with what the checkpoint holds, and say what corrects for age."""
+        if checkpoint is not None and self.parts.critic is not None:
+            self.parts.critic.load(checkpoint)
         prompts, config = self.parts.train_prompts, self.parts.config
         count = config.rollout.prompts_per_step
         held = (
@@ -73,7 +75,9 @@ class Reinforcement:
             log.note(overlap_note(self.parts))
 
     def save(self, folder: Path, step: int) -> None:
-        """Save the rollouts that were generated ahead."""
+        """Save the critic, and the rollouts that were generated ahead."""
+        if self.parts.critic is not None:
+            self.parts.critic.save(folder)
         held = self.queue.in_flight(after=step)  # which every rank may have to wait for
         if self.parts.world.is_main:
             write_in_flight(folder, held)

@@ -34,6 +34,18 @@ class TimeToAccuracy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a run of an arm takes; None where the runs do not say."""
+
+    seconds: float
+    """Median over seeds of the time in training steps after the first, without evaluations."""
+    cpu_seconds: float | None
+    """Median over seeds of the CPU time of the process, evaluations included."""
+    memory_gib: float | None
+    """Largest peak memory over seeds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Collapse:
     """A seed that ended far below an earlier accuracy, by more than chance."""
 
@@ -62,6 +74,7 @@ class ArmResult:
     """Mean accuracy over the budget that all runs share; the interval is over seeds."""
     time_to_accuracy: tuple[TimeToAccuracy, ...] = ()
     collapsed: tuple[Collapse, ...] = ()
+    cost: Cost | None = None
 
 
 def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
@@ -92,9 +105,20 @@ def arm_results(comparison: Comparison) -> tuple[ArmResult, ...]:
                 area=statistics.over_seeds(areas),
                 time_to_accuracy=tuple(_time_to(level, runs, budget) for level in levels),
                 collapsed=tuple(each for each in collapses if each is not None),
+                cost=_cost(runs),
             )
         )
     return tuple(results)
+
+
+def _cost(runs: Sequence[RunResult]) -> Cost:
+    cpu = [run.cpu_seconds for run in runs if run.cpu_seconds]
+    memory = [run.memory_gib for run in runs if run.memory_gib]
+    return Cost(
+        seconds=float(np.median([run.points[-1].seconds for run in runs])),
+        cpu_seconds=float(np.median(cpu)) if cpu else None,
+        memory_gib=max(memory) if memory else None,
+    )
 
 
 def _missing(comparison: Comparison, arm: str) -> tuple[str, ...]:

@@ -31,6 +31,11 @@ PAIR_NOTE = (
     "interval over seeds; p of the paired t-test, with Holm's correction over all pairs. Needed: "
     "seeds per arm for 80 % power if the difference is as observed."
 )
+COST_NOTE = (
+    "Medians over finished seeds; memory is the largest. Seconds leave out the first step and "
+    "evaluations, and depend on what else the machine does; CPU seconds are of the whole process. "
+    "Memory is that of the GPU's tensors, or without a GPU of the whole process."
+)
 CHECKPOINT_NOTE = (
     "This compares two sets of weights, not two algorithms: another seed may reverse it. p of "
     "McNemar's exact test, with Holm's correction over all pairs and seeds."
@@ -108,6 +113,26 @@ def _time(found: TimeToAccuracy | None) -> str:
     if found is None or found.tokens is None or found.seconds is None:
         return "not reached"
     return f"{found.tokens:,.0f} tokens, {found.seconds:,.0f} s"
+
+
+def cost_table(found: Conclusion) -> TextTable:
+    """Return what a run of each arm takes: time and memory beside its accuracy."""
+    costs = [(arm, arm.cost) for arm in found.arms if arm.cost is not None]
+    return TextTable(
+        title="Cost of a run",
+        head=["arm", "final accuracy", "seconds of training", "CPU seconds", "peak memory, GiB"],
+        rows=[
+            [
+                arm.arm,
+                _percent(arm.final),
+                f"{cost.seconds:,.0f}",
+                EMPTY if cost.cpu_seconds is None else f"{cost.cpu_seconds:,.0f}",
+                EMPTY if cost.memory_gib is None else f"{cost.memory_gib:.2f}",
+            ]
+            for arm, cost in costs
+        ],
+        note=COST_NOTE,
+    )
 
 
 def pair_summaries(found: Conclusion) -> list[str]:

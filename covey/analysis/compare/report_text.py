@@ -29,13 +29,17 @@ def terminal_report(comparison: Comparison) -> RenderableType:
         _text(f"{tables.finding_title(row)}: {row.get('remedy', '')}", style="dim")
         for row in comparison.findings
     ]
-    made = tables.result_table(found)
+    made = [tables.result_table(found), tables.cost_table(found)]
+    return Group(*(_table(one) for one in made if one.rows), *lines)
+
+
+def _table(made: tables.TextTable) -> Table:
     table = Table(title=_text(made.title), caption=_text(made.note))
     for number, heading in enumerate(made.head):
         table.add_column(_text(heading), justify="right" if number else "left")
     for row in made.rows:
         table.add_row(*(_text(cell) for cell in row))
-    return Group(table, *lines)
+    return table
 
 
 def _text(text: str, style: str = "") -> Text:
