@@ -16,6 +16,7 @@ losses of its rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -166,7 +167,8 @@ def _loss(
     metrics = summary(meter)
     if batch.targets is not None and batch.values is not None:
         explained = explained_variance(batch.values, batch.targets, batch.mask)
-        metrics["critic/explained_variance"] = explained
+        if math.isfinite(explained):  # not if all targets are equal
+            metrics["critic/explained_variance"] = explained
     return LossOutput(output.loss, batch.advantage, batch.weight, metrics, of_critic)
 
 

@@ -43,6 +43,7 @@ from covey.training.parallel.ranks import Ranks
 from covey.training.parallel.shard import shard_model
 from covey.training.parallel.world import World
 from covey.training.policy import Policy
+from covey.training.preferences import read_pairs
 from covey.training.resolve import (
     held_out_of,
     objective_of,
@@ -134,7 +135,9 @@ def assemble(
     """Build everything that a resolved configuration names; objects from Python replace theirs."""
     check_engine(config)
     task = task_of(config) if task is None else task
-    train_prompts, held_out = task.train(), held_out_of(config, task)
+    file = config.preferences.file
+    train_prompts = read_pairs(file) if file else task.train()
+    held_out = held_out_of(config, task)
     if not train_prompts:
         raise DataError(f"task: {task.name} has no training prompts")
     objective = objective_of(config)
@@ -353,6 +356,7 @@ def step_settings_of(
     rollouts may be older than that, they may if the ratio itself has to correct for it.
     """
     source, stale = config.train.old_logp, config.overlap.staleness > 0
+    sampled = not config.preferences.file
     exact = exact_logp and not sampling.distribution.truncates
     if stale:
         exact = not objective.corrects
@@ -360,7 +364,8 @@ def step_settings_of(
         mini_batches=config.train.mini_batches,
         epochs=config.train.epochs,
         micro_batch_tokens=config.train.micro_batch_tokens,
-        old_logp_from_sampler=source == "sampler" or (source == "auto" and exact),
+        old_logp_from_sampler=sampled and (source == "sampler" or (source == "auto" and exact)),
+        sampled=sampled,
         learning_rate=schedule_of(config, Used()),
         seed=config.seed,
         skip_zero_gradient=config.filter.skip_zero_gradient,

@@ -68,6 +68,7 @@ def resolve(config: Config, *, imports: bool = True, passed: Collection[str] = (
         objective = objective_of(resolved)
         _check_old_logp(resolved, objective)
         _check_groups(resolved, objective)
+        _check_preferences(resolved, objective)
         if "teacher" in objective.needs:
             check_teacher(resolved.teacher)
     return resolved
@@ -96,6 +97,25 @@ def _check_groups(resolved: Config, objective: Objective) -> None:
                     f"config: objective.{name} counts on an order; name the parts of the reward in "
                     "objective.parts"
                 )
+
+
+def _check_preferences(config: Config, objective: Objective) -> None:
+    """Refuse what a preference file cannot be combined with."""
+    section = config.preferences
+    if not section.file:
+        if section.max_tokens:
+            raise ConfigError("config: preferences.max_tokens needs preferences.file")
+        return
+    if not objective.pairs:
+        raise ConfigError(
+            f"config: preferences.file needs an objective of pairs, dpo or ipo, and not "
+            f"{config.objective.name}"
+        )
+    if config.overlap.staleness:
+        raise ConfigError(
+            "config: preferences.file generates nothing that training could overlap with; set "
+            "overlap.staleness = 0"
+        )
 
 
 def _check_ratios_to_engine(resolved: Config, objective: Objective) -> None:

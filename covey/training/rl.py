@@ -24,6 +24,7 @@ from covey.training.budget import Budget
 from covey.training.build import Parts
 from covey.training.checkpoint import State
 from covey.training.overlap_report import overlap_metrics, overlap_note, restarts
+from covey.training.preferences import PairSource
 from covey.training.report import mean_advantages
 from covey.training.step import training_step
 from covey.training.usage import reference_rewards, usage_metrics
@@ -71,6 +72,8 @@ class Reinforcement:
             else read_in_flight(checkpoint, prompts, seed=config.seed, count=count)
         )
         self.queue = rollout_queue(self.parts, log, held)
+        if config.preferences.file:
+            self.queue = RolloutQueue(parts=self.parts, source=PairSource(self.parts))
         if self.parts.config.overlap.staleness:
             log.note(overlap_note(self.parts))
 

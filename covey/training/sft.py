@@ -21,8 +21,7 @@ import torch
 
 from covey.config import Config
 from covey.config.train import Train
-from covey.errors import DataError, ModelError
-from covey.models.language_model import LanguageModel
+from covey.errors import DataError
 from covey.objective.weights import token_mean
 from covey.rng import sft_indices
 from covey.run.folder import RunFolder
@@ -42,8 +41,8 @@ from covey.training.parallel.world import World
 from covey.training.policy import Policy
 from covey.training.resolve import held_out_of, sampling_of, task_of
 from covey.training.schedule import sft_schedule_of
-from covey.training.sft_data import Solutions, solutions_of
-from covey.types import Batch, Group, Message, Prompt, Rollout, Totals
+from covey.training.sft_data import Example, Solutions, encode_example, solutions_of
+from covey.types import Batch, Group, Prompt, Rollout, Totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,15 +190,6 @@ class Supervised:
         log.step(metrics)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """A prompt and its solution, in tokens."""
-
-    prompt_tokens: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """They end with the end-of-sequence token: when to stop is learned as well."""
-
-
 def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]:
     """Return the examples of a step, counted from 1, and the lengths of those that are too long.
 
@@ -222,21 +212,6 @@ def step_examples(parts: SftParts, step: int) -> tuple[list[Example], list[int]]
         else:
             left_out.append(len(example.tokens))
     return examples, left_out
-
-
-def encode_example(model: LanguageModel, messages: Sequence[Message], text: str) -> Example:
-    """Turn a prompt and its solution into tokens, as the engine would have generated them."""
-    tokens = model.tokenizer.encode(text, add_special_tokens=False)
-    return Example(prompt_tokens=model.encode(messages), tokens=(*tokens, _end(model)))
-
-
-def _end(model: LanguageModel) -> int:
-    """Return the token that ends a completion: that of a turn, or else of the sequence."""
-    turn_end = None if model.renderer is None else model.renderer.turn_end
-    end = model.tokenizer.eos_token_id if turn_end is None else turn_end
-    if end is None:
-        raise ModelError("model: the tokenizer has no end-of-sequence token to end a solution with")
-    return int(end)
 
 
 def stack(examples: Sequence[Example], device: torch.device | str = "cpu") -> Batch:

@@ -61,6 +61,8 @@ class StepSettings:
     skip_zero_gradient: bool = False
     """Leave rows without advantage out of forward passes where they have no gradient."""
     mask_truncated: bool = False
+    sampled: bool = True
+    """Whether an engine has generated the rollouts; else they have no log-probs of it."""
     stale: bool = False
     """Whether rollouts may be of older weights than those that the step starts from."""
 
@@ -295,7 +297,7 @@ def _train_policy(
                 observe(meter, objective, micro, output, now.entropy)
                 observe_reference(meter, micro, now.logp)
             meter.add("other/packed_ratio", 1 if policy.model.packs else len(micro), len(micro))
-            if number == 0:
+            if number == 0 and settings.sampled:
                 observe_sampler(meter, micro, now.logp)
             if watch is not None:
                 watch(Seen(number=number, rows=index[rows], micro=micro, now=now))

@@ -84,7 +84,10 @@ def objective_of(case: str, **options: Any) -> Objective:
 @functools.cache
 def _built(case: str, options: tuple[tuple[str, Any], ...]) -> Objective:
     name, own = CASES[case]
-    return build(name, **{**NEEDED.get(name, {}), **own, **dict(options)})
+    given = dict(options)
+    if name in OF_PAIRS and given.get("beta") == 0.0:
+        del given["beta"]  # without it there is no loss
+    return build(name, **{**NEEDED.get(name, {}), **own, **given})
 
 
 def has_option(case: str, option: str) -> bool:

@@ -30,6 +30,8 @@ NOT_ZERO_SUM = {
     "pkpo": "what a completion adds to others is never negative; `centred` sums to 0",
     "maxrl, all wrong": "every completion of a group without success has -1",
     "gfpo, by rate": "the kept rows of every group may be equal",
+    "ppo": "no group: a token is compared with what the critic expected",
+    "ppo, by length": "the same",
     "opd": "tokens answer for their own divergence from the teacher",
     "opd, with a task": "the same",
 }
@@ -45,12 +47,15 @@ SCALE = {
     "grpo_s, over the batch": NEVER_SEES_REWARDS,
     "pkpo": "proportional", "pkpo, centred": "proportional",
     "opd": "invariant: it sees no reward",
+    "ppo": "neither: the critic's values stay as they are",
+    "ppo, by length": "neither: the same",
 }  # fmt: skip
 # Everybody ignores a constant added to all rewards; except that a reward at the last token only,
 # when discounted, is a different constant at every token.
 # What divides by a mean, by tokens, or compares with a threshold, is of the reward's own scale.
 NOT_SHIFT_INVARIANT = {
     "reinforce_pp, discounted", "maxrl", "maxrl, all wrong", "gfpo, by rate", "gdpo, gated",
+    "ppo", "ppo, by length",
 }  # fmt: skip
 # Whose deviation has ddof, and over how many numbers: those of the group unless it says otherwise.
 DEVIATION_OVER = {"lite_ppo": "batch", "gtpo": "tokens", "gtpo, over the batch": "tokens"}

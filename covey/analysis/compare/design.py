@@ -213,6 +213,11 @@ def _declared(design: Design, arm: Arm) -> Arm:
         if after.get(key) != before.get(key)
     }
     fixed = [key for key in differences if key.startswith(FIXED)]
+    if config.preferences.file:
+        raise ConfigError(
+            "config: a comparison starts all arms from the same rollouts, and preferences.file has "
+            "none; leave it out, so that pairs come from sampled groups"
+        )
     if fixed:
         raise ConfigError(
             f"--arm {arm.name}: {fixed[0]} = {toml_value(differences[fixed[0]])} would measure "
