@@ -97,7 +97,11 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "discount": Option("Discount of the KL of later tokens; 0: each token for itself.", 0, 1),
         "scale": Option("Weight of the KL to the teacher.", 0),
         "task": Option("Weight of the reward's advantage beside the teacher; 0: none."),
-        "beta": Option("Weight of the KL to the reference; with 0 no reference is loaded.", 0),
+        "beta": Option(
+            "Weight of the KL to the reference; with 0 no reference is loaded. Of a pair: scale "
+            "of its log-ratios, above 0.",
+            0,
+        ),
         "kl": Option("Estimator of that KL."),
         "kl_in": Option(
             "Whether the KL is taken off every token in the `loss` or off the `reward`."

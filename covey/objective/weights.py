@@ -73,6 +73,5 @@ WEIGHTS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "sequence_mean_token_sum_norm": sequence_mean_token_sum_norm,
         "token_mean": token_mean,
         "group_mean_token_mean": group_mean_token_mean,
-        "group_mean_sequence_sum": group_mean_sequence_sum,
     }
 )

@@ -47,8 +47,7 @@ SCALE = {
     "grpo_s, over the batch": NEVER_SEES_REWARDS,
     "pkpo": "proportional", "pkpo, centred": "proportional",
     "opd": "invariant: it sees no reward",
-    "ppo": "neither: the critic's values stay as they are",
-    "ppo, by length": "neither: the same",
+    "ppo, by length": "proportional",
 }  # fmt: skip
 # Everybody ignores a constant added to all rewards; except that a reward at the last token only,
 # when discounted, is a different constant at every token.
@@ -137,7 +136,9 @@ def test_law_1_a_scale_of_all_rewards_changes_nothing_if_it_is_divided_out(
         options, kind = {"entropy_cost": 0.0}, "proportional"
     else:
         options = {}
-    scaled = advantage_of(case, replace(batch, rewards=batch.rewards * factor), **options)
+    assert batch.values is not None
+    larger = replace(batch, rewards=batch.rewards * factor, values=batch.values * factor)
+    scaled = advantage_of(case, larger, **options)
     expected = advantage_of(case, batch, **options) * (factor if kind == "proportional" else 1.0)
     assert expected.abs().max() > 0
     close(scaled, expected, 1e-11)

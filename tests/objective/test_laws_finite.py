@@ -141,6 +141,6 @@ def test_the_functional_loss_is_that_of_the_pieces(
     assert torch.equal(out.advantage, batch.advantage)
     assert torch.equal(out.weight, batch.weight)
     # The sampler is compared with the policy that the batch was collected with, not with that now.
-    assert {k: v for k, v in out.metrics.items() if "debug" not in k} == {
-        k: v for k, v in expected.metrics.items() if "debug" not in k
-    }
+    # What the critic and the pairs are worth is measured here only.
+    ours = {k: v for k, v in out.metrics.items() if not k.startswith(("debug", "critic", "pairs"))}
+    assert ours == {k: v for k, v in expected.metrics.items() if "debug" not in k}
